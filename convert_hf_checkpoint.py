@@ -6,7 +6,7 @@ import common.startup
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -80,7 +80,7 @@ def convert(
         hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
     recipe: dict[str, Any] = {
         "files": files.describe(checkpoint_dir, [*(path.name for path in source.files), *source.side_files]),
-        "config": json.loads(json.dumps(config.to_dict())),
+        "config": json.loads(json.dumps(asdict(config))),
         "dtype": dtype,
         "dropped_layers": list(layers_to_drop),
     }

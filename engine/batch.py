@@ -11,6 +11,7 @@ import torch
 from engine.noise import Source, in_passes
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache.base import Device
 
 
 class Batch:
@@ -23,12 +24,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        n_rows: int,
-        filters: Filters,
-        device: str | torch.device = "cpu",
-        source: Source = in_passes,
-        narrows: bool = True,
+        self, n_rows: int, filters: Filters, device: Device = "cpu", source: Source = in_passes, narrows: bool = True
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.source = source

@@ -1,7 +1,8 @@
-"""Counts: what became of drafts, of one row or of many, at one level of speculation."""
+"""What became of drafts: counts of one row or of many, at one level of speculation, and the acceptance rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,3 +70,26 @@ def total(counts: Sequence[Counts]) -> Counts:
         verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
         accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
     )
+
+
+def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
+    """Of each row's block, how many draft positions were verified: the accepted ones and the first rejected one, also
+    where the drafter had nothing to propose for it: what rounds yield counts, whoever is to blame."""
+    return [min(n_accepted + 1, gamma) for n_accepted in accepted]
+
+
+@dataclass(frozen=True)
+class AcceptanceRate:
+    """The accepted share of n verified draft positions."""
+
+    value: float
+    n: float
+
+    @property
+    def standard_error(self) -> float:
+        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were, without
+        which a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000, The American
+        Statistician 54(4), 280-288). Drafts of one block, and blocks of one text, are not independent: this is a lower
+        bound."""
+        share = (self.value * self.n + 1) / (self.n + 2)
+        return math.sqrt(share * (1 - share) / (self.n + 2))

@@ -27,8 +27,7 @@ Phase = Callable[[str], AbstractContextManager[object]]
 @dataclass(frozen=True)
 class GenerateOutput:
     """Of prompt i: `tokens[i]`, the new ones, a stop token included; `finish_reasons[i]`, None where a pacing ended the
-    decode before the prompt was done; `errors[i]`, why it ended early, or None.
-    """
+    decode before the prompt was done; `errors[i]`, why it ended early, or None."""
 
     tokens: list[list[int]]
     finish_reasons: list[FinishReason]
@@ -51,7 +50,8 @@ class Decoder:
 
     Args:
         runner: the target and its cache, whose `max_batch` is the number of rows.
-        pacing: decides before each round what drafts and how far, or that no round follows. None is plain decoding.
+        pacing: decides before each round what drafts and how far, or that no round follows; `drafter`: one for all of
+            them, to gamma. With neither it is plain decoding.
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend on seed,
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
@@ -152,7 +152,7 @@ class Decoder:
     def _prefill(self) -> None:
         """Prompts into free rows: all of them, or one chunk of one, and those that fit behind it."""
         most, n_run = self._prefill_tokens, 0
-        while self._starting or (self._waiting and not self._rows.is_full()):
+        while self._starting or (self._waiting and None in self._rows.requests):
             if not self._starting and most is not None and n_run and n_run + len(self._waiting[0].prompt) > most:
                 return
             row, request, chunks = self._starting = self._starting or self._begin(self._waiting.popleft())
@@ -225,7 +225,6 @@ class Decoder:
         return sum(len(one.text) - one.known for one in shown)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
-        """One round, which began at that time."""
         busy = self._rows.busy()
         mode, whole = self._rounds.batch_for([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)
@@ -277,13 +276,11 @@ def generate(
     progress: Progress | None = None,
     phase: Phase | None = None,
 ) -> GenerateOutput:
-    """Continue every prompt; any number of prompts of any lengths runs through the cache's rows (see `Decoder`).
+    """Continue every prompt, any number of them of any lengths, by a `Decoder`, which has the other arguments.
 
     Args:
         prompts: token ids; limits, sampling (None: greedy) and stop tokens, which are kept, are one for all of them,
             or one a prompt.
-        drafter: proposes `gamma` tokens in every round; None is the autoregressive baseline.
-        pacing: in place of one drafter in every round.
         request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
             that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
         numbered_from: the first prompt's index, which messages name.

@@ -50,9 +50,8 @@ class CudaGraphs:
 class Captured:
     """Calls each part once, to warm it up; captures it the second time; replays it from then on.
 
-    What is captured is the function given the second time, with the very tensors that it then found: they, and
-    all that they are computed from, have to be the same tensors in every later round.
-    Errors: ConfigError if an operation of the part cannot be captured.
+    What is captured is the function given the second time, with the very tensors that it then found: they, and all that
+    they are computed from, stay the same ones. Errors: ConfigError if an operation of the part cannot be captured.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:

@@ -6,7 +6,7 @@ keyed by what they are for. The first token after a prefill is that of a round w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -62,15 +62,18 @@ class Rejection:
     """Drafting, accepting and resampling each have a stream of their own.
 
     What a round drew behind its first rejection is drawn anew, from the numbers of another index: what it drew may have
-    said how far it went, and so what a draft's cache still holds.
+    said how far it went, and so what a draft's cache still holds. Numbers of the `i`-th inner round are keyed by where
+    the outer one began, and by `i`: by nothing that both may share.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self.verified: Tensor | None = None
+    verified: Tensor | None = None
+
+    def __init__(self, batch: Batch, i: int | None = None) -> None:
+        self._batch, self._is_inner = batch, i is not None
+        self._purpose = 0 if i is None else len(Stream) * (1 + i) << 16
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Rejection:
-        return InnerRejection(self._batch, i)
+        return Rejection(self._batch, i)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         probs = self._batch.distribution.probs(logits)
@@ -78,9 +81,8 @@ class Rejection:
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        return self._verify(drafts, self._batch.distribution.probs(logits))
-
-    def _verify(self, drafts: Drafts, probs: Tensor) -> Verdict:
+        probs = self._batch.distribution.probs(logits)
+        self.verified = probs if self._is_inner else None
         accept = self._accept(drafts.tokens.shape[1])
         # A row resamples once a round, at a position not known yet; its rounds start at different positions.
         resample = self._gumbel(self._batch.lengths + 1, Stream.RESAMPLE, probs)
@@ -88,32 +90,16 @@ class Rejection:
 
     def _accept(self, n_drafts: int) -> Tensor:
         batch = self._batch
+        if self._is_inner:
+            stream = Stream.ACCEPT + self._purpose
+            return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
         positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=batch.lengths.device)
         seed, request = batch.seeds[:, None], batch.requests[:, None]
         return uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
 
     def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
-        batch = self._batch
+        batch, stream = self._batch, stream + self._purpose
         return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
-
-
-class InnerRejection(Rejection):
-    """Its numbers are keyed by where the outer round began, and the inner one of it: by nothing that both may share."""
-
-    def __init__(self, batch: Batch, i: int) -> None:
-        super().__init__(batch)
-        self._purpose = len(Stream) * (1 + i) << 16
-
-    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        self.verified = self._batch.distribution.probs(logits)
-        return self._verify(drafts, self.verified)
-
-    def _accept(self, n_drafts: int) -> Tensor:
-        batch, stream = self._batch, Stream.ACCEPT + self._purpose
-        return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
-
-    def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
-        return super()._gumbel(positions, stream + self._purpose, like)
 
 
 class Coupled:
@@ -122,19 +108,21 @@ class Coupled:
 
     verified: Tensor | None = None
 
-    def __init__(self, batch: Batch, gamma: int, vocab_size: int, dtype: torch.dtype) -> None:
-        self._batch, self._gamma, self._vocab_size, self._dtype = batch, gamma, vocab_size, dtype
+    def __init__(self, batch: Batch, noise: Callable[[], Tensor]) -> None:
+        """noise: computes `[B, gamma + 1, V]`."""
+        self._batch, self._noise = batch, noise
         self._drawn_with: Tensor | None = None
 
-    def _noise(self) -> Tensor:
-        """`[B, gamma + 1, V]`."""
-        batch = self._batch
-        positions = batch.lengths[:, None] + 1 + torch.arange(self._gamma + 1, device=batch.lengths.device)
-        seed, request = batch.seeds[:, None], batch.requests[:, None]
-        return gumbel(seed, request, positions, Stream.COUPLED, self._vocab_size, self._dtype, batch.source)
-
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
-        return InnerCoupled(self, ahead, n_drafts)
+        """By the noise of this round, from each row's place on; what lies beyond the round is dropped there."""
+        places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
+
+        def noise() -> Tensor:
+            shared = self.shared()
+            row = torch.arange(len(shared), device=shared.device)[:, None]
+            return shared[row, places.clamp(max=shared.shape[1] - 1)]
+
+        return Coupled(self._batch, noise)
 
     def shared(self) -> Tensor:
         """The noise of the round that is drafted, which all inner rounds share."""
@@ -151,19 +139,6 @@ class Coupled:
         noise = self._noise() if self._drawn_with is None else self._drawn_with
         logprobs = self._batch.distribution.logprobs(logits)
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
-
-
-class InnerCoupled(Coupled):
-    """The noise of the outer round, from each row's place on; what lies beyond the round is dropped there."""
-
-    def __init__(self, outer: Coupled, ahead: Tensor, n_drafts: int) -> None:
-        self._batch, self._drawn_with, self._outer = outer._batch, None, outer
-        self._places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
-
-    def _noise(self) -> Tensor:
-        noise = self._outer.shared()
-        row = torch.arange(len(noise), device=noise.device)[:, None]
-        return noise[row, self._places.clamp(max=noise.shape[1] - 1)]
 
 
 Verification: TypeAlias = Greedy | Rejection | Coupled
@@ -189,4 +164,10 @@ def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> 
         return Greedy()
     if mode == "rejection":
         return Rejection(batch)
-    return Coupled(batch, gamma, model.config.vocab_size, torch.promote_types(model.dtype, torch.float32))
+
+    def noise() -> Tensor:
+        positions = batch.lengths[:, None] + 1 + torch.arange(gamma + 1, device=batch.lengths.device)
+        of, dtype = (batch.seeds[:, None], batch.requests[:, None]), torch.promote_types(model.dtype, torch.float32)
+        return gumbel(*of, positions, Stream.COUPLED, model.config.vocab_size, dtype, batch.source)
+
+    return Coupled(batch, noise)

@@ -18,9 +18,7 @@ PLAIN = Choice(None, 0)
 
 class Pacing(Protocol):
     """What `generate` asks before and tells after every round. Where ranks share a model, all must choose alike.
-
-    drafters: those that a choice can name. max_gamma: the largest of any choice.
-    """
+    drafters: those that a choice can name. max_gamma: the largest of any choice."""
 
     drafters: tuple[Drafter, ...]
     max_gamma: int

@@ -80,8 +80,8 @@ class Request:
 
 
 class Progress:
-    """Notified of tokens as they are prefilled, and emitted by all rows; before that of what a round did to a request,
-    and how many of its tokens were kept; and of every request that ends by itself. Does nothing."""
+    """Notified of tokens that are prefilled, and emitted by all rows; before that of what a round did to a request and
+    how many of its tokens were kept; and of every request that ends by itself. Does nothing."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...

@@ -99,19 +99,14 @@ class Round:
         return self.drafter.propose(self.batch, verification, self.gamma), verification
 
     @property
-    def drafts(self) -> Drafts:
-        return self.proposed[0]
-
-    @property
     def verification_cache(self) -> KVCache | WriteThroughKVCache:
         """What the target verifies through."""
-        own = None if self.drafter is None else self.drafter.verification_cache
-        return own or self.runner.cache
+        return (self.drafter and self.drafter.verification_cache) or self.runner.cache
 
     @_part("logits", verifies=True)
     def verify(self) -> Tensor:
         """One forward of the target over each row's current token and its drafts."""
-        return self.forward(torch.cat([self.batch.current[:, None], self.drafts.tokens], dim=1))
+        return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
@@ -131,14 +126,14 @@ class Round:
 
     @property
     def n_drafts(self) -> int:
-        return self.drafts.tokens.shape[1]
+        return self.proposed[0].tokens.shape[1]
 
     def _decide(self) -> Tensor:
         drafts, verification = self.proposed
         verdict, lengths = verification.verify(drafts, self.logits), drafts.lengths
         drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
-        return torch.cat([counts, self.drafts.tokens, finite_rows(self.logits)], dim=1)
+        return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
     @_part(None)
     def roll_back(self) -> None:
@@ -153,7 +148,7 @@ class Round:
         packed, batch = self.decided.tolist(), self.batch
         self.runner.ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",
-            lambda: (batch.rows, batch.lengths, batch.current, self.drafts.tokens, self.decided),
+            lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.decided),
         )
         return [
             Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.n_drafts :])
@@ -177,8 +172,25 @@ class Rounds:
             if self._kind is not None:
                 self._runner.drop_graphs()  # those of fewer filters, which never come again
             self._kind = mode, filters
-            self._batch, self._captured = batch_and_parts(self._runner, self._drafters, mode, filters)
+            self._batch, self._captured = self._batch_and_parts(mode, filters)
         return mode, self._batch
+
+    def _batch_and_parts(self, mode: str, filters: Filters) -> tuple[Batch, Captured | None]:
+        """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
+        next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
+        runner = self._runner
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
+        if runner.graphs is None:
+            return batch(), None
+        if any(drafter() is None for held, *_ in runner.captured for drafter in held):
+            runner.drop_graphs()
+        # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
+        # the runner: were they held here, neither would go before garbage is collected.
+        held = tuple(map(weakref.ref, self._drafters))
+        key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
+        if key not in runner.captured:
+            runner.captured[key] = batch(), Captured(runner.graphs)
+        return runner.captured[key]
 
     def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
@@ -205,25 +217,3 @@ def first_token(
         return first.verify(Drafts(batch.current.new_empty(1, 0)), logits[None, None]).next_token
 
     return int(runner.ranks.decided(next_token, 1))
-
-
-def batch_and_parts(
-    runner: ModelRunner, drafters: Sequence[Drafter], mode: str, filters: Filters
-) -> tuple[Batch, Captured | None]:
-    """The batch that the rounds of those drafters in that mode read, and their captured parts.
-
-    Captured parts are kept by the runner, with all that they hold, for the next decode of the same kind: until one of
-    their drafters is gone, when all are dropped (see `CudaGraphs`).
-    """
-    batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
-    if runner.graphs is None:
-        return batch(), None
-    if any(drafter() is None for held, *_ in runner.captured for drafter in held):
-        runner.drop_graphs()
-    # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
-    # the runner: were they held here, neither would go before garbage is collected.
-    held = tuple(map(weakref.ref, drafters))
-    key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
-    if key not in runner.captured:
-        runner.captured[key] = batch(), Captured(runner.graphs)
-    return runner.captured[key]

@@ -1,7 +1,5 @@
 """Rows: the request that each row of a cache decodes, and what rows without one are left with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -24,10 +22,8 @@ class State(NamedTuple):
 
 
 class Rows:
-    """A row without a request idles: it stays parked at its last length, where its writes harm nobody.
-
-    followed: of each row's text, how much each drafter, by its index, has followed; absent: nothing.
-    """
+    """A row without a request idles: it stays parked at its last length, where its writes harm nobody. followed: of
+    each row's text, how much each drafter, by its index, has followed; absent: nothing."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -41,9 +37,6 @@ class Rows:
 
     def busy(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self.requests) if request]
-
-    def is_full(self) -> bool:
-        return None not in self.requests
 
     def place_for(self, prompt: Sequence[int], reuses: bool) -> int:
         """A free row: if it may reuse what that holds, the one that holds most of the prompt, where that is at least

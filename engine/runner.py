@@ -47,7 +47,6 @@ def finite_rows(x: Tensor) -> Tensor:
 
 
 def not_finite(where: str, seen: str) -> UserError:
-    """The error of logits that are NaN or infinite."""
     required = "finite logits at every position of every row"
     fix = f"check the checkpoint (convert again), or use a wider {flag('dtype')} (float32)"
     return UserError("the model's logits are not finite", where, seen, required, fix)
@@ -76,9 +75,8 @@ class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
     A row that still holds the prompt asked for is rolled back to it instead of being run again, so a baseline and a
-    speculation decode from the same state. `ranks` are the processes that run the same calls beside this one,
-    where the model is sharded. With `new_graphs` (`CudaGraphs` on a GPU) the parts of a round are captured and
-    replayed, see `engine.graphs`; `noise_source` draws the random numbers.
+    speculation decode from the same state. ranks: the processes that run the same calls, where the model is sharded.
+    new_graphs: `CudaGraphs` on a GPU, where rounds are captured. noise_source: draws the random numbers.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -237,18 +235,14 @@ class ModelRunner:
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
-        _, queries = self._run_again(row, text, range(len(text) - n, len(text)))
+        _, queries = self.run_again(row, text, range(len(text) - n, len(text)))
         return [of_layer[0].transpose(0, 1) for of_layer in queries]
 
-    def states_again(self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()) -> Tensor:
-        """The hidden states `[1, n, ...]` (see `Transformer.hidden_states`) of the `n` tokens of `text` at those
-        positions, which the row holds."""
-        return self._run_again(row, text, at, layers)[0]
-
-    def _run_again(
+    def run_again(
         self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """States, and each layer's queries, of tokens that the row holds: run over it as it is, storing nothing."""
+        """The states `[1, n, ...]` (see `Transformer.hidden_states`), and each layer's queries, of the `n` tokens of
+        `text` at those positions, which the row holds: run over it as it is, storing nothing."""
         tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
         looking = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
         _, states = self.model.hidden_states(tokens, positions, looking, layers)
@@ -256,8 +250,7 @@ class ModelRunner:
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and
-        empty elsewhere. `cache` stands in for the runner's own: a view of the slots that these positions can take, or
-        one that also writes to a draft's cache."""
+        empty elsewhere. cache: a view of the runner's own, or one that also writes to a draft's."""
         return self.model(tokens, positions, cache or self.cache)
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
 from operator import or_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from common.errors import ConfigError, flag
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # of a vocabulary
@@ -64,10 +61,8 @@ class SamplingParams:
 
 
 class Filters(NamedTuple):
-    """Which steps the distributions of some rows take at all; a step too many changes none.
-
-    most_kept: no row's top-k keeps more ids than that power of two; `ALL` where a sampled row has no top-k.
-    """
+    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: no row's top-k
+    keeps more ids than that power of two; `ALL` where a sampled row has no top-k."""
 
     any_top_k: bool = False
     any_top_p: bool = False
@@ -91,9 +86,9 @@ class Filters(NamedTuple):
 class Distribution:
     """The sampling parameters of a batch's rows as tensors `[B]`; those of rows that do not filter exclude nothing."""
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
     filters: Filters
 
     @classmethod
@@ -118,15 +113,15 @@ class Distribution:
         for name in ("temperature", "top_k", "top_p"):
             getattr(self, name).copy_(getattr(other, name))
 
-    def logprobs(self, logits: Tensor) -> Tensor:
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `[B, ..., V]`, -inf where an id is excluded; float64 for float64 logits, else float32."""
         return self._filtered(logits).log_softmax(dim=-1)
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities, shape and dtype as `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
-    def _filtered(self, logits: Tensor) -> Tensor:
+    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
@@ -139,7 +134,7 @@ class Distribution:
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
 
-    def _kept(self, scaled: Tensor) -> Tensor:
+    def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
         vocab_size = scaled.shape[-1]
         if self.filters.most_kept == ALL:
@@ -161,17 +156,17 @@ class Distribution:
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
-def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
     return Distribution.of([params], logits.device).probs(logits[None])[0]
 
 
-def greedy(logits: Tensor) -> Tensor:
+def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
 
 
-def logprobs_of(tokens: Sequence[int], logits: Tensor) -> list[float]:
+def logprobs_of(tokens: Sequence[int], logits: torch.Tensor) -> list[float]:
     """Each token's log-probability by its row of `logits [>= len(tokens), V]`, at temperature 1, without filters."""
     rows, chosen = logits[: len(tokens)].float(), torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     return (rows.gather(1, chosen[:, None])[:, 0] - rows.logsumexp(dim=-1)).tolist()
@@ -181,6 +176,6 @@ def _is_int63(value: object) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < 2**63
 
 
-def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _like(per_row: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
     return per_row.to(dtype or x.dtype).reshape(-1, *[1] * (x.dim() - 1))

@@ -80,7 +80,12 @@ class KVCache(ABC):
     @property
     def positions(self) -> torch.Tensor:
         """`[max_batch, capacity]`; a copy, of a view over rows that a tensor names."""
-        return self._positions if self.rows is None else self._positions[self.rows]
+        return self._positions[self.own_rows]
+
+    @property
+    def own_rows(self) -> slice | torch.Tensor:
+        """What picks its rows out of the entries'."""
+        return slice(None) if self.rows is None else self.rows
 
     @property
     def row_indices(self) -> torch.Tensor:
@@ -97,14 +102,9 @@ class KVCache(ABC):
         return self.entries[:, 0]
 
     @property
-    def values(self) -> torch.Tensor:
-        """As `keys`."""
-        return self.entries[:, 1]
-
-    @property
     def n_bytes(self) -> int:
         """Bytes that entries and their scales take."""
-        return sum(x.numel() * x.element_size() for x in (self.entries, self.scales) if x is not None)
+        return sum(x.nbytes for x in (self.entries, self.scales) if x is not None)
 
     @abstractmethod
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
@@ -136,10 +136,8 @@ class KVCache(ABC):
         return slots
 
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`.
-
-        Asked after `begin`. None for the slots: keys are stored already rotated, by the first.
-        """
+        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`. Asked
+        after `begin`. None for the slots: keys are stored already rotated, by the first."""
         return positions, None
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
@@ -153,11 +151,9 @@ class KVCache(ABC):
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
         """One layer's entries as views. queries: what reads them, `[B, T, n_head, head_dim]`, rotated if keys are."""
-        entries = self.entries[layer].transpose(2, 3)
-        if self.scales is None:
-            return KV(entries[0], entries[1], rows=self.rows)
-        scales = self.scales[layer].transpose(2, 3)
-        return KV(entries[0], entries[1], scales[0], scales[1], self.rows)
+        keys, values = self.entries[layer].transpose(2, 3)
+        key_scales, value_scales = (None, None) if self.scales is None else self.scales[layer].transpose(2, 3)
+        return KV(keys, values, key_scales, value_scales, self.rows)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and their scales."""
@@ -174,11 +170,8 @@ class KVCache(ABC):
 
     def rollback(self, lengths: torch.Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
-        if self.rows is None:
-            self._positions.masked_fill_(self._positions >= lengths[:, None], EMPTY)
-        else:
-            held = self.positions
-            self._positions[self.rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
+        held = self.positions
+        self._positions[self.own_rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
@@ -193,9 +186,7 @@ class KVCache(ABC):
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
-
-        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`.
-        """
+        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`."""
         return kept
 
     def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
@@ -214,9 +205,9 @@ class KVCache(ABC):
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
 
-        `layers` are those of the source that this cache has, in order; None if it has them all. `queries` are
-        those of the last `n_observed` tokens in every layer of the source, `[n_head, n_observed, head_dim]`. known: of
-        so many of the tokens the row holds what it was to keep, also what it selected, which stays.
+        layers: those of the source that this cache has, in order; None: all. queries: of the last `n_observed` tokens
+        in every layer of the source, `[n_head, n_observed, head_dim]`. known: of so many of the tokens the row holds
+        what it was to keep, also what it selected, which stays.
         """
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length)
@@ -250,10 +241,9 @@ class KVCache(ABC):
     ) -> KVCache:
         """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
-        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves. Of such a view
-        there are no other views but of its slots, and its rows cannot be filled or reset.
-        Narrowing by `extent` keeps a backend without per-row early exit from reading empty capacity.
-        `block_at_end` promises that the block to be run takes the last positions below `extent`, in every row.
+        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves; such a view's
+        slots alone can be narrowed further, and its rows cannot be filled or reset. block_at_end: a promise that the
+        block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)

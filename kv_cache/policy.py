@@ -107,6 +107,9 @@ class BudgetedPolicy(Policy):
     def entries(self, length: int) -> int:
         return self.budget
 
+    def holds_all(self, length: int) -> bool:
+        return self.budget >= length
+
 
 def policies() -> dict[str, type[Policy]]:
     """Every policy by its name: what the files of this folder define."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,13 +12,13 @@ from common.errors import ConfigError, flag
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import Observed
-from kv_cache.snapkv import SnapKV, attention_received
-from kv_cache.verify_topk import Copy, VerifyTopKCache, copy_chosen
+from kv_cache.snapkv import attention_received
+from kv_cache.verify_topk import Copy, Refreshed, VerifyTopKCache
 
 
 class RetrievalKVCache(VerifyTopKCache):
     """Each layer and KV head keeps the text's last `window` tokens, and of the others, which lie in chunks of `chunk`
-    tokens, the first `n_first` and those chunks whose mean keys the newest query attends to most (TriForce, arXiv
+    tokens, the first `n_sink` and those chunks whose mean keys the newest query attends to most (TriForce, arXiv
     2404.11912, section 4.1): the prompt's last, then every `refresh` rounds that of the last token that stands.
 
     means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
@@ -26,29 +26,21 @@ class RetrievalKVCache(VerifyTopKCache):
     """
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        budget: int,
-        longest: int,
-        window: int = 32,
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
-        n_first: int = 4,
-        refresh: int = 4,
-        chunk: int = 8,
+        self, config: KVShape, max_batch: int, longest: int, policy: Retrieval, device: Device, dtype: torch.dtype
     ) -> None:
+        chunk, window = policy.chunk, policy.snapkv_window
         # Whatever lies before the window has to lie in a chunk that the text fills.
         if not 1 <= chunk <= window:
             what = "a chunk has no place in the draft's recent tokens"
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
             fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
             raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
-        n_first = -(-n_first // chunk) * chunk  # whole chunks, as all that is chosen
-        super().__init__(config, max_batch, budget, window, device, dtype, n_first, refresh)
+        # Whole chunks, as all that is chosen.
+        policy = replace(policy, n_sink=-(-policy.n_sink // chunk) * chunk)
+        super().__init__(config, max_batch, policy, device, dtype)
         self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
-        dtype = torch.float32 if self.entries.dtype in largest() else self.entries.dtype
+        dtype = torch.float32 if dtype in largest() else dtype
         self.means = torch.zeros(shape, device=device, dtype=dtype)
 
     @property
@@ -57,7 +49,7 @@ class RetrievalKVCache(VerifyTopKCache):
 
     @property
     def n_bytes(self) -> int:
-        return super().n_bytes + self.means.numel() * self.means.element_size()
+        return super().n_bytes + self.means.nbytes
 
     def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
         # Back to the last choice, which chunks that the text has filled since have no means of.
@@ -78,15 +70,9 @@ class RetrievalKVCache(VerifyTopKCache):
         return Observed(shape, self.device, dtype, as_shares=False)
 
     def choose(
-        self,
-        source: KVCache,
-        lengths: torch.Tensor,
-        observed: Observed,
-        layers: Sequence[int] | None = None,
-        copy: Copy = copy_chosen,
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
-        own_rows = slice(None) if self.rows is None else rows
         n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
@@ -94,13 +80,13 @@ class RetrievalKVCache(VerifyTopKCache):
         ahead = torch.arange(2 + self.refresh * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
         slots = self._entries_of(filled).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+        for to_layer, from_layer in enumerate(layers):
             (keys, _), scales = source.gather(from_layer, slots)
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
-                means = self.means[to_layer][own_rows, :, : extent // self.chunk]
+                means = self.means[to_layer][self.own_rows, :, : extent // self.chunk]
                 copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:
@@ -129,18 +115,12 @@ class RetrievalKVCache(VerifyTopKCache):
 
 
 @dataclass(frozen=True)
-class Retrieval(SnapKV):
+class Retrieval(Refreshed):
     """Sinks, recent tokens, and the chunks whose mean keys the newest query attends to most, of a self-draft."""
 
     name: ClassVar[str] = "retrieval"
-    of_self_drafts: ClassVar[bool] = True
-    n_sink: int = 4
-    """attention sinks in the budget"""
-    refresh: int = 4
-    """rounds after which entries are chosen anew"""
     chunk: int = 8
     """tokens of a chunk, which is read whole or not at all"""
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
-        own = self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.chunk
-        return RetrievalKVCache(config, max_batch, self.budget, length, *own)
+        return RetrievalKVCache(config, max_batch, length, self, device, dtype)

@@ -12,41 +12,33 @@ from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
 
+# Entries that an entry's score is shared with: as many before it as behind it, and itself.
+POOL = 5
+
 
 class SnapKVCache(StreamingKVCache):
     """Keeps, of each layer and KV head, the `budget - window` entries of a prompt that were selected, and the
     last `window` tokens (Li et al., "SnapKV", arXiv 2404.14469).
 
     The queries of the prompt's last `window` tokens vote: an entry's score is the attention that they pay to it,
-    averaged over `pool` neighbours, so that what surrounds a hit is kept with it. A prompt within the budget is kept
+    averaged over POOL neighbours, so that what surrounds a hit is kept with it. A prompt within the budget is kept
     whole. As the text goes on, the window moves with it and what was selected stays, until the row is filled anew.
 
     Heads keep different tokens in one slot. `positions` holds 0, 1, ... for what was selected: no token of it
     lies beyond any later query, so who sees it does not depend on which token it is. Keys keep the rotation of
-    their absolute position. Errors: ConfigError if the budget leaves nothing to select, or `pool` is even.
+    their absolute position. Errors: ConfigError if the budget leaves nothing to select.
     """
 
-    def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        budget: int,
-        window: int = 32,
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
-        pool: int = 5,
-    ) -> None:
+    def __init__(self, config: KVShape, max_batch: int, policy: SnapKV, device: Device, dtype: torch.dtype) -> None:
+        budget, window = policy.budget, policy.snapkv_window
         if window < 1 or budget < window + 1:
             what = "the draft's KV budget has no room for selected entries beside its window"
             where = f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})"
             seen, required = f"budget {budget}, window {window}", "window >= 1 and budget >= window + 1"
             fix = f"raise the budget to {max(window, 1) + 1} or more, or lower the window"
             raise ConfigError(what, where, seen, required, fix)
-        if pool < 1 or pool % 2 == 0:
-            what = "neighbours are pooled around an entry"
-            raise ConfigError(what, "SnapKVCache: pool", pool, "an odd number >= 1", "use 5")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
-        self.pool, self.n_observed = pool, window
+        self.n_observed = window
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
         if length <= self.capacity:
@@ -58,7 +50,7 @@ class SnapKVCache(StreamingKVCache):
             raise ConfigError(what, "SnapKVCache.fill_row: queries", None, required, fix)
         newest = torch.arange(length - self.window, length, device=kept.device)
         votes = attention_received(queries(), keys(), newest)[:, : length - self.window]
-        pooled = torch.nn.functional.avg_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
+        pooled = torch.nn.functional.avg_pool1d(votes, POOL, stride=1, padding=POOL // 2)
         chosen = pooled.topk(self.n_sink, dim=1).indices.sort(dim=1).values
         return torch.cat([chosen, newest.expand(len(chosen), -1)], dim=1)
 
@@ -93,8 +85,5 @@ class SnapKV(BudgetedPolicy):
 
     room = n_observed = reserved
 
-    def holds_all(self, length: int) -> bool:
-        return self.budget >= length
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
-        return SnapKVCache(config, max_batch, self.budget, self.snapkv_window, device, dtype)
+        return SnapKVCache(config, max_batch, self, device, dtype)

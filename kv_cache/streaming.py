@@ -103,8 +103,5 @@ class Streaming(BudgetedPolicy):
             return self
         return replace(self, draft_positions="cache" if trained < length else "absolute")
 
-    def holds_all(self, length: int) -> bool:
-        return self.budget >= length
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return StreamingKVCache(config, max_batch, self.budget, self.n_sink, device, dtype, self.in_cache_positions)

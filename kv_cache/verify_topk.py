@@ -12,7 +12,7 @@ from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import stored_as
 from kv_cache.over import Observed
-from kv_cache.snapkv import SnapKV, SnapKVCache
+from kv_cache.snapkv import POOL, SnapKV, SnapKVCache
 
 # Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
 # of the rows that a mask `[B]` names, in any order.
@@ -23,13 +23,12 @@ def copy_chosen(
     to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
 ) -> None:
     """As a `Copy`, from any storage to any."""
-    own_rows = slice(None) if to.rows is None else to.rows
     found = stored_as(*source.gather(from_layer, chosen), to.entries.dtype)
     for own, new in zip((to.entries, to.scales), found, strict=True):
         if own is not None and new is not None:
             is_written, n = is_new.view(-1, *[1] * (new.dim() - 2)), chosen.shape[-1]
-            held = own[to_layer][:, own_rows, :, :n]
-            own[to_layer][:, own_rows, :, :n] = torch.where(is_written, new, held)
+            held = own[to_layer][:, to.own_rows, :, :n]
+            own[to_layer][:, to.own_rows, :, :n] = torch.where(is_written, new, held)
 
 
 class VerifyTopKCache(SnapKVCache):
@@ -38,31 +37,22 @@ class VerifyTopKCache(SnapKVCache):
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that
     queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv 2512.01278): of its
     first and of its last token that stands ("ends"), or of every token ("all"), the last that stands in place of
-    rejected ones. What surrounds a hit, within `pool` entries, is kept with it. Errors: ConfigError as of
-    SnapKVCache, or if `refresh` or `n_first` is too small.
+    rejected ones. What surrounds a hit, within POOL entries, is kept with it. Errors: ConfigError as of
+    SnapKVCache, or if the policy's `refresh` or `n_sink` is too small.
     """
 
-    def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        budget: int,
-        window: int = 32,
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
-        n_first: int = 4,
-        refresh: int = 4,
-        score_queries: Literal["ends", "all"] = "all",
-    ) -> None:
+    def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
+        n_first, budget, window = policy.n_sink, policy.budget, policy.snapkv_window
         if n_first < 0 or budget - window <= n_first:
             what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
             where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
             seen = f"budget {budget}, n_sink {n_first}, window {window}"
             fix = f"raise the budget to {max(n_first, 0) + max(window, 1) + 1} or more, or lower the others"
             raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
-        super().__init__(config, max_batch, budget, window, device, dtype)
-        self.n_first, self.refresh, self.score_queries = n_first, refresh, score_queries
-        require_at_least("refresh", refresh, 1)
+        super().__init__(config, max_batch, policy, device, dtype)
+        self.n_first, self.refresh = n_first, policy.refresh
+        self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
+        require_at_least("refresh", self.refresh, 1)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
@@ -72,7 +62,7 @@ class VerifyTopKCache(SnapKVCache):
 
     @property
     def n_bytes(self) -> int:
-        return super().n_bytes + self.held.numel() * self.held.element_size()
+        return super().n_bytes + self.held.nbytes
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
@@ -82,17 +72,12 @@ class VerifyTopKCache(SnapKVCache):
         return Observed(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
-        self,
-        source: KVCache,
-        lengths: torch.Tensor,
-        observed: Observed,
-        layers: Sequence[int] | None = None,
-        copy: Copy = copy_chosen,
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
     ) -> None:
         """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last.
 
-        layers: as of `fill_row`. Rows stay as they are that verified nothing since they were filled, or whose whole
-        text the cache holds.
+        layers: those of the source that this cache has, in order. Rows stay as they are that verified nothing since
+        they were filled, or whose whole text the cache holds.
         """
         n_slot = source.keys.shape[3]
         if n_slot <= self.capacity:
@@ -101,33 +86,38 @@ class VerifyTopKCache(SnapKVCache):
         n_standing = (lengths - observed.starts[rows])[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
         most = observed.noted.shape[2]
-        which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self.score_queries == "ends" else 1]
+        which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         slots = torch.arange(n_slot, device=self.device)
         is_recent = slots >= (lengths - self.window)[:, None, None]
         # Entries around one hit would rank alike, and which of them are chosen would depend on what else there is.
-        falling = 1 - slots % self.pool * 2.0**-20
-        for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
+        falling = 1 - slots % POOL * 2.0**-20
+        for to_layer, from_layer in enumerate(layers):
             share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
-            share = torch.nn.functional.max_pool1d(share, self.pool, stride=1, padding=self.pool // 2).mul_(falling)
+            share = torch.nn.functional.max_pool1d(share, POOL, stride=1, padding=POOL // 2).mul_(falling)
             share[..., : self.n_first].fill_(float("inf"))
             chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
             copy(self, to_layer, source, from_layer, chosen, is_new)
 
 
 @dataclass(frozen=True)
-class VerifyTopK(SnapKV):
-    """Sinks, recent tokens, and what verification attends to most, of a self-draft."""
+class Refreshed(SnapKV):
+    """A policy of self-drafts, whose entries are chosen anew."""
 
-    name: ClassVar[str] = "verify_topk"
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
     """attention sinks in the budget"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
+
+
+@dataclass(frozen=True)
+class VerifyTopK(Refreshed):
+    """Sinks, recent tokens, and what verification attends to most, of a self-draft."""
+
+    name: ClassVar[str] = "verify_topk"
     score_queries: Literal["ends", "all"] = "all"
     """by which queries of a verification: its first and last token's that stand, or all"""
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
-        own = self.budget, self.snapkv_window, device, dtype, self.n_sink, self.refresh, self.score_queries
-        return VerifyTopKCache(config, max_batch, *own)
+        return VerifyTopKCache(config, max_batch, self, device, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,9 @@ class ModelConfig:
         """Bytes of keys and values that one token of one row takes, over all layers."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Inverse of `to_dict`; also takes what JSON makes of it (lists for tuples)."""
+        """Inverse of `asdict`; also takes what JSON makes of it (lists for tuples)."""
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         if known.get("rope_scaling") is not None:
             known["rope_scaling"] = RopeScaling(**known["rope_scaling"])

@@ -46,8 +46,6 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """As Linear."""
-
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
@@ -107,10 +105,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`.
-
-    Tokens are written to the cache at their positions and see what the cache's rule shows them.
-    """
+    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`. Tokens are written to
+    the cache at their positions and see what the cache's rule shows them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -198,7 +194,6 @@ def to_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
-    """What attention backends need to know of a model."""
     return AttentionSpec(config.n_head, config.n_kv_head, config.head_dim, config.sliding_window, dtype)
 
 

@@ -26,11 +26,6 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Ten
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rotate_heads(heads: Tensor, by: Rotation) -> Tensor:
-    """Heads `[N, H, head_dim]`, turned to their tokens' positions."""
-    return rotate(heads, by)
-
-
 def swiglu(gate_and_up: Tensor) -> Tensor:
     """`silu(gate) * up`: `[N, 2 * ffn] -> [N, ffn]` (Shazeer 2020, equation 6)."""
     gate, up = gate_and_up.chunk(2, dim=-1)
@@ -50,7 +45,7 @@ class Pointwise:
 
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
-    rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate_heads
+    rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     round_to_uint8: Callable[[Tensor], tuple[Tensor, Tensor]] = round_to_uint8
@@ -72,7 +67,7 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
         own = FunctionType(code, part.__globals__, part.__name__, part.__defaults__)
         return torch.compile(own, backend=backend, fullgraph=True)
 
-    return Pointwise("compiled", *map(compile_, (add_norm, rotate_heads, pack, swiglu, round_to_uint8)))
+    return Pointwise("compiled", *map(compile_, (add_norm, rotate, pack, swiglu, round_to_uint8)))
 
 
 def check_compiler(device: torch.device | str) -> None:

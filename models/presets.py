@@ -22,10 +22,8 @@ PRESETS = _published()
 
 
 def preset_name(path: str) -> str:
-    """The Hugging Face repository, ORG/NAME, whose NAME is that of a path's folder.
-
-    Raises ConfigError unless its configuration is stored.
-    """
+    """The Hugging Face repository, ORG/NAME, whose NAME is that of a path's folder. Raises ConfigError unless its
+    configuration is stored."""
     folder = Path(path).parent if path.endswith(".pth") else Path(path)
     for name in PRESETS:
         if folder.name == name.partition("/")[2]:

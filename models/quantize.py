@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from kv_cache.entries import quantize
 from models.llama import Transformer, logits_dtype
 from models.names import SCHEMES
 from models.pointwise import EAGER, Pointwise
@@ -64,7 +65,7 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        q, scale = quantize_rows(weight)
+        q, scale = quantize(weight.detach(), torch.int8)
         self.pointwise: Pointwise = EAGER
         self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
         self.register_buffer("scale", scale)
@@ -107,7 +108,6 @@ class Int4Linear(QuantizedLinear):
 
 
 def runs_on_cpu(weight: Tensor) -> bool:
-    """Whether a layer of that weight takes the kernels for CPUs."""
     return weight.device.type == "cpu"
 
 
@@ -136,13 +136,6 @@ def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
     q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
     of_groups = scale_and_zero.transpose(0, 1).unsqueeze(2)
     return torch.addcmul(of_groups[..., 1], q, of_groups[..., 0], out=q).flatten(1)
-
-
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`[d_out, d_in]` as int8 and a scale per row `[d_out]` float32, the largest magnitude at 127."""
-    weight = weight.detach().float()
-    scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12)
-    return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,11 +39,9 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """What the ranks that hold one model do together (engine/parallel/ranks.py).
-
-    `all_reduce`: the sum of every rank's `x`, in place or not. `gather`: the ranks' `x [..., widths[shard]]` side by
-    side in shard order, on the rank that decides; an empty `[..., 0]` on the others.
-    """
+    """What the ranks that hold one model do together. `all_reduce`: the sum of every rank's `x`, in place or not.
+    `gather`: the ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides; an empty
+    `[..., 0]` on the others."""
 
     @property
     def shard(self) -> Shard: ...
@@ -52,10 +50,8 @@ class Exchange(Protocol):
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """`n` things in `count` contiguous parts, as even as can be.
-
-    The first part, whose rank also decides for all, is never larger than another; the last is never smaller.
-    """
+    """`n` things in `count` contiguous parts, as even as can be. The first part, whose rank also decides for all, is
+    never larger than another; the last is never smaller."""
     return list(pairwise(part * n // count for part in range(count + 1)))
 
 
@@ -132,10 +128,8 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
-    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts.
-
-    Its `config` keeps the part's heads, which its caches are built from, and speaks of the whole vocabulary.
-    """
+    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts. Its `config` keeps the
+    part's heads, which its caches are built from, and speaks of the whole vocabulary."""
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)

@@ -16,7 +16,7 @@ from common.checkout import ROOT
 from common.errors import require_at_least
 from engine import bench
 from engine.bench.config import RunConfig, Target, Text
-from engine.drafters.ngram_table import NGramTable
+from engine.drafters.markov import NGramTable
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.entries import KV
+from kv_cache.entries import KV, quantize
 from models import Transformer, load_model
 from models.attention import TorchAttention
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
-from models.quantize import GROUP, SCHEMES, quantize_groups, quantize_rows, quantized_linear
+from models.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
 from reproduce.gpu_parts.bandwidth import Shape, backends, open_backend
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
 
@@ -118,7 +118,7 @@ def quantised(options: Options, scheme: str) -> Record:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(1024, 576, generator=generator), torch.randn(1024, generator=generator)
     if scheme == "int8":
-        q, scale = quantize_rows(weight)
+        q, scale = quantize(weight, torch.int8)
         grid = q * scale[:, None]
     else:
         levels, scale, low = quantize_groups(weight)

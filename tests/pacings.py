@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.drafters import Drafter
+from engine.drafters import Combined, Drafter
 from engine.drafters.schedules import Confidence, Heuristic, Schedule
 from engine.pacing import Choice
 
@@ -21,6 +21,8 @@ SCHEDULES = {
 def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
     """The drafter, with a new schedule of that name."""
     drafter.schedule = SCHEDULES[schedule](drafter.gamma, n_rows)
+    if isinstance(drafter, Combined):
+        drafter.model.schedule = drafter.schedule
     return drafter
 
 

@@ -11,10 +11,10 @@ from kv_cache import (
     FullKVCache,
     KVCache,
     QuantizedKVCache,
-    RetrievalKVCache,
-    SnapKVCache,
+    Retrieval,
+    SnapKV,
     StreamingKVCache,
-    VerifyTopKCache,
+    VerifyTopK,
 )
 from kv_cache.base import KVShape
 
@@ -46,6 +46,10 @@ class Policy:
     is_exact: bool = True
 
 
+def new_cache(policy: SnapKV, config: KVShape, size: Size) -> KVCache:
+    return policy.new_cache(config, size.n_rows, size.longest, "cpu", size.dtype)
+
+
 POLICIES = {
     "streaming": Policy(
         lambda config, size: StreamingKVCache(config, size.n_rows, size.budget, size.n_kept, dtype=size.dtype)
@@ -57,19 +61,16 @@ POLICIES = {
         )
     ),
     "snapkv": Policy(
-        lambda config, size: SnapKVCache(config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype),
+        lambda config, size: new_cache(SnapKV(size.budget + 1, size.window), config, size),
         by_attention=True,
     ),
     "verify_topk": Policy(
-        lambda config, size: VerifyTopKCache(
-            config, size.n_rows, size.budget + 1, size.window, dtype=size.dtype, n_first=0, refresh=2
-        ),
+        lambda config, size: new_cache(VerifyTopK(size.budget + 1, size.window, n_sink=0, refresh=2), config, size),
         by_attention=True,
     ),
     "retrieval": Policy(
-        lambda config, size: RetrievalKVCache(
-            *(config, size.n_rows, size.budget + 1, size.longest, size.window),
-            **{"dtype": size.dtype, "n_first": 0, "refresh": 1, "chunk": min(3, size.window)},
+        lambda config, size: new_cache(
+            Retrieval(size.budget + 1, size.window, n_sink=0, refresh=1, chunk=min(3, size.window)), config, size
         ),
         by_attention=True,
     ),

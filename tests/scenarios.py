@@ -19,7 +19,7 @@ from witness import cut
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
 from engine.drafters import Combined, Eagle, Markov, Medusa, NGramCache, Suffix
-from engine.drafters.ngram_table import NGramTable
+from engine.drafters.markov import NGramTable
 from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache

@@ -16,9 +16,9 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.acceptance import AcceptanceRate
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
+from engine.counts import AcceptanceRate
 from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks

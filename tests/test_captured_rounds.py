@@ -18,7 +18,7 @@ from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpe
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
-from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import Retrieval, StreamingKVCache, VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -55,13 +55,13 @@ DRAFTERS = {
     "none": lambda runner: None,
     "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
     "verify_topk": lambda runner: SelfSpeculation(
-        runner, VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=1), gamma=3
+        runner, VerifyTopK(12, 5, n_sink=1, refresh=1).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
     ),
     "verify_topk, every other round": lambda runner: SelfSpeculation(
-        runner, VerifyTopKCache(TINY, 2, 12, 5, dtype=torch.float64, n_first=1, refresh=2), gamma=3
+        runner, VerifyTopK(12, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
     ),
     "retrieval": lambda runner: SelfSpeculation(
-        runner, RetrievalKVCache(TINY, 2, 12, 128, 5, dtype=torch.float64, n_first=1, refresh=1, chunk=2), gamma=3
+        runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 2, 128, "cpu", torch.float64), gamma=3
     ),
     "speculated, streaming": lambda runner: Speculated(
         DRAFTERS["retrieval"](runner),
@@ -133,7 +133,7 @@ def test_what_is_noted_is_captured_apart():
     def accepted(new_graphs):
         model = tiny_model()
         runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
-        cache = VerifyTopKCache(TINY, 2, 28, 5, dtype=torch.float64, n_first=1, refresh=2)
+        cache = VerifyTopK(28, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64)
         drafter = SelfSpeculation(runner, cache, gamma=3)
         out = generate(runner, random_prompts([40, 31]), max_new_tokens=60, drafter=drafter)
         return out.tokens, out.stats.counts

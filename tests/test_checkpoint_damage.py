@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 def of_another_config(folder: Path) -> None:
     path = without_manifest(folder)
     config, state_dict = read_checkpoint(folder)
-    save_checkpoint(path, ModelConfig.from_dict({**config.to_dict(), "rope_theta": 5e5}), state_dict)
+    save_checkpoint(path, ModelConfig.from_dict({**asdict(config), "rope_theta": 5e5}), state_dict)
 
 
 MODEL_DAMAGE: Damage = {

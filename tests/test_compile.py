@@ -11,8 +11,8 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.noise import Stream, compiled_source, in_passes, uniform
 from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
-from models.pointwise import add_norm, compiled, rotate_heads, round_to_uint8, swiglu, use_pointwise
-from models.rope import rotation
+from models.pointwise import add_norm, compiled, round_to_uint8, swiglu, use_pointwise
+from models.rope import rotate, rotation
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_compiled_functions_compute_the_same(dtype, tolerance):
         same(parts.add_norm(*(args := (normal(n, 96), normal(n, 96), normal(96), 1e-5))), add_norm(*args))
         same(parts.swiglu(x := normal(n, 80)), swiglu(x))
         turn = rotation(torch.arange(n), torch.linspace(0.1, 1, 8, dtype=torch.float64), dtype)
-        same(parts.rotate_heads(heads := normal(n, 5, 16), turn), rotate_heads(heads, turn))
+        same(parts.rotate_heads(heads := normal(n, 5, 16), turn), rotate(heads, turn))
         wanted = round_to_uint8(x := normal(n, 64))
         got = parts.round_to_uint8(x)
         assert (got[0].int() - wanted[0].int()).abs().max() <= 1  # a tie may round either way

@@ -1,7 +1,7 @@
 """ModelConfig: what a Hugging Face config.json comes to, under old and new keys, and the ones that are refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_config_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], name
 
 @pytest.mark.parametrize("token", [-1, 1.5, True, N_TOKENS])
 def test_an_end_token_of_a_stored_config_is_in_its_vocabulary(token: object) -> None:
-    stored = ModelConfig.from_hf(LLAMA).to_dict()
+    stored = asdict(ModelConfig.from_hf(LLAMA))
     with pytest.raises(ConfigError, match=f"end token[\\s\\S]*{token}"):
         ModelConfig.from_dict(stored | {"eos_tokens": [2, token]})
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ConfigError
-from engine.acceptance import AcceptanceRate
 from engine.bench import cost_tables
 from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
+from engine.counts import AcceptanceRate
 
 DRAFTS = [("streaming", 64), ("snapkv", 512)]
 CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)

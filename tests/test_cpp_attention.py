@@ -10,7 +10,7 @@ from attention_cases import Case, FakeSlots, make_case
 
 from kv_cache import KV, FullKVCache, QuantizedKVCache
 from kv_cache.entries import largest
-from kv_cache.verify_topk import VerifyTopKCache, copy_chosen
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache, copy_chosen
 from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
@@ -87,7 +87,7 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     """Of rows by name, of which one is not new, into rows by name; chosen again and again, of which some stays."""
     config = ModelConfig(vocab_size=8, n_layer=3, dim=64, n_head=2, n_kv_head=2, head_dim=24, ffn_dim=8, max_context=99)
     one = FullKVCache(config, 4, 50, dtype=source)
-    own, again = (VerifyTopKCache(config, 4, 30, 9, dtype=target, n_first=1) for _ in range(2))
+    own, again = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
     one.entries.copy_(torch.randint(-90, 90, one.entries.shape) / (1 if one.scales is not None else 7))
     if one.scales is not None:
         one.scales.uniform_()

@@ -119,8 +119,8 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
         own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
         own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
         return StandaloneDraft(own, 2), ran
-    head, ran, again = random_eagle(TINY), [], target.states_again
-    target.states_again = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
+    head, ran, again = random_eagle(TINY), [], target.run_again
+    target.run_again = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
     return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
 
 

@@ -88,17 +88,17 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 3))
     drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
-    for row, (request, prompt) in enumerate([(7, [1, 2]), (9, [3]), (8, [1, 1, 1])]):
-        drafter.follow([Shown(row, request, prompt, 0)])
+    rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
     # The first token of each text (from the prefill) sits at the prompt's length.
+    drafter.follow([Shown(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
+    drafter.follow([Shown(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
     drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
+    drafter.follow([Shown(0, 7, [1, 2, 10, 11, 99], 3), Shown(1, 9, [3, 20, *[0] * 8], 2)])  # rounds went by without it
     drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
-    drafter.follow([Shown(0, 7, [1, 2, 10, 11], 2)])  # rounds went by without it
-    drafts = drafter.propose(batch_at([4, 9, 9], [12, 0, 0]), Greedy(), 3)
-    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
     drafter.follow([Shown(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
+    drafter.follow([Shown(0, 9, [4, 4, 4, 4, 20], 4)])
     drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
 

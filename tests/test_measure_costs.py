@@ -11,7 +11,6 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from common.errors import UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
-from engine.acceptance import AcceptanceRate
 from engine.cost_model import rehearsal
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import (
@@ -25,11 +24,12 @@ from engine.cost_model.measure import (
     scope,
 )
 from engine.cost_model.rehearsal import Rehearsal
+from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
 from engine.drafters import Shown
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
-from kv_cache import VerifyTopKCache
+from kv_cache import VerifyTopK, VerifyTopKCache
 
 Decode = list[RoundStats]
 
@@ -163,7 +163,7 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
     """Also where it comes less often than there are rounds of a kind; a clock of 1 ms a look, 30 s for choosing."""
     model, clock = tiny_model(), Clock()
     runner = ModelRunner(model, full_cache(model, 4))
-    cache = VerifyTopKCache(TINY, 4, 24, 8, dtype=runner.cache.keys.dtype, refresh=refresh)
+    cache = VerifyTopK(24, 8, refresh=refresh).new_cache(TINY, 4, 0, "cpu", runner.cache.keys.dtype)
     drafters = [SelfSpeculation(runner, full_cache(model, 4), 3), SelfSpeculation(runner, cache, 3)]
     choose = VerifyTopKCache.choose
     monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))

@@ -26,7 +26,7 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, SnapKVCache, Streaming, StreamingKVCache, VerifyTopKCache
+from kv_cache import Full, FullKVCache, SnapKV, Streaming, StreamingKVCache, VerifyTopK
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -188,11 +188,13 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     )
     for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
         assert plan_of(TINY, footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
-    observing = replace(prefills, caches=(SnapKVCache(TINY, 1, BUDGET, 6, "meta", torch.int8),))
+    observing = replace(prefills, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.int8),))
     selects, reads = (plan_of(TINY, footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
     assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # What verification chooses takes scores and keys of a layer.
-    chooses = plan_of(TINY, footprint=replace(own, caches=(VerifyTopKCache(TINY, 1, BUDGET, 6, "meta"),)))
+    chooses = plan_of(
+        TINY, footprint=replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
+    )
     assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
     # Of several budgets' caches one is read at a time, but all are held.
     caches = (StreamingKVCache(TINY, 1, n, 4, "meta", torch.int8) for n in (BUDGET, BUDGET // 2, BUDGET // 2))
@@ -249,7 +251,7 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
 def test_selecting_entries_is_planned_for() -> None:
     """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
     plain = plan_of(TINY).fixed["activations"]
-    of_target = self_draft(TINY, caches=(SnapKVCache(TINY, 1, BUDGET, 6, "meta"),))
+    of_target = self_draft(TINY, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
     own = replace(of_target, shares_weights=False, prefills=True)
     scores = 4 * 6 * TINY.n_head * CAPACITY
     keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY

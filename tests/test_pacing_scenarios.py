@@ -20,9 +20,9 @@ import pytest
 
 from common.checkout import ROOT
 from common.jsonl import read_lines
-from engine.acceptance import AcceptanceRate
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.costs import Costs, tokens_per_round
+from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of
 

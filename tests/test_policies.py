@@ -96,7 +96,7 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
         if not POLICIES[policy].is_exact:
             continue
         # Every entry is one that the target holds for this row, of the same layer and head.
-        for own, whole in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
+        for own, whole in ((cache.keys, runner.cache.keys), (cache.entries[:, 1], runner.cache.entries[:, 1])):
             mine, theirs = own[:, row][:, :, held], whole[:, row, :, : len(prompt)]
             same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
             assert bool(same.any(-1).all())

@@ -8,11 +8,12 @@ from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
 
 from kv_cache import FullKVCache
+from kv_cache.entries import quantize as quantize_rows
 from models import load_model, quantize
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.loading import read_checkpoint
 from models.config import ModelConfig
-from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups, quantize_rows
+from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +26,7 @@ def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> t
 
 def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product of factors rounded to 8 bits, `[N, d_out]` float64."""
-    q, scale = quantize_rows(weight)
+    q, scale = quantize_rows(weight, torch.int8)
     x_scale = x.float().abs().amax(1, keepdim=True) / 127
     x_q = (x.float() / x_scale + 128).round() - 128
     return (x_q.double() @ q.double().T) * x_scale.double() * scale.double()

@@ -10,7 +10,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import EMPTY, RetrievalKVCache
+from kv_cache import EMPTY, Retrieval, RetrievalKVCache
 from models.llama import select_layers
 
 CHUNK, CHOSEN, N_FIRST = 3, 10, 2
@@ -19,8 +19,9 @@ ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], 
 
 
 def draft_cache(config=TINY, dtype=torch.float64, **options) -> RetrievalKVCache:
-    options = {"n_first": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
-    return RetrievalKVCache(config, len(LENGTHS), CHOSEN + WINDOW, LONGEST, WINDOW, dtype=dtype, **options)
+    options = {"n_sink": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
+    policy = Retrieval(CHOSEN + WINDOW, WINDOW, **options)
+    return RetrievalKVCache(config, len(LENGTHS), LONGEST, policy, "cpu", dtype)
 
 
 def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
@@ -131,7 +132,7 @@ def test_a_draft_of_some_layers_retrieves_by_those():
 def test_what_cannot_work_is_refused():
     for options, message in (
         ({"refresh": 0}, "refresh"),
-        ({"n_first": CHOSEN}, "no room for chosen entries"),
+        ({"n_sink": CHOSEN}, "no room for chosen entries"),
         ({"chunk": 0}, "a chunk has no place"),
         ({"chunk": WINDOW + 1}, "a chunk has no place"),
     ):

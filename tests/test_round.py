@@ -11,7 +11,7 @@ from engine.drafters import Shown
 from engine.drafters.speculated import Speculated
 from engine.round import Round
 from engine.sampling import Distribution, Filters
-from kv_cache import RetrievalKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import Retrieval, StreamingKVCache, VerifyTopK
 
 LENGTHS = [7, 4, 19]
 SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0, top_p=0.9)]
@@ -26,9 +26,9 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
     own = ModelRunner(tiny_model(seed=1), full_cache(model, 3))
     for drafter in (
         SelfSpeculation(runner, streaming, 3),
-        SelfSpeculation(runner, VerifyTopKCache(TINY, 3, 6, 4, dtype=torch.float64, n_first=1, refresh=1), 3),
+        SelfSpeculation(runner, VerifyTopK(6, 4, n_sink=1, refresh=1).new_cache(TINY, 3, 0, "cpu", torch.float64), 3),
         SelfSpeculation(
-            runner, RetrievalKVCache(TINY, 3, 7, 64, 4, dtype=torch.float64, n_first=1, refresh=1, chunk=2), 3
+            runner, Retrieval(7, 4, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 3, 64, "cpu", torch.float64), 3
         ),
         Speculated(
             SelfSpeculation(runner, streaming, 3),
@@ -52,7 +52,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
             round_.verify()
             round_.accept()
             round_.roll_back()
-        assert round_.drafts.tokens.shape == (3, 3) and len(round_.outcomes()) == 3
+        assert round_.proposed[0].tokens.shape == (3, 3) and len(round_.outcomes()) == 3
         for cache in (runner.cache, streaming, own.cache):
             assert (cache.positions.amax(dim=1) < batch.lengths).all()
 

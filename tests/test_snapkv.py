@@ -11,10 +11,10 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Shown
-from kv_cache import EMPTY, FullKVCache, SnapKVCache
-from kv_cache.snapkv import attention_received
+from kv_cache import EMPTY, FullKVCache, SnapKV
+from kv_cache.snapkv import POOL, attention_received
 
-WINDOW, BUDGET, POOL = 6, 16, 3
+WINDOW, BUDGET = 6, 16
 SELECTED = BUDGET - WINDOW
 SHAPES = {
     "group 1": replace(TINY, n_kv_head=4),
@@ -69,7 +69,7 @@ def test_the_cache_holds_what_lists_select(shape):
     model = tiny_model(SHAPES[shape])
     prompts = random_prompts([40, 11, 29])
     runner = ModelRunner(model, full_cache(model, 3), prefill_chunk=7)
-    cache = SnapKVCache(model.config, 3, BUDGET, WINDOW, dtype=torch.float64, pool=POOL)
+    cache = SnapKV(BUDGET, WINDOW).new_cache(model.config, 3, 0, "cpu", torch.float64)
     drafter = SelfSpeculation(runner, cache, gamma=2)
     heads_differ = False
     for row, prompt in enumerate(prompts):
@@ -85,11 +85,11 @@ def test_the_cache_holds_what_lists_select(shape):
         queries = runner.last_queries(row, prompt, WINDOW)
         ring = cache.slots(torch.arange(n_token - WINDOW, n_token))
         for layer in range(model.config.n_layer):
-            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.values[layer, row, :, :n_token]
+            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.entries[layer, 1, row, :, :n_token]
             chosen = selected_by_lists(received_by_lists(queries[layer], keys), SELECTED, WINDOW, POOL)
             heads_differ |= len({tuple(head) for head in chosen}) > 1
             for head, positions in enumerate(chosen):
-                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.values))
+                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.entries[:, 1]))
                 assert torch.equal(kept_keys[:SELECTED], keys[head, positions])
                 assert torch.equal(kept_values[:SELECTED], values[head, positions])
                 assert torch.equal(kept_keys[ring], keys[head, n_token - WINDOW :])
@@ -111,7 +111,7 @@ def test_the_queries_are_those_of_the_prefill():
 def test_the_window_moves_on_and_the_selection_stays():
     model, prompt = tiny_model(), random_prompts([40])[0]
     runner = ModelRunner(model, full_cache(model, 1))
-    cache = SnapKVCache(TINY, 1, BUDGET, WINDOW, dtype=torch.float64)
+    cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 1, 0, "cpu", torch.float64)
     drafter = SelfSpeculation(runner, cache, gamma=2)
     runner.prefill_row(0, prompt)
     drafter.follow([Shown(0, 0, prompt, 0)])
@@ -129,10 +129,10 @@ def test_the_window_moves_on_and_the_selection_stays():
 def test_a_standalone_draft_selects_from_its_own_prompt():
     """The draft's row equals what the policy keeps of a whole cache that the same model filled."""
     draft, prompts = tiny_model(seed=4), random_prompts([37, 9, 28])
-    cache = SnapKVCache(TINY, 3, BUDGET, WINDOW, dtype=torch.float64)
+    cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
     drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=2)
     whole = ModelRunner(draft, full_cache(draft, 3))
-    expected = SnapKVCache(TINY, 3, BUDGET, WINDOW, dtype=torch.float64)
+    expected = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
     for row, prompt in enumerate(prompts):
         drafter.follow([Shown(row, row, prompt, 0)])
         whole.fill_row(row, prompt)
@@ -150,9 +150,9 @@ def test_selected_layers_and_8_bit_entries():
     runner.prefill_row(0, prompt)
     queries = runner.last_queries(0, prompt, WINDOW)
     shape = replace(TINY, n_layer=2)
-    all_layers = SnapKVCache(model.config, 1, BUDGET, WINDOW, dtype=torch.int8)
-    some = SnapKVCache(shape, 1, BUDGET, WINDOW, dtype=torch.int8)
-    wide = SnapKVCache(shape, 1, BUDGET, WINDOW, dtype=torch.float32)
+    all_layers = SnapKV(BUDGET, WINDOW).new_cache(model.config, 1, 0, "cpu", torch.int8)
+    some = SnapKV(BUDGET, WINDOW).new_cache(shape, 1, 0, "cpu", torch.int8)
+    wide = SnapKV(BUDGET, WINDOW).new_cache(shape, 1, 0, "cpu", torch.float32)
     all_layers.fill_row(0, runner.cache, 40, queries=queries)
     for cache in (some, wide):
         cache.fill_row(0, runner.cache, 40, [3, 1], queries)
@@ -165,9 +165,7 @@ def test_selected_layers_and_8_bit_entries():
 def test_what_cannot_work_is_refused():
     for budget, window in ((WINDOW, WINDOW), (8, 0), (3, 5)):
         with pytest.raises(ConfigError, match="no room for selected entries"):
-            SnapKVCache(TINY, 1, budget, window)
-    with pytest.raises(ConfigError, match="an odd number"):
-        SnapKVCache(TINY, 1, BUDGET, WINDOW, pool=4)
+            SnapKV(budget, window).check()
     source = full_cache(tiny_model(), 1)
     with pytest.raises(ConfigError, match="has not got them"):
-        SnapKVCache(TINY, 1, BUDGET, WINDOW, dtype=torch.float64).fill_row(0, source, 40)
+        SnapKV(BUDGET, WINDOW).new_cache(TINY, 1, 0, "cpu", torch.float64).fill_row(0, source, 40)

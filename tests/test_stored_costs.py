@@ -11,12 +11,12 @@ from programs import benchmark
 from tiny import full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, SelfSpeculation
-from engine.acceptance import AcceptanceRate
 from engine.bench.auto_costs import RunCosts
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
 from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.stored import load_costs, store_costs
+from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
 

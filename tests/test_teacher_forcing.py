@@ -8,7 +8,7 @@ from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from kv_cache import SnapKVCache, StreamingKVCache, VerifyTopKCache
+from kv_cache import SnapKV, StreamingKVCache, VerifyTopK
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -61,9 +61,9 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     drafter = {
         "streaming": lambda: SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), GAMMA),
         "verify_topk": lambda: SelfSpeculation(
-            runner, VerifyTopKCache(TINY, 3, 12, 5, dtype=torch.float64, refresh=2), GAMMA
+            runner, VerifyTopK(12, 5, refresh=2).new_cache(TINY, 3, 0, "cpu", torch.float64), GAMMA
         ),
-        "snapkv": lambda: SelfSpeculation(runner, SnapKVCache(TINY, 3, 12, 5, dtype=torch.float64), GAMMA),
+        "snapkv": lambda: SelfSpeculation(runner, SnapKV(12, 5).new_cache(TINY, 3, 0, "cpu", torch.float64), GAMMA),
         "ngram": lambda: NGram(runner, GAMMA),
     }[kind]()
     counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))

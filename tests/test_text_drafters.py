@@ -14,7 +14,7 @@ from common.errors import ConfigError, DataError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Markov, NGramCache, NGramCacheConfig, Shown, Suffix
 from engine.drafters.base import Guess, HostDrafter
-from engine.drafters.ngram_table import NGramTable
+from engine.drafters.markov import NGramTable
 from engine.drafters.suffix import SuffixAutomaton
 from engine.modes import Greedy
 from engine.pacing import PLAIN as PLAIN_STEP

@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.drafters import Shown
 from engine.round import Round
 from engine.sampling import Filters
-from kv_cache import EMPTY, VerifyTopKCache
+from kv_cache import EMPTY, VerifyTopK, VerifyTopKCache
 from models.llama import select_layers
 
 GAMMA, WINDOW, BUDGET, N_FIRST = 3, 6, 16, 2
@@ -22,8 +22,8 @@ LENGTHS = [40, 9, 29, 53]
 
 
 def draft_cache(config=TINY, n_rows: int = len(LENGTHS), dtype=torch.float64, **options) -> VerifyTopKCache:
-    options = {"n_first": N_FIRST, "refresh": 1} | options
-    return VerifyTopKCache(config, n_rows, BUDGET, WINDOW, dtype=dtype, **options)
+    options = {"n_sink": N_FIRST, "refresh": 1} | options
+    return VerifyTopKCache(config, n_rows, VerifyTopK(BUDGET, WINDOW, **options), "cpu", dtype)
 
 
 class Rows:
@@ -112,7 +112,7 @@ def test_a_round_chooses_what_lists_do(config, score_queries):
             for head, wanted in enumerate(expected):
                 now = held(rows, row, layer, head, source[0])
                 assert set(now) == wanted and len(now) == CHOSEN
-                assert torch.equal(rows.cache.values[layer, row, head, :CHOSEN], source[1, head, now])
+                assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
     assert heads_differ or config.n_kv_head == 1
 
 
@@ -214,8 +214,8 @@ def test_a_draft_of_some_layers_chooses_by_those():
 def test_what_cannot_work_is_refused():
     for options, message in (
         ({"refresh": 0}, "refresh"),
-        ({"n_first": CHOSEN}, "no room for chosen entries"),
-        ({"n_first": -1}, "no room for chosen entries"),
+        ({"n_sink": CHOSEN}, "no room for chosen entries"),
+        ({"n_sink": -1}, "no room for chosen entries"),
     ):
         with pytest.raises(ConfigError, match=message):
             draft_cache(**options)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.acceptance import AcceptanceRate, verified_positions
 from engine.cost_model.costs import Costs, tokens_per_round
+from engine.counts import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 

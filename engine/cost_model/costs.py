@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from common.errors import ConfigError
-from engine.acceptance import AcceptanceRate
+from engine.counts import AcceptanceRate
 
 
 def tokens_per_round(alpha: float, gamma: int) -> float:

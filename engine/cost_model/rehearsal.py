@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from engine.acceptance import AcceptanceRate, verified_positions
+from engine.counts import AcceptanceRate, verified_positions
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice

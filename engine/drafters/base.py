@@ -36,7 +36,8 @@ class Shown(NamedTuple):
 class Drafter(Protocol):
     """What a decoder asks of a drafter.
 
-    gamma: the most tokens proposed per row and round. over: the target's cache that it was built on, if on any.
+    gamma: the most tokens proposed per row and round; negative, it is a ConfigError of every drafter.
+    over: the target's cache that it was built on, if on any.
     verification_cache: that which the target verifies through; None for its own.
     follows_parts: whether it can be shown a prompt in parts, and begin behind what its row already holds.
     schedule: how many of a round's tokens each row drafts.

@@ -8,40 +8,26 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine.batch import Batch
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
-from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.drafters.base import Drafter
     from engine.runner import ModelRunner
 
 
 class Combined(HostDrafter):
     """Of each row's guesses found by `least_match` tokens or more, the longest, then the one found by most. The model
     runs over a row's guess and drafts what is left of gamma. Where every row has one, it does not run, but where rounds
-    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are.
-    """
+    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are."""
 
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
         self.model, self.parts, self.verification_cache = model, (model,), model.verification_cache
-        self.observer = model.observer
+        self.observer, self.schedule = model.observer, model.schedule
         self.refresh_every, self.runs_missed = model.refresh_every, model.runs_missed
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         self._skips, self._behind = False, dict[int, int]()
-
-    @property
-    def schedule(self) -> Schedule:
-        """The model's: rows that texts guess for draft by it, too."""
-        return self.model.schedule
-
-    @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
-        self.model.schedule = schedule
 
     def continued(self, shown: Shown) -> Guess:
         guesses = [text.continued(shown) for text in self._texts]
@@ -79,10 +65,10 @@ class Combined(HostDrafter):
 class _Led:
     """Draws a row's guess where there is one, certain of it; else as `verification` does."""
 
-    def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
+    def __init__(self, verification: Verification, tokens: torch.Tensor, n_tokens: torch.Tensor) -> None:
         self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens
 
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         token, probs = self._verification.draw(logits, i)
         guessed = i < self._n_tokens
         token = torch.where(guessed, self._tokens[:, i], token)

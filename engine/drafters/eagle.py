@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from common.errors import ConfigError, flag
+from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
 from engine.drafters.observed import ObservedStates
+from engine.modes import Drafts, Verification
+from kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
-    from engine.modes import Drafts, Verification
     from engine.runner import ModelRunner
-    from kv_cache import KVCache
     from models.heads.eagle import EagleHead
 
 
@@ -30,7 +28,7 @@ class Eagle(ModelDrafter):
     verification's tokens once more, with the target's own states in place of the head's approximations: all of them,
     whatever was accepted, so that shapes never change; what lies behind the row's end is written over before it is
     seen. Of a prompt, only the tokens that the cache keeps run through the target again, which stores no states.
-    Errors: ConfigError if gamma is negative or a round does not fit the cache's window.
+    Errors: ConfigError if a round does not fit the cache's window.
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
@@ -56,13 +54,13 @@ class Eagle(ModelDrafter):
         while kept:
             at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
             kept = kept[len(at) :]
-            states = self._target.states_again(row, text, at, self._observed.layers)
+            states, _ = self._target.run_again(row, text, at, self._observed.layers)
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
             self._head.advance(self._fused(states), following, positions, view)
         self._observed.begin(row, text)
 
-    def _fused(self, states: Tensor) -> Tensor:
+    def _fused(self, states: torch.Tensor) -> torch.Tensor:
         return self._head.fused(states.to(self._head.body.dtype))
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
@@ -73,7 +71,7 @@ class Eagle(ModelDrafter):
         self._state = after.take_along_dim(last[..., None], dim=1)
         return super().propose(batch, verification, gamma)
 
-    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    def logits(self, batch: Batch, i: int, tokens: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
         if i > 0 and cache is not None:
             position = batch.lengths[:, None] - 1 + i
             self._state = self._head.advance(self._state, tokens[:, None], position, cache)

@@ -1,24 +1,91 @@
-"""Markov: drafts what has most often followed the last few tokens in texts that were counted beforehand."""
+"""Markov: drafts what has most often followed the last few tokens, as NGramTable counted it in texts of any number."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, DataError, flag
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
-from engine.drafters.ngram_table import NGramTable
+from models.checkpoints.manifest import atomic_path
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
 
+VERSION = 1
+
+
+class NGramTable:
+    """Of contexts of 1 to `order` tokens, what followed and how often; the older half of `size` of them goes when there
+    are more. drawn: the random numbers (`Request.draws`) that drew any of the texts."""
+
+    def __init__(self, order: int, size: int | None = None) -> None:
+        self.order, self._size = order, size
+        self.drawn: set[tuple[int, int]] = set()
+        self._followers: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def learn(self, text: Sequence[int], known: int = 0) -> None:
+        """Count a text, of which the first `known` tokens were counted before."""
+        for end in range(known, len(text)):
+            for start in range(max(0, end - self.order), end):
+                counts = self._followers.setdefault(tuple(text[start:end]), {})
+                counts[text[end]] = counts.pop(text[end], 0) + 1  # the latest comes last
+        if self._size is not None and len(self._followers) > self._size:
+            n_old = len(self._followers) - self._size // 2
+            self._followers = dict(islice(self._followers.items(), n_old, None))
+
+    def forget(self) -> None:
+        self.drawn.clear()
+        self._followers.clear()
+
+    def continued(self, text: Sequence[int], n_tokens: int) -> Guess:
+        """Token by token what has most often followed the longest context that is known; among equals the latest."""
+        tokens: list[int] = []
+        context, n_matched = tuple(text[-self.order :]), 0
+        while len(tokens) < n_tokens:
+            ends = (context[start:] for start in range(len(context)))
+            if (known := next((end for end in ends if end in self._followers), None)) is None:
+                break
+            counts, n_matched = self._followers[known], n_matched or len(known)
+            tokens.append(max(reversed(counts), key=counts.__getitem__))
+            context = (*context, tokens[-1])[-self.order :]
+        return Guess(tokens, n_matched)
+
+    def save(self, path: Path, vocab_size: int) -> None:
+        """Errors: CheckpointError if the file cannot be written."""
+        grams = [[*context, [*pair]] for context, counts in self._followers.items() for pair in counts.items()]
+        content = {"version": VERSION, "vocab_size": vocab_size, "order": self.order, "drawn": [*self.drawn]}
+        with atomic_path(path) as partial:
+            partial.write_text(json.dumps(content | {"grams": grams}))
+
+    @classmethod
+    def load(cls, path: Path, vocab_size: int, size: int | None = None) -> NGramTable:
+        """Errors: DataError for a file that `save` did not write, or for another vocabulary."""
+        required = f"n-grams of version {VERSION}, of a vocabulary of {vocab_size} ids"
+        try:
+            content = json.loads(path.read_bytes())
+            if (content["version"], content["vocab_size"]) != (VERSION, vocab_size):
+                raise ValueError(f"version {content['version']}, {content['vocab_size']} ids")
+            table = cls(int(content["order"]), size)
+            table.drawn = {(int(seed), int(request)) for seed, request in content["drawn"]}
+            for *context, (token, count) in content["grams"]:
+                if not all(0 <= int(one) < vocab_size for one in (*context, token)):
+                    raise ValueError(f"token ids {[*context, token]}")
+                table._followers.setdefault(tuple(context), {})[token] = int(count)
+            return table
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fix = "replace the file: reproduce/markov_table.py makes one"
+            raise DataError("a file of n-grams cannot be used", path, repr(error), required, fix) from None
+
 
 class Markov(HostDrafter):
-    """Its table stays as it is; a row whose random numbers drew any of its texts has no drafts (see `NGramCache`).
-    Errors: ConfigError if gamma is negative.
-    """
+    """Its table stays as it is; a row whose random numbers drew any of its texts has no drafts (see
+    `NGramCache`)."""
 
     def __init__(self, runner: ModelRunner, gamma: int, table: NGramTable) -> None:
         super().__init__(runner, gamma)

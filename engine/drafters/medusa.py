@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Medusa(ModelDrafter):
     """Every draft of a round comes from the state before the row's current token: none sees another, and nothing is
-    cached. Errors: ConfigError if gamma is negative or there are fewer heads."""
+    cached. Errors: ConfigError if there are fewer heads than gamma."""
 
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
         super().__init__(runner, gamma, runner.cache)

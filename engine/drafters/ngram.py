@@ -27,7 +27,7 @@ class NGram(TextDrafter):
     Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
     most; among those, as `match` says: the one with the most tokens behind it, up to gamma, then the latest
     ("longest"); or the "first", as in transformers, or the "last", as in llama.cpp. Without a match a row gets no
-    draft. Errors: ConfigError if gamma is negative or max_ngram below 1.
+    draft. Errors: ConfigError if max_ngram is below 1.
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, match: Match = "longest") -> None:

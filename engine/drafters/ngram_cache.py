@@ -13,7 +13,7 @@ from common.process import LEADER
 from common.say import say
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
-from engine.drafters.ngram_table import NGramTable
+from engine.drafters.markov import NGramTable
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
@@ -27,7 +27,7 @@ class NGramCache(HostDrafter):
     before, or in another row at the same time. So only the first request of a seed and id learns and drafts. What
     others emitted is independent of its numbers, whatever was guessed for them; but its tokens depend on the guess, and
     so on others: a seed keeps their distribution in that mode, not the tokens.
-    Errors: ConfigError if gamma is negative or max_ngram below 1; DataError for a file of another kind.
+    Errors: ConfigError if max_ngram is below 1; DataError for a file of another kind.
     """
 
     def __init__(

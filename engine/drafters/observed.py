@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 class ObservedStates:
     """What drafters keep that go on from the target's hidden states: of each row, of `gamma + 1` tokens from a position
-    on, the states, `width` wide, and the token that follows each. Those behind the row's end mean nothing.
-    """
+    on, the states, `width` wide, and the token that follows each. Those behind the row's end mean nothing."""
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
         self._target, self.layers = runner, layers
@@ -38,7 +37,8 @@ class ObservedStates:
         """The target's row holds this text, whose last token runs once more for its state."""
         last = len(text) - 1
         self._start[row] = last
-        self._states[row, 0] = self._target.states_again(row, text, range(last, last + 1), self.layers)[0, -1]
+        states, _ = self._target.run_again(row, text, range(last, last + 1), self.layers)
+        self._states[row, 0] = states[0, -1]
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each row: its states `[B, gamma + 1, width]`, the tokens that follow them and their positions, both

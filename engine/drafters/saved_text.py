@@ -6,46 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from engine.batch import Batch
-from engine.drafters.base import Shown, TextDrafter
+from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, Parts
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
 
 
-class SavedText(TextDrafter):
+class SavedText(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
     It goes by position alone: where the target has left the text, its drafts are verified as any. Behind the end of a
     text, and for a request without one, it proposes nothing. In rejection mode a text must be independent of the run's
-    random numbers: not what that mode emitted for the same seed and request. Errors: ConfigError if gamma is negative.
+    random numbers: not what that mode emitted for the same seed and request.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:
         super().__init__(runner, gamma)
-        self._texts = texts
-        n_rows, longest = runner.cache.max_batch, max(map(len, texts.values()), default=0)
-        self._text = torch.zeros(n_rows, longest + gamma + 1, dtype=torch.int64, device=runner.device)
-        self._start = torch.zeros(n_rows, dtype=torch.int64, device=runner.device)
-        self._end = torch.zeros_like(self._start)
+        self._texts, self._begun = texts, dict[int, int]()
 
-    def follow(self, rows: Sequence[Shown]) -> None:
-        for row, request, text, known, *_ in rows:
-            if known == 0:
-                saved = self._texts.get(request, ())
-                self._text[row, : len(saved)] = torch.tensor(saved, dtype=torch.int64, device=self._text.device)
-                self._start[row], self._end[row] = len(text), len(saved)
-
-    def guess(self, batch: Batch, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = batch.rows
-        following = batch.lengths - self._start[rows] + 1
-        ahead = torch.arange(gamma, device=following.device)
-        index = (following[:, None] + ahead).clamp(min=0, max=self._text.shape[1] - 1)
-        n_tokens = (self._end[rows] - following).clamp(min=0, max=gamma)
-        return self._text[rows[:, None], index], n_tokens
+    def continued(self, shown: Shown) -> Guess:
+        if shown.known == 0:
+            self._begun[shown.row] = len(shown.text)
+        n_emitted = len(shown.text) - self._begun[shown.row]
+        return Guess(self._texts.get(shown.request, ())[n_emitted : n_emitted + self.gamma])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ class SelfSpeculation(ModelDrafter):
     That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
     through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
     rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
-    `select_layers`), and so has its cache.
-    Errors: ConfigError if gamma is negative or a verification block does not fit the cache's window.
+    `select_layers`), and so has its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
     """
 
     verification_cache: WriteThroughKVCache
@@ -50,8 +49,8 @@ class SelfSpeculation(ModelDrafter):
         model: Transformer | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        self._own = runner.over(cache, model)
-        super().__init__(self._own, gamma, runner.cache)
+        self.own = runner.over(cache, model)
+        super().__init__(self.own, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
@@ -93,15 +92,10 @@ class SelfSpeculation(ModelDrafter):
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
-        own.choose(source, batch.lengths, self._observed, self.layers, copy)
+        own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
-
-    def block_logits(self, block: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache) -> Tensor:
-        """Logits `[B, T, V]` of `block [B, T]`, over what of its own a round can touch; of a sharded model on the rank
-        that decides."""
-        return self._own.step(block, positions, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from engine.batch import Batch
 from engine.counts import Counts
 from engine.drafters.base import Drafter, ModelDrafter, check_gamma
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.modes import Drafts, Verification
 from kv_cache import KVCache, WriteThroughKVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
 
 
 class Speculated(Drafter):
@@ -60,7 +54,7 @@ class Speculated(Drafter):
             # What would lie beyond the round's tokens is all put behind them, where nothing that counts sees it; what
             # was rejected in the last inner round is written over by this one, before it is seen.
             positions = torch.minimum(ahead.lengths[:, None] + place, batch.lengths[:, None] + gamma)
-            logits = self._outer.block_logits(block, positions, cache)
+            logits = self._outer.own.step(block, positions, cache)
             is_open = (n_tokens < gamma).long()
             # The last token of a whole inner round is one that a model of its own has not run: the next round runs it.
             least = most - (self.runs_missed and i == n_rounds - 1)
@@ -68,7 +62,7 @@ class Speculated(Drafter):
             meant = meant.clamp(max=least)
             meant = torch.minimum(meant, (gamma - 1 - n_tokens).clamp(min=0))
 
-            def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> Tensor:
+            def decide(inner=inner, drafts=drafts, logits=logits, meant=meant) -> torch.Tensor:
                 return torch.stack([*inner.verify(drafts._replace(lengths=meant), logits)])
 
             accepted, following = self._outer.ranks.decided(decide, 2, len(rows))
@@ -85,7 +79,7 @@ class Speculated(Drafter):
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
         return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
 
-    def _count(self, rounds: Tensor, meant: Tensor, accepted: Tensor) -> None:
+    def _count(self, rounds: torch.Tensor, meant: torch.Tensor, accepted: torch.Tensor) -> None:
         place = torch.arange(self._inner.gamma, device=meant.device)
         verified_at = (place <= accepted[:, None]) & (place < meant[:, None])
         each = [rounds, rounds * meant, rounds * (accepted + 1)]

@@ -32,19 +32,12 @@ class StandaloneDraft(ModelDrafter):
     proposed; one that only the target has is shown to the draft as its last id, which costs a draft its quality, and
     no emitted token anything. keeps_prompts: of each row, in a copy, what its last prompt left, which is run once then
     however often the row begins with it. follows_parts: not over a cache that selects its entries by a prompt's end.
-    Errors: ConfigError if gamma is negative or a round does not fit the window.
+    Errors: ConfigError if a round does not fit the window.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner | RemoteRunner,
-        gamma: int,
-        keeps_prompts: bool = False,
-        follows_parts: bool | None = None,
-    ) -> None:
+    def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
         super().__init__(runner, gamma)
-        selects = runner.cache is not None and bool(runner.cache.n_observed)
-        self.follows_parts = not selects if follows_parts is None else follows_parts
+        self.follows_parts = runner.cache is None or not runner.cache.n_observed
         self._vocab_size, self._keeps_prompts = runner.vocab_size, keeps_prompts
         self._kept: dict[int, tuple[list[int], list[Tensor]]] = {}
 
@@ -121,5 +114,6 @@ class StandaloneConfig(ModelDrafterConfig):
             if parts.model is None
             else ModelRunner(parts.model, parts.new_cache(parts.model.config), ranks=parts.runner.ranks)
         )
-        # Known on every rank, and the same.
-        return StandaloneDraft(own, parts.gamma, parts.rehearses, not self.policy.n_observed)
+        drafter = StandaloneDraft(own, parts.gamma, parts.rehearses)
+        drafter.follows_parts = not self.policy.n_observed  # as it is on the ranks that have a cache
+        return drafter

@@ -66,10 +66,7 @@ class SuffixAutomaton:
 
 
 class Suffix(HostDrafter):
-    """It copies from where the suffix stood last; at the end of the text, from the beginning of what it copied.
-
-    Errors: ConfigError if gamma is negative.
-    """
+    """It copies from where the suffix stood last; at the end of the text, from the beginning of what it copied."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)

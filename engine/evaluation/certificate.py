@@ -91,7 +91,7 @@ def calibrate(
     columns = []
     at_once = [logits.cpu() for logits in _forced_logits(runner, lengths, forced, block)]
     for logits, kept in zip(_forced_logits(runner, lengths, forced, 1), at_once, strict=True):
-        single, blocks = logits.to(_wide(model.dtype)), kept.to(cache.device)
+        single, blocks = logits.to(torch.promote_types(model.dtype, torch.float32)), kept.to(cache.device)
         difference = blocks.to(single.dtype) - single
         apart = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
         columns.append((apart, greedy(single) != greedy(blocks)))
@@ -154,7 +154,7 @@ def certify(seen: Replay, eps: float) -> Certificate:
 def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
     """What the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
     if sampling.greedy:
-        return logits.to(_wide(logits.dtype))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = Distribution.of([sampling] * len(logits), logits.device).logprobs(logits)
     request = torch.arange(len(logits), device=logits.device)
     seed = torch.full_like(request, sampling.seed)
@@ -179,10 +179,6 @@ def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: in
         positions = lengths[:, None] + start + torch.arange(width, device=runner.device)
         view = runner.cache.view(extent=longest + start + width)
         yield from runner.step(text[:, start : start + width], positions, view).unbind(1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _require_finite(values: Tensor, lengths: Tensor, where: str) -> None:

@@ -12,24 +12,21 @@ SIGNIFICANT = 0.05
 
 def wilson(right: int, n: int) -> tuple[float, float]:
     """The 95% score interval of a rate of which `right` of `n >= 1` were seen: the rates r with
-    |right / n - r| <= Z sqrt(r (1 - r) / n) (Wilson 1927, "Probable inference", JASA 22, 209-212).
-    """
+    |right / n - r| <= Z sqrt(r (1 - r) / n) (Wilson 1927, "Probable inference", JASA 22, 209-212)."""
     centre, half = right + Z**2 / 2, Z * sqrt(right * (n - right) / n + Z**2 / 4)
     return max(0.0, (centre - half) / (n + Z**2)), min(1.0, (centre + half) / (n + Z**2))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p-value of "either way is as often right", by the problems that only one of them solved: each
-    falls to either side with probability 1/2 (McNemar 1947, Psychometrika 12, 153-157; the binomial is exact).
-    """
+    falls to either side with probability 1/2 (McNemar 1947, Psychometrika 12, 153-157; the binomial is exact)."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n)
 
 
 def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float]:
     """The 95% interval of the second rate less the first, of `n >= 1` problems: Wald's, with one problem more in each
-    of the two cells (Bonett and Price 2012, J. Educational and Behavioral Statistics 37, 479-488).
-    """
+    of the two cells (Bonett and Price 2012, J. Educational and Behavioral Statistics 37, 479-488)."""
     first, second = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
     half = Z * sqrt((first + second - (second - first) ** 2) / (n + 2))
     return max(-1.0, second - first - half), min(1.0, second - first + half)

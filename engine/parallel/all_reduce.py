@@ -29,10 +29,8 @@ class AllReduce:
 
 
 class SymmetricAllReduce(AllReduce):
-    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other.
-
-    `ops` are `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join.
-    """
+    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other. `ops` are
+    `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join."""
 
     def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
         super().__init__(group)
@@ -55,39 +53,31 @@ class SymmetricAllReduce(AllReduce):
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
     """Symmetric memory for GPUs of one machine if it gives right sums on all of them, else the process group."""
     wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if group is None or device.type != "cuda" or not wanted or not _on_one_machine(group):
+    if group is None or device.type != "cuda" or not wanted:
         return AllReduce(group)
-    return with_symmetric_memory(group, device)
-
-
-def _on_one_machine(group: dist.ProcessGroup) -> bool:
-    """By torchrun's number of each rank's machine: machines may have different numbers of ranks."""
+    # By torchrun's number of each rank's machine: machines may have different numbers of ranks.
     machines: list[str | None] = [None] * group.size()
     dist.all_gather_object(machines, os.environ.get("GROUP_RANK"), group)
-    return len(set(machines)) == 1
+    return with_symmetric_memory(group, device) if len(set(machines)) == 1 else AllReduce(group)
 
 
 def with_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, ops: Any = None, memory: Any = None
 ) -> AllReduce:
-    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`.
-
-    They agree after every step, so that none waits in a step that another could not take.
-    """
+    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`. They agree after every
+    step, so that none waits in a step that another could not take."""
     reduce: list[SymmetricAllReduce] = []
 
-    def allocate() -> bool:
+    def allocate() -> None:
         nonlocal memory, ops
         if memory is None:
             import torch.distributed._symmetric_memory as memory
         ops = ops or torch.ops.symm_mem
         workspace = memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         reduce.append(SymmetricAllReduce(group, workspace, ops))
-        return True
 
-    def join() -> bool:
+    def join() -> None:
         memory.rendezvous(reduce[0]._workspace, group.group_name)
-        return True
 
     def sums_right(n_bytes: int) -> bool:
         # Whole numbers that differ by rank and place, small enough for the sum to be exact.
@@ -100,10 +90,9 @@ def with_symmetric_memory(
     return reduce[0] if all(_agreed(step, group, device) for step in steps) else AllReduce(group)
 
 
-def _agreed(step: Callable[[], bool], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the step worked on every rank."""
+def _agreed(step: Callable[[], bool | None], group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        worked = step()
+        worked = step() is not False
     except Exception:  # an unsupported topology, driver or build: each says so in its own way
         worked = False
     everywhere = torch.tensor([float(worked)], device=device)

@@ -43,7 +43,6 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides."""
         return self.rank == LEADER
 
     def decided(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:

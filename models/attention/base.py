@@ -30,8 +30,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """A query at position p sees a slot iff `0 <= slot position <= p`, and with a sliding window w only those beyond
-    `p - w`.
+    """What a query sees is the cache's rule (`kv_cache.base`), and with a sliding window w only slots beyond `p - w`.
 
     `prepare`, once per forward: whatever the backend derives from the queries' positions `[B, T]` int64 and the slots
     of a cache. `attend`, once per layer: `q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by

@@ -81,10 +81,8 @@ def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
-    """Chunks that each row's keys are cut into, so that `n_tile` tiles of queries occupy every multiprocessor.
-
-    Of shapes alone: a captured CUDA graph keeps it while the rows grow.
-    """
+    """Chunks that each row's keys are cut into, so that `n_tile` tiles of queries occupy every multiprocessor. Of
+    shapes alone: a captured CUDA graph keeps it while the rows grow."""
     return max(1, min(n_processor // n_tile, n_slot // SMALLEST_SPLIT, MOST_SPLITS))
 
 

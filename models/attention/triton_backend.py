@@ -39,18 +39,14 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtype) -> bool:
-    """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries.
-
-    Only Ada and Hopper convert float8. Tensor cores do not multiply in float32, and without them the tiles spill.
-    """
+    """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
+    convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
 
 
 def missing_launcher() -> str | None:
-    """Why Triton cannot start kernels here, in one line; None if it can.
-
-    Its driver has the launcher of all kernels in one C module, built or loaded from Triton's cache here.
-    """
+    """Why Triton cannot start kernels here, in one line; None if it can. Its driver has the launcher of all kernels in
+    one C module, built or loaded from Triton's cache here."""
     if triton.knobs.runtime.interpret:
         return None
     try:
@@ -211,9 +207,7 @@ def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
 
 class TritonAttention:
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
-
-    `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default.
-    """
+    `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
 
     name = "triton"
 

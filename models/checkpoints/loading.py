@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,7 +60,7 @@ def drop_layers(
 
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
     """Write a model.pth atomically; its manifest is the caller's to update. Raises CheckpointError."""
-    content = {"config": config.to_dict(), "state_dict": dict(state_dict)}
+    content = {"config": asdict(config), "state_dict": dict(state_dict)}
     with atomic_path(path) as partial:
         torch.save(content, partial)
 
@@ -88,7 +88,7 @@ def read_checkpoint(
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
     if stored != expected:
-        ours, theirs = stored.to_dict(), expected.to_dict()
+        ours, theirs = asdict(stored), asdict(expected)
         other = [name for name in ours if ours[name] != theirs[name]]
         seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
         what = "the weights belong to another config"
@@ -184,10 +184,8 @@ def load_model(
 
 
 def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back.
-
-    Without that, the resident set grows by the whole file, of which a shard may need a fraction.
-    """
+    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back. Without
+    that, the resident set grows by the whole file, of which a shard may need a fraction."""
     # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
     storage = mapped.untyped_storage()
     is_view = part.untyped_storage().data_ptr() == storage.data_ptr()

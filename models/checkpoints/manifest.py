@@ -40,13 +40,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -97,9 +97,7 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
     """Compare what every token id means to both models; returns a remark where one of them has more, which come last.
-
-    Models without text are compared by size. Errors: ConfigError naming the first id that differs.
-    """
+    Models without text are compared by size. Errors: ConfigError naming the first id that differs."""
     if target.has_text and draft.has_text:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):

@@ -25,10 +25,8 @@ SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def open_source(folder: Path) -> Source:
-    """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order.
-
-    Reads headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model.
-    """
+    """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order. Reads headers.
+    Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)

@@ -59,9 +59,8 @@ class HeadSource(ModelSource):
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
         if isinstance(head, EagleHead):
-            if "d2t" in tensors:
-                n_draft = head.shape.draft_vocab_size or 0
-                head.target_ids = _target_ids(Path(self.path), tensors, self.config.vocab_size, n_draft).to(device)
+            ids = _target_ids(Path(self.path), tensors, self.config.vocab_size, head.shape.draft_vocab_size)
+            head.target_ids = None if ids is None else ids.to(device)
             if how.get("quantize"):
                 quantize_linears(head.body.layers, how["quantize"])
         if how.get("prepack", True):
@@ -86,12 +85,8 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     make = _medusa_shape if is_medusa else _eagle_shape
     shape = make(folder / CONFIG, values, tensors, target)
     match_parts(weights, tensors, head_parts(shape), NO_WEIGHTS, FIX)
-    if isinstance(shape, EagleShape) and shape.draft_vocab_size is not None:
-        if "d2t" in names:
-            _target_ids(weights, tensors, target.vocab_size, shape.draft_vocab_size)
-        elif shape.draft_vocab_size != target.vocab_size:
-            seen = f"no d2t, and {shape.draft_vocab_size} of {target.vocab_size} tokens"
-            raise CheckpointError("tensors are missing", weights, seen, "a d2t", FIX)
+    if isinstance(shape, EagleShape):
+        _target_ids(weights, tensors, target.vocab_size, shape.draft_vocab_size)
     config = shape.config if isinstance(shape, EagleShape) else target
     return HeadSource(path, "head", config, folder.resolve().name, shape=shape)
 
@@ -189,8 +184,13 @@ def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[in
     return tuple(sorted(layers))
 
 
-def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int) -> Tensor:
-    """The target's id of each of the head's, `[draft_vocab_size]` int64."""
+def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None) -> Tensor | None:
+    """The target's id of each of the head's, `[draft_vocab_size]` int64; None where all are the same."""
+    if n_draft is None or ("d2t" not in tensors and n_draft == vocab_size):
+        return None
+    if "d2t" not in tensors:
+        seen = f"no d2t, and {n_draft} of {vocab_size} tokens"
+        raise CheckpointError("tensors are missing", path, seen, "a d2t", FIX)
     offsets, chosen = tensors["d2t"].read(), torch.zeros(vocab_size, dtype=torch.bool)
     ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
     if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
