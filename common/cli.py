@@ -90,7 +90,8 @@ def _unknown(kind: type, prog: str, words: Sequence[str], argv: Sequence[str]) -
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not flags:
         before = [*dropwhile(lambda word: word != words[0], reversed(argv))][1:]
-        last = next((word for word in before if re.match(r"--\w", word)), "")
+        is_once = list(argv).count(words[0]) == 1
+        last = next((word for word in before if is_once and re.match(r"--\w", word)), "")
         n_values = "no" if before[:1] == [last] and "=" not in last else "one"
         required = f"{n_values} value behind {last.partition('=')[0]}" if last else "flags of this program"
         seen, fix = "unrecognized arguments without a flag", "quote what has spaces, or name a folder of files"

@@ -41,14 +41,16 @@ class Packed(NamedTuple):
     def group(self) -> int:
         return self.key_codes.shape[-1]
 
-    def unpacked(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`[2, B', n_kv_head, n, head_dim]`, without the recent ones."""
-        head_dim = self.key_grids.shape[-1]
-        low, step = self.key_grids[:, rows][:, :, :, :, None].to(dtype)
-        keys = torch.addcmul(low, split(self.key_codes[rows].mT, head_dim).to(dtype), step).flatten(2, 3)
-        low, step = self.value_grids[:, rows].mT[..., None].to(dtype)
-        codes = split(self.value_codes[rows], head_dim).to(dtype).unflatten(-1, (low.shape[-2], -1))
-        return torch.stack([keys, torch.addcmul(low, codes, step).flatten(-2)])
+    def keys(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`[B', n_kv_head, n, head_dim]`."""
+        low, step = self.key_grids[:, rows, :, :, None]
+        return split(self.key_codes[rows].mT, low.shape[-1]).to(dtype).mul_(step).add_(low).flatten(2, 3)
+
+    def values(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `keys`."""
+        low, step = self.value_grids[:, rows].mT[..., None]
+        codes = split(self.value_codes[rows], self.key_grids.shape[-1]).to(dtype)
+        return codes.unflatten(-1, (low.shape[-2], -1)).mul_(step).add_(low).flatten(-2)
 
 
 def split(codes: torch.Tensor, size: int) -> torch.Tensor:
@@ -70,8 +72,8 @@ class KV(NamedTuple):
     each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
     entries in the order of their positions also notes, in those rows, the share that each entry gets of each token's
     attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C]` float32; else None.
-    packed: older tokens, which a backend that cannot read them so gets by `unpacked`; of them alone the cache's
-    positions speak.
+    packed: older tokens, in the slots that the cache's `positions` are of, and `unpacked` for a backend that cannot
+    read them so.
     """
 
     keys: torch.Tensor
@@ -89,16 +91,20 @@ class KV(NamedTuple):
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
         dtype = self.keys.dtype if self.key_scales is None else torch.bfloat16
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
-        older = self.packed.unpacked(rows, recent.dtype)[..., :n_token, :]
-        _, _, n_head, _, head_dim = older.shape
+        _, n_row, _, n_head, head_dim = recent.shape
         # Slots of the ring that hold nothing go to a last one, which nobody reads.
-        entries = recent.new_empty(2, len(self.keys), n_head, n_token + 1, head_dim)
-        entries[:, rows, :, :n_token] = older
+        entries = recent.new_empty(2, n_row, n_head, n_token + 1, head_dim)
+        for to, older in zip(entries, (self.packed.keys, self.packed.values), strict=True):
+            to[:, :, :n_token] = older(rows, dtype)[:, :, :n_token]
         held = self.packed.recent
         at = torch.where((held >= 0) & (held < n_token), held, n_token)
-        stored = torch.arange(len(self.keys), device=held.device) if self.rows is None else self.rows
-        entries[:, stored[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
-        keys, values = entries[..., :n_token, :].transpose(2, 3)
+        entries[:, torch.arange(n_row, device=held.device)[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
+        if self.noted is None or self.rows is None:
+            keys, values = entries[..., :n_token, :].transpose(2, 3)
+            return KV(keys, values, noted=self.noted)
+        spread = entries.new_zeros(2, len(self.keys), *entries.shape[2:])  # what is noted goes by stored rows
+        spread[:, self.rows] = entries
+        keys, values = spread[..., :n_token, :].transpose(2, 3)
         return KV(keys, values, rows=self.rows, noted=self.noted)
 
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,10 @@ class Policy(ABC):
         """Tokens of a round that fit beside what must stay."""
         return sys.maxsize
 
+    def for_block(self, n_token: int) -> dict[str, int]:
+        """The options that `room` depends on, and their least values for so many tokens."""
+        return {}
+
     @property
     def n_observed(self) -> int:
         """How many of a prompt's last queries choose its entries."""

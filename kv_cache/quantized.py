@@ -149,8 +149,8 @@ class QuantizedKVCache(FullKVCache):
         if not known:
             self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
-        # What was known is in 4 bits but for what the last block left in the ring.
-        first = max(0, min((known - self.window) // self.group - 1, (length - self.ring) // self.group))
+        # What was known is in 4 bits, but for what the last block left in the ring.
+        first = max(0, (known - self.window) // self.group - 1)
         kept = torch.arange(first * self.group, length, device=self.device)
         groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
         recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
@@ -175,7 +175,7 @@ class QuantizedKVCache(FullKVCache):
         narrowed = super().view(rows, extent, block_at_end)
         assert isinstance(narrowed, QuantizedKVCache)
         stored = rows if isinstance(rows, slice) else slice(None)
-        # The slots of an extent are unpacked ones; the ring stays whole.
+        # An extent is of tokens, whatever holds them; the ring stays whole.
         narrowed.entries = self.entries[:, :, stored]
         narrowed.scales = None if self.scales is None else self.scales[:, :, stored]
         narrowed._key_codes, narrowed._value_codes = self._key_codes[:, stored], self._value_codes[:, stored]
@@ -206,6 +206,9 @@ class Quantized(Full):
     @property
     def room(self) -> int:
         return self.quant_group
+
+    def for_block(self, n_token: int) -> dict[str, int]:
+        return {"quant_group": n_token}
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

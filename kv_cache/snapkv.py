@@ -85,5 +85,8 @@ class SnapKV(BudgetedPolicy):
 
     room = n_observed = reserved
 
+    def for_block(self, n_token: int) -> dict[str, int]:
+        return {"snapkv_window": n_token}
+
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return SnapKVCache(config, max_batch, self, device, dtype)

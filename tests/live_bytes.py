@@ -17,10 +17,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        storage = out.untyped_storage()
-        if storage.data_ptr() in self._holders or storage.data_ptr() not in given:
-            self._hold(storage.data_ptr(), storage.nbytes())
-            weakref.finalize(out, self._release, storage.data_ptr(), storage.nbytes())
+        for made in out if isinstance(out, list) else [out]:
+            storage = made.untyped_storage()
+            if storage.data_ptr() in self._holders or storage.data_ptr() not in given:
+                self._hold(storage.data_ptr(), storage.nbytes())
+                weakref.finalize(made, self._release, storage.data_ptr(), storage.nbytes())
         return out
 
     def _hold(self, place: int, n_bytes: int) -> None:

@@ -26,7 +26,7 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, SnapKV, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import Full, FullKVCache, QuantizedKVCache, SnapKV, Streaming, StreamingKVCache, VerifyTopK
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -159,6 +159,21 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
         cache.read(0).dequantized(dtype)
     plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
     assert live.peak == 3 * plan.per_row["dequantised KV"] > 0
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [slice(None), torch.tensor([2, 0])])
+def test_entries_of_4_bits_are_counted_as_they_are_unpacked(stored, dtype, rows):
+    cache = QuantizedKVCache(TINY, 3, 700, dtype=stored)
+    footprint = memory.Footprint(
+        TINY, dtype, (QuantizedKVCache(TINY, 1, 700, device="meta", dtype=stored),), None, always
+    )
+    view = cache.view(rows)
+    with LiveBytes() as live:
+        view.read(0).dequantized(dtype)
+    planned = len(view.row_indices) * footprint.dequantized(1)
+    assert live.peak <= planned < 1.3 * live.peak
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:

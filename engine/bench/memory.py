@@ -13,7 +13,7 @@ from engine.bench.plan import Plan
 from engine.bench.resolved import ResolvedDraft
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
-from kv_cache import FullKVCache, KVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache, QuantizedKVCache, VerifyTopKCache
 from kv_cache.entries import largest
 from models import ModelConfig
 from models.heads.loading import HeadSource
@@ -94,10 +94,17 @@ class Footprint:
 
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
-        `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time."""
+        `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. Of entries
+        in 4 bits, where attention cannot read them: both unpacked, and one's codes as bytes and as numbers with
+        its grids, or both in `dtype`."""
         if self.dequantizes is None or not self.dequantizes(n_token):
             return 0
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
+        if isinstance(own := self.caches[0], QuantizedKVCache):
+            stored = max(2, own.entries.itemsize)
+            return (
+                (own.capacity + own.ring) * values * max(3 * stored + 2, 2 * (stored + size) if stored != size else 0)
+            )
         return (entries or max(cache.capacity for cache in self.caches)) * values * (size + 4 + max(4, size))
 
 

@@ -193,9 +193,14 @@ def resolve_several(
     # Of one size, what observes verifications takes most, then what selects by a prompt's queries.
     pairs.sort(key=lambda pair: (pair[0], pair[1].of_self_drafts, pair[1].n_observed))
     held = pairs if at_once == "all" else [*dict(pairs).items()]
-    if at_once == "one" and pairs:
-        largest, demanding = pairs[-1], max(pairs, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed))
-        held = [(largest[0], demanding[1].with_entries(largest[0]))]
+    if at_once == "one":
+        held = [pair for pair in pairs if pair[1].has_own_storage]
+        if others := [pair for pair in pairs if not pair[1].has_own_storage]:
+            largest, demanding = (
+                others[-1][0],
+                max(others, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed)),
+            )
+            held.append((largest, demanding[1].with_entries(largest)))
     capacities, policies = zip(*reversed(held), strict=True) if held else ((), ())
     is_chosen = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
     return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=is_chosen))

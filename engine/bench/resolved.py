@@ -177,7 +177,7 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
         policy.check()
     narrowest = min(each, key=lambda policy: policy.room)
     gamma = min(AUTO_GAMMA, narrowest.room - 1) if auto_gamma else int(draft.gamma)
-    check_gamma(gamma, narrowest.room, narrowest.entries(prefix_len))
+    check_gamma(gamma, narrowest.room, narrowest.for_block(gamma + 1))
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
     (device, dtype, _), wanted = resolve_target(target), draft.draft_dtype

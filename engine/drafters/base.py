@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -167,7 +167,7 @@ class ModelDrafter(Drafter):
         self._cache = None if runner.cache is over else runner.cache
         require_at_least("gamma", gamma, 0)
         if self._cache is not None:
-            check_gamma(gamma, self._cache.max_block, self._cache.capacity)
+            check_gamma(gamma, self._cache.max_block)
 
     @abstractmethod
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
@@ -212,12 +212,12 @@ class ModelDrafter(Drafter):
         super().rollback(batch)
 
 
-def check_gamma(gamma: int, window: int, budget: int, field: str = "draft_budget") -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window, a part of the
-    budget that `field` names."""
+def check_gamma(gamma: int, window: int, least: Mapping[str, int] | None = None) -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window; `least`: the
+    values of options with which it does."""
     if gamma + 1 > window:
-        what, observed = "the draft cache's window is smaller than one verification block", flag("snapkv_window")
-        where = f"gamma ({flag('gamma')}) and the draft's budget ({flag(field)}) or {observed}"
-        seen = f"gamma {gamma}, budget {budget}, window {max(window, 0)}"
-        least = f"{budget + gamma + 1 - window} or more (snapkv: {observed} to {gamma + 1})"
-        raise ConfigError(what, where, seen, "gamma + 1 <= window", f"raise the budget to {least}, or lower gamma")
+        what, names = "the draft cache's window is smaller than one verification block", [*map(flag, least or ())]
+        where = " and ".join([f"gamma ({flag('gamma')})", *(names or ["the draft's cache"])])
+        raised = " and ".join(f"{name} {n} or more" for name, n in zip(names, (least or {}).values(), strict=True))
+        fix = f"use {raised or 'a cache with a longer window'}, or a lower gamma"
+        raise ConfigError(what, where, f"gamma {gamma}, window {max(window, 0)}", "gamma + 1 <= window", fix)

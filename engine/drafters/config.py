@@ -150,8 +150,8 @@ class ModelDrafterConfig(DrafterConfig):
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
-                if self.gamma != "auto":  # first, as it asks for the larger budget
-                    check_gamma(self.gamma, policy.room, policy.entries(1))
+                if self.gamma != "auto":  # first, as it asks for more of the budget
+                    check_gamma(self.gamma, policy.room, policy.for_block(self.gamma + 1))
                 policy.check()
 
 

@@ -154,7 +154,8 @@ class SelfConfig(ModelDrafterConfig):
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
         if seen != "ngram":
             least = self.inner_gamma if self.gamma == "auto" else max(self.gamma, self.inner_gamma)
-            check_gamma(least, Streaming(self.inner_budget).room, self.inner_budget, "inner_budget")
+            inner = Streaming(self.inner_budget)
+            check_gamma(least, inner.room, {"inner_budget": inner.n_sink + least + 1})
         if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
             what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
             required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"

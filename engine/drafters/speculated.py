@@ -31,7 +31,7 @@ class Speculated(Drafter):
         self._cache: KVCache | None = getattr(inner, "cache", None)
         self.verification_cache = outer.verification_cache
         if self._cache is not None:
-            check_gamma(max(outer.gamma, inner.gamma), self._cache.max_block, self._cache.capacity)
+            check_gamma(max(outer.gamma, inner.gamma), self._cache.max_block)
             through = outer.verification_cache
             through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
         # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.

@@ -48,8 +48,9 @@ class Prepared(NamedTuple):
 
 
 class CppAttention:
-    """Blocks of any length over entries of any kind in ENTRIES. A row's result does not depend, to the last bit, on
-    the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it cannot be built here.
+    """Blocks of any length over entries of any kind in ENTRIES, and of 4 bits beside them. A row's result does not
+    depend, to the last bit, on the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it
+    cannot be built here.
     """
 
     name = "cpp"
@@ -70,20 +71,20 @@ class CppAttention:
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         if kv.packed is not None and (kv.noted is not None or kv.packed.group % LANES):
             kv = kv.unpacked()
-        packed, slots, n_part = _packed(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
+        grouped, slots, n_part = _grouped(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
         of_packed: tuple[Tensor | None, ...] = (None,) * 5
         if kv.packed is not None:
             n_part += -(-slots.shape[1] // PART)
             of_packed, slots = (*kv.packed[:4], slots), kv.packed.recent
-        batch, n_kv_head, n_token, group, head_dim = packed.shape
-        out = torch.empty_like(packed)
-        partials = packed.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
-        read = packed, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
+        batch, n_kv_head, n_token, group, head_dim = grouped.shape
+        out = torch.empty_like(grouped)
+        partials = grouped.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
+        read = grouped, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
         seen = slots, prepared.newest, prepared.oldest
         scores = None
         if kv.noted is not None:
-            scores = packed.new_empty(batch * n_kv_head, n_token * group, -(-kv.keys.shape[1] // PADDING) * PADDING)
-        _run(self._kernel.foretoken_attend, packed, kv, *read, *seen, *of_packed, partials, out, scores, kv.noted)
+            scores = grouped.new_empty(batch * n_kv_head, n_token * group, -(-kv.keys.shape[1] // PADDING) * PADDING)
+        _run(self._kernel.foretoken_attend, grouped, kv, *read, *seen, *of_packed, partials, out, scores, kv.noted)
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
     def copy_chosen(
@@ -109,14 +110,14 @@ class CppAttention:
             self._kernel.foretoken_copy_chosen(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
 
 
-def _packed(q: Tensor, kv: KV) -> Tensor:
+def _grouped(q: Tensor, kv: KV) -> Tensor:
     """Queries by KV head, scaled to powers of two: `[B, n_kv_head, T, G, D]` float32."""
     packed = q.unflatten(2, (kv.keys.shape[2], -1)).transpose(1, 2).float()
     return (packed * (math.log2(math.e) * q.shape[-1] ** -0.5)).contiguous()
 
 
-def _run(kernel: Any, packed: Tensor, kv: KV, *tensors: Tensor | None) -> None:
-    batch, n_kv_head, n_token, group, head_dim = packed.shape
+def _run(kernel: Any, grouped: Tensor, kv: KV, *tensors: Tensor | None) -> None:
+    batch, n_kv_head, n_token, group, head_dim = grouped.shape
     # The kernel's `Layout`: sizes, then strides by row, head and slot.
     scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
     strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]

@@ -234,11 +234,12 @@ struct In4Bits {
     const bfloat16 *key_low, *key_step, *value_low, *value_step;
     int64_t group, n_value_grid, value_grid_part;
 
-    static vec unpacked(const uint8_t* codes, bool is_high) {
+    static void unpack(const uint8_t* codes, vec& low, vec& high) {
         ubvec bytes;
         std::memcpy(&bytes, codes, sizeof bytes);
-        bytes = is_high ? bytes >> 4 : bytes & 15;
-        return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+        const ubvec first = bytes & 15, second = bytes >> 4;
+        low = __builtin_convertvector(__builtin_convertvector(first, ivec), vec);
+        high = __builtin_convertvector(__builtin_convertvector(second, ivec), vec);
     }
 
     template <int N>
@@ -260,7 +261,8 @@ struct In4Bits {
         const uint8_t* codes = key_codes + in * HALF * group + slot % group;
         for (int d = 0; d < HALF; ++d, codes += group) {
             __builtin_prefetch(codes + TILE * HALF, 0, 2);
-            const vec low = unpacked(codes, false), high = unpacked(codes, true);
+            vec low, high;
+            unpack(codes, low, high);
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m) {
                 acc[m][0] += broadcast(scaled[m * D + d]) * low;
@@ -280,12 +282,14 @@ struct In4Bits {
 
     template <int N>
     void add_rows(const float* weights, int64_t start, int n, float* out) const {
-        constexpr int V = D / W < 4 ? D / W : 4;
-        for (int at = 0; at < D; at += V * W) {
-            alignas(64) float scaled[V][N][TILE];
-            vec acc[N][V];
-            for (int v = 0; v < V; ++v) {
-                const int64_t grid = (at + v * W) * n_value_grid / D * value_grid_part + start;
+        for (int at = 0; at < HALF; at += 2 * W) {
+            // Two vectors of the head dimension's first half, then those of the second that share their bytes.
+            const int dims[4] = {at, at + W, HALF + at, HALF + at + W};
+            alignas(64) float scaled[4][N][TILE];
+            vec acc[N][4];
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) {
+                const int64_t grid = dims[v] * n_value_grid / D * value_grid_part + start;
 #pragma GCC unroll 8
                 for (int m = 0; m < N; ++m) {
                     vec lowest{};
@@ -294,24 +298,24 @@ struct In4Bits {
                         lowest += w * load(value_low + grid + s);
                         store(scaled[v][m] + s, w * load(value_step + grid + s));
                     }
-                    acc[m][v] = load(out + m * D + at + v * W) + broadcast(sum_of_lanes(lowest));
+                    acc[m][v] = load(out + m * D + dims[v]) + broadcast(sum_of_lanes(lowest));
                 }
             }
             for (int s = 0; s < n; ++s) {
-                const uint8_t* codes = value_codes + (start + s) * HALF;
+                const uint8_t* codes = value_codes + (start + s) * HALF + at;
                 __builtin_prefetch(codes + TILE * HALF, 0, 2);
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) {
-                    const int d = at + v * W;
-                    const vec x = unpacked(codes + d % HALF, d >= HALF);
+                vec x[4];
+                unpack(codes, x[0], x[2]);
+                unpack(codes + W, x[1], x[3]);
 #pragma GCC unroll 8
-                    for (int m = 0; m < N; ++m) acc[m][v] += broadcast(scaled[v][m][s]) * x;
-                }
+                for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+                    for (int v = 0; v < 4; ++v) acc[m][v] += broadcast(scaled[v][m][s]) * x[v];
             }
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) store(out + m * D + at + v * W, acc[m][v]);
+                for (int v = 0; v < 4; ++v) store(out + m * D + dims[v], acc[m][v]);
         }
     }
 
