@@ -196,11 +196,9 @@ def resolve_several(
     if at_once == "one":
         held = [pair for pair in pairs if pair[1].has_own_storage]
         if others := [pair for pair in pairs if not pair[1].has_own_storage]:
-            largest, demanding = (
-                others[-1][0],
-                max(others, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed)),
-            )
-            held.append((largest, demanding[1].with_entries(largest)))
+            largest = others[-1][0]
+            _, demanding = max(others, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed))
+            held.append((largest, demanding.with_entries(largest)))
     capacities, policies = zip(*reversed(held), strict=True) if held else ((), ())
     is_chosen = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
     return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=is_chosen))
