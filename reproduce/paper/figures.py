@@ -24,6 +24,7 @@ CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", 
 SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
 PANEL_INCHES, LEGEND_LINE_INCHES = (5.0, 3.6), 0.145
+MOST_COLUMNS = 4
 # What is published is open markers on a dashed line, what is measured is filled ones; the former lie above,
 # and are larger, so that neither hides the other.
 PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerfacecolor": "none", "zorder": 4}
@@ -55,7 +56,7 @@ class Panel(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Panels side by side; without any it says that nothing was measured."""
+    """Panels side by side, a few in a line; without any it says that nothing was measured."""
 
     title: str
     panels: Sequence[Panel]
@@ -123,11 +124,16 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     with matplotlib.rc_context(fname=STYLE):
         width, height = PANEL_INCHES
         legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in panels]
-        size = width * len(panels), height + LEGEND_LINE_INCHES * max(legends)
+        n_column = min(len(panels), MOST_COLUMNS)
+        n_line = math.ceil(len(panels) / n_column)
+        size = width * n_column, n_line * (height + LEGEND_LINE_INCHES * max(legends))
         canvas = Canvas(figsize=size, layout="constrained")
         canvas.suptitle(figure.title, fontsize=10)
-        for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        places = canvas.subplots(n_line, n_column, squeeze=False).flatten()
+        for axes, panel in zip(places, panels, strict=False):
             _draw(axes, panel)
+        for axes in places[len(panels) :]:
+            axes.remove()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path, unsaid in files.items():
