@@ -208,7 +208,8 @@ class Quantized(Full):
         return self.quant_group
 
     def for_block(self, n_token: int) -> dict[str, int]:
-        return {"quant_group": n_token}
+        group = -(-n_token // 16) * 16  # what the CPU's kernel reads as it is
+        return {"quant_group": group} | ({"quant_window": group} if self.quant_window < group else {})
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

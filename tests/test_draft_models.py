@@ -210,7 +210,7 @@ def test_what_cannot_work_is_refused():
     runner = ModelRunner(target, full_cache(target, 2))
     with pytest.raises(ConfigError, match="another number of rows"):
         generate(runner, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 3))
-    with pytest.raises(ConfigError, match="window is smaller"):
+    with pytest.raises(ConfigError, match="no room for a verification block"):
         standalone(TINY, 2, gamma=10)
     with pytest.raises(ConfigError, match="gamma is too small"):
         standalone(TINY, 2, gamma=-1)

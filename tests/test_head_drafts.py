@@ -197,7 +197,7 @@ def test_heads_that_do_not_fit_a_round_are_refused():
     with pytest.raises(ConfigError, match="fewer Medusa heads"):
         Medusa(runner, heads, 3)
     head = random_eagle(DEEP)
-    with pytest.raises(ConfigError, match="smaller than one verification block"):
+    with pytest.raises(ConfigError, match="no room for a verification block"):
         Eagle(runner, head, StreamingKVCache(head.body.config, SLOTS, 5, 2, dtype=torch.float64), 3)
     other = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
     own = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)

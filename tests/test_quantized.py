@@ -1,5 +1,7 @@
 """QuantizedKVCache against quantisation on plain numbers: what is in 4 bits, what is not yet, and what stays."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import TINY
@@ -7,9 +9,11 @@ from tiny import TINY
 from common.errors import ConfigError
 from kv_cache import FullKVCache, QuantizedKVCache
 from kv_cache.entries import stored_as
+from kv_cache.quantized import Quantized
 
 GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
 RING = WINDOW + 3 * GROUP
+OPTIONS = ("quant_group", "quant_window")
 LAYERS, HEADS, DIM = TINY.n_layer, TINY.n_kv_head, TINY.head_dim
 
 
@@ -205,3 +209,15 @@ def test_what_cannot_work_is_refused():
     for group, window in ((0, 8), (8, 7)):
         with pytest.raises(ConfigError, match="does not fit the window"):
             QuantizedKVCache(TINY, 1, 50, group, window)
+
+
+@pytest.mark.parametrize(
+    "n_token,window,named", [(17, 64, {"quant_group": 32}), (101, 64, dict.fromkeys(OPTIONS, 112))]
+)
+def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
+    """Groups that the CPU's kernel reads as they are, and a window that they fit; what it names works."""
+    policy = Quantized(quant_window=window)
+    assert policy.room < n_token and policy.for_block(n_token) == named
+    larger = replace(policy, **named)
+    larger.check()
+    assert larger.room >= n_token

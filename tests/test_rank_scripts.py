@@ -25,7 +25,7 @@ def test_what_all_ranks_refuse_is_said_once(models: Models, tmp_path: Path) -> N
     said = ended.message("[01]", 2)
     # By the leader, unless it starts seconds later than the other and has not come to speak yet.
     assert len(re.findall(r"error(?: on rank 1)?: ", said)) == 1, ended.err
-    assert said.count("gamma 3, window 0") == 1
+    assert said.count("gamma 3, room for 0 tokens") == 1
 
 
 def test_what_only_the_leader_finds_is_said_once(models: Models, tmp_path: Path) -> None:

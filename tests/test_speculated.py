@@ -145,5 +145,5 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
 
 
 def test_a_window_that_no_round_fits_is_refused():
-    with pytest.raises(ConfigError, match="smaller than one verification block"):
+    with pytest.raises(ConfigError, match="no room for a verification block"):
         drafters("streaming", gamma=4, inner_gamma=2, budget=6)

@@ -44,7 +44,7 @@ def present(
 ) -> None:
     """Measure the cells that have no record yet, draw the figures, print the tables; exit code 1 if a cell failed.
     Where every cell failed, the figures that are there stay as they are."""
-    make_ready(flags.file)
+    make_ready(flags.file, draws=not flags.list)
     went_well = sweep.run(flags)
     cells = () if flags.list else {cell.key for cell in flags.cells()}
     rows = read_rows(flags.file)
@@ -56,9 +56,10 @@ def present(
         sys.exit(1)
 
 
-def make_ready(output: str) -> None:
+def make_ready(output: str, draws: bool = True) -> None:
     """Before anything is measured: figures can be drawn, and records have their folder. Errors: ConfigError."""
-    figures.require_matplotlib()
+    if draws:
+        figures.require_matplotlib()
     if Path(output).parent == REPRODUCTION:
         with suppress(OSError):  # where it cannot be made, the output is refused
             REPRODUCTION.mkdir(exist_ok=True)
