@@ -102,9 +102,7 @@ class Footprint:
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         if isinstance(own := self.caches[0], QuantizedKVCache):
             stored = max(2, own.entries.itemsize)
-            return (
-                (own.capacity + own.ring) * values * max(3 * stored + 2, 2 * (stored + size) if stored != size else 0)
-            )
+            return (own.capacity + own.ring) * values * max(3 * stored + 2, 2 * (stored + size))
         return (entries or max(cache.capacity for cache in self.caches)) * values * (size + 4 + max(4, size))
 
 
