@@ -199,7 +199,8 @@ class Quantized(Full):
     name: ClassVar[str] = "quantized"
     has_own_storage: ClassVar[bool] = True
     quant_group: int = 16
-    """numbers that share a scale: tokens of a key's channel, channels of a value"""
+    """numbers that share a scale: tokens of a key's channel, channels of a value; a CPU reads multiples of 16 as they
+    are, and unpacks others first"""
     quant_window: int = 64
     """recent tokens, at least, that are not quantised"""
 

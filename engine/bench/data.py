@@ -87,6 +87,8 @@ def files_of(name: str, field: str, in_folder: Collection[str], others: str) -> 
         what, fix = "there is no text to read", "check the spelling and the working directory"
         if os.path.isfile(path):
             what, fix = "a file of this kind is not read", f"save its text as {path.stem}.txt"
+        elif name and os.path.isdir(path):
+            fix = "save texts there, in files that end in .txt"
         raise DataError(what, flag(field), name[:80] or "an empty name", required, fix)
     return files
 

@@ -59,6 +59,7 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
 def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
     """Model, how it and the draft are stored, ranks, sizes, and sampling, in one line."""
     target, n_ranks, n_replicas = session.config.target, session.ranks.size, session.config.n_replicas
+    rows = "1 row" if session.n_rows == 1 else f"{session.n_rows} rows"
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     parts = [
         f"{record['model']}, {record['device']}, {record['dtype']}",
@@ -68,7 +69,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         _drafting(session.draft) if session.draft else "",
     ]
     return (
-        f"{', '.join(filter(None, parts))}: {session.n_rows} rows at a time, {prompts} prompt tokens, "
+        f"{', '.join(filter(None, parts))}: {rows} at a time, {prompts} prompt tokens, "
         f"{session.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
     )
 

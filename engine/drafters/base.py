@@ -212,12 +212,12 @@ class ModelDrafter(Drafter):
         super().rollback(batch)
 
 
-def check_gamma(gamma: int, window: int, least: Mapping[str, int] | None = None) -> None:
+def check_gamma(gamma: int, window: int, least: Mapping[str, int] | None = None, field: str = "gamma") -> None:
     """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window; `least`: the
-    values of options with which it does."""
+    values of options with which it does; `field`: what gamma comes from."""
     if gamma + 1 > window:
         what, names = "the draft's cache has no room for a verification block", [*map(flag, least or ())]
-        where = " and ".join([f"gamma ({flag('gamma')})", *(names or ["the draft's cache"])])
+        where = " and ".join([f"gamma ({flag(field)})", *(names or ["the draft's cache"])])
         raised = " and ".join(f"{name} {n} or more" for name, n in zip(names, (least or {}).values(), strict=True))
         fix = f"use {raised or 'a cache with a longer window'}, or a lower gamma"
         raise ConfigError(what, where, f"gamma {gamma}, room for {max(window, 0)} tokens", "gamma + 1 tokens", fix)
