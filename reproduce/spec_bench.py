@@ -13,10 +13,10 @@ import common.startup
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
 
@@ -214,13 +214,14 @@ def table_rows(records: Iterable[Record]) -> list[Record]:
 def measure(
     flags: Flags,
     configs: Mapping[str, DrafterConfig],
-    waiting: Mapping[str, Sequence[Prompt]],
+    cells: Mapping[str, Sequence[Prompt]],
+    done: Collection[str],
     put_off: list[Exception],
 ) -> Iterable[Record]:
-    """A record of each category, appended to the output. Errors: UserError."""
+    """A record of each category that is not done, appended to the output. Errors: UserError."""
     options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
     template = flags.target.with_text().chat_template()
-    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*waiting.values())]
+    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*cells.values())]
     sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()), ids)
@@ -231,10 +232,12 @@ def measure(
     drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
-    first = 0
-    for cell, prompts in waiting.items():
+    n_turns = [sum(len(one.turns) for one in prompts) for prompts in cells.values()]
+    for (cell, prompts), first in zip(cells.items(), accumulate(n_turns, initial=0), strict=False):
+        if cell in done:
+            continue
         found = converse(sessions, drafters, template, prompts, first)
-        rows, first = [own[name] | seen for name, seen in found.items()], first + sum(len(one.turns) for one in prompts)
+        rows = [own[name] | seen for name, seen in found.items()]
         named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
         named |= {"conversations": len(prompts), "rows": rows}
         record = bench.record_of(BENCHMARK, sessions[PLAIN], bench.rounded(named), options)
@@ -252,8 +255,8 @@ def main(flags: Flags) -> None:
     cells, put_off = {flags.cell(prompts): prompts for prompts in asked.values()}, []
     lines = [line for _, line in read_lines(flags.output.output)] if flags.output.output else []
     done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
-    if waiting := {cell: prompts for cell, prompts in cells.items() if cell not in done}:
-        done |= {record["cell"]: record for record in measure(flags, configs, waiting, put_off)}
+    if not cells.keys() <= done.keys():
+        done |= {record["cell"]: record for record in measure(flags, configs, cells, [*done], put_off)}
     rows = bench.rounded(table_rows(done[cell] for cell in cells))
     summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
     said = f"{SLOWER}: slower than plain decoding"

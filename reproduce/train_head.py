@@ -58,7 +58,8 @@ class Flags:
     def check(self) -> None:
         """Errors: ConfigError."""
         recipe = self.recipe
-        least = dict.fromkeys(("steps", "windows", "depth", "draft_vocab_size", "num_prompts", "held_back"), 1)
+        counted = ("steps", "windows", "depth", "draft_vocab_size", "num_prompts", "held_back", "minutes")
+        least = dict.fromkeys(counted, 1)
         least |= {"measured_len": recipe.depth + 2, "window": LEAST_WINDOW + recipe.depth, "gen_len": recipe.window}
         for name, number in least.items():
             require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
@@ -83,7 +84,9 @@ def main(flags: Flags) -> None:
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
     cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
     prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)
-    keep_settings(folder, {"model": source.name, **vars(flags.text), **vars(flags.sizes), **vars(recipe)})
+    stored = {name: getattr(flags.target, name) for name in ("dtype", "kv_dtype")}
+    settings = {"model": source.name, **stored, "num_prompts": flags.num_prompts}
+    keep_settings(folder, settings | vars(flags.text) | vars(flags.sizes) | vars(recipe))
     write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
     how = session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit

@@ -1,7 +1,9 @@
 """The memory estimate: equal to what is then allocated, exact about the largest batch, itemised when it refuses."""
 
+import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,8 +133,6 @@ def test_the_refusal_is_itemised_and_adds_up() -> None:
 @pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
-    if scheme == "int8" and not torch.cpu._is_vnni_supported():
-        pytest.skip("no VNNI")
     config = replace(
         TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024, tie_embeddings=tied
     )
@@ -318,3 +318,20 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
         assert memory.captured_rows(run_of(TINY, **on_cuda | changes)) == 0
+
+
+def test_the_least_that_a_container_and_those_around_it_leave(tmp_path: Path) -> None:
+    def group(path: str, limit: str, used: int, of_files: int) -> None:
+        folder = tmp_path / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", limit), ("current", used), ("stat", f"anon 7\ninactive_file {of_files}\n")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=systemd:/other\n0::/job/step\n")
+    assert memory.left_in_container(tmp_path, own) == memory.left_in_container(tmp_path, tmp_path / "none") == math.inf
+    group("job/step", "max", 900, 10)
+    group("job", "1000", 700, 50)
+    assert memory.left_in_container(tmp_path, own) == 1000 - 700 + 50
+    group("job/step", "300", 200, 0)
+    assert memory.left_in_container(tmp_path, own) == 100

@@ -138,17 +138,21 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
 
 
 def test_what_has_a_record_is_not_run_again(bench, decoded, tmp_path: Path) -> None:
-    """A category more is run alone; another flag is another run; a line of something else is left as it is."""
+    """A category more is run alone, and draws what it would have behind the others; another flag is another run; a line
+    of something else is left as it is."""
     (tmp_path / "out.jsonl").write_text('{"benchmark": "other"}\n')
     first = bench("--drafters ngram --categories end")
     n_first = len(decoded)
-    both = bench("--drafters ngram --categories letters end")
+    both = bench("--drafters ngram --categories end letters")
     assert {name for name, *_ in decoded[n_first:]} == {"letters, plain", "letters, ngram"}
-    assert both.record["rows"][1] == first.record["rows"][0]
+    assert both.record["rows"][0] == first.record["rows"][0]
+    assert [number for *_, number in decoded[:n_first]] == [0, 0] and decoded[n_first][3] == sum(
+        len(turns) for name, turns in ROWS if name == "end"
+    )
     n_both = len(decoded)
-    again = bench("--drafters ngram --categories end letters")
+    again = bench("--drafters ngram --categories letters end")
     assert len(decoded) == n_both and "loading" not in again.err
-    assert [row["category"] for row in again.record["rows"]] == ["end", "letters", "all"]
+    assert [row["category"] for row in again.record["rows"]] == ["letters", "end", "all"]
     bench("--drafters ngram --categories end --max_ngram 2")
     assert len(decoded) == n_both + 2 and len(lines(tmp_path / "out.jsonl")) == 4
     bench("--drafters ngram --categories math --per_category 2")

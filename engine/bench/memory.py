@@ -1,8 +1,11 @@
 """Will it fit: weights, caches and activations of the rank with the largest shard, before anything is allocated."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch
@@ -221,8 +224,22 @@ def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
 def available_bytes(device: str) -> int:
     """Bytes that this process may take of `device` ("cpu" or a CUDA device): of a CPU's its share."""
     if device == "cpu":
-        return psutil.virtual_memory().available // local_world_size()
+        return int(min(psutil.virtual_memory().available, left_in_container())) // local_world_size()
     return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def left_in_container(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that the limits of this process's control group and of those around it leave (cgroup v2), without pages of
+    files, which can go; inf without a limit."""
+    left = math.inf
+    with suppress(OSError):
+        path = own.read_text().rpartition("::")[2].strip().lstrip("/")
+        for group in (groups / path, *(groups / path).parents):
+            with suppress(OSError, ValueError):  # ValueError: no limit here, but the word max
+                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                of_files = re.findall(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                left = min(left, limit - used + sum(map(int, of_files)))
+    return left
 
 
 def require_room(plan: Plan) -> None:

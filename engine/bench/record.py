@@ -3,6 +3,7 @@
 import hashlib
 import json
 import resource
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median
@@ -69,7 +70,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak bytes held so far: allocated on a GPU, the resident set of the process (its libraries too) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def rounded(value: Any) -> Any:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 from common.errors import ConfigError, flag, require_at_least
 from common.say import say
@@ -30,7 +31,7 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int) 
     session = Session.of_plan(_plan(config, context))
     drafter = session.drafter()
     begin: list[Message] = [{"role": "system", "content": system}] if system else []
-    said = begin
+    said, numbers = begin, count()  # drafts may keep what a request drew: none comes twice
     for line in _lines():
         if line == EXIT:
             return
@@ -46,7 +47,7 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int) 
                 say(f"  no room for that in {session.capacity} tokens: {RESET} begins anew, {flag('context')} has more")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
-            request = Request(prompt, min(gen_len, room), ends, params, id=len(asked))
+            request = Request(prompt, min(gen_len, room), ends, params, id=next(numbers))
             answer = _answer(session, drafter, request)
             said = [*asked, {"role": "assistant", "content": answer}]
 

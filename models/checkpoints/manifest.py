@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from common.errors import CheckpointError
@@ -22,21 +23,20 @@ SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it is flushed and renamed. Errors: CheckpointError."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Yield a path of that name in a temporary folder beside it; on success what is there is flushed and moved. Errors:
+    CheckpointError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as folder:
+            partial = Path(folder) / path.name
+            yield partial
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
-        required = "a writable folder with enough free space"
-        fix = "free some space, or choose another folder with --out_dir"
-        raise CheckpointError("a file cannot be written", path, str(error).partition("\n")[0], required, fix) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+        seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        required, fix = "a writable folder with enough free space", "free some space, or choose another --out_dir"
+        raise CheckpointError("a file cannot be written", path, seen, required, fix) from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -158,7 +158,7 @@ def train(
 
     for step in range(done, recipe.steps):
         progress = max(step / recipe.steps, share_of_time(seconds()))
-        if progress >= 1:
+        if step and progress >= 1:  # one step at least, which is all that a curve needs
             break
         batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
         batch |= {name: batch[name].float() for name in ("last", "inputs")}

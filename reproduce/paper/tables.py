@@ -61,7 +61,8 @@ def beside(head: str, records: Sequence[Record], name: str, counts: Callable[...
 
     def listed(fact: Record) -> str:
         found = [(column.cell(record), record) for record in records if counts(fact, record)]
-        return "; ".join(f"{text} ({details(record)})" for text, record in found if text != NONE) or NONE
+        said = [f"{text} ({details(record)})" for text, record in found if text != NONE]
+        return "; ".join(dict.fromkeys(said)) or NONE
 
     return Column(listed, head, align="<")
 
