@@ -85,9 +85,11 @@ class KV(NamedTuple):
     packed: Packed | None = None
 
     def unpacked(self) -> KV:
-        """Packed and recent tokens in the order of their positions; entries without packed ones as they are."""
+        """Packed and recent tokens in the order of their positions, with a row for each of the queries', so that `rows`
+        is None; entries without packed ones as they are."""
         if self.packed is None:
             return self
+        assert self.noted is None, "what is noted is a target's attention, whose entries are not packed"
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
         dtype = self.keys.dtype if self.key_scales is None else torch.bfloat16
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
@@ -99,13 +101,7 @@ class KV(NamedTuple):
         held = self.packed.recent
         at = torch.where((held >= 0) & (held < n_token), held, n_token)
         entries[:, torch.arange(n_row, device=held.device)[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
-        if self.noted is None or self.rows is None:
-            keys, values = entries[..., :n_token, :].transpose(2, 3)
-            return KV(keys, values, noted=self.noted)
-        spread = entries.new_zeros(2, len(self.keys), *entries.shape[2:])  # what is noted goes by stored rows
-        spread[:, self.rows] = entries
-        keys, values = spread[..., :n_token, :].transpose(2, 3)
-        return KV(keys, values, rows=self.rows, noted=self.noted)
+        return KV(*entries[..., :n_token, :].transpose(2, 3))
 
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""

@@ -16,6 +16,8 @@ from kv_cache.full import Full, FullKVCache
 
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
+# Tokens that are quantised together when a row is filled, as float32: a long prompt's would outgrow what is planned.
+FILLED_AT_ONCE = 4096
 
 
 class QuantizedKVCache(FullKVCache):
@@ -25,8 +27,8 @@ class QuantizedKVCache(FullKVCache):
     The numbers of a group share its smallest one and a step, both in bfloat16. Keys are grouped along tokens, each
     channel for itself; values along channels, each token for itself. `group` tokens are quantised at once, when all of
     them lie `window` or more before a block that is written; until then they are in the ring, as in the paper's two
-    buffers. The codes are a copy of their own, whatever the target's cache is stored in. Errors: ConfigError if `group`
-    is below 1, or `window` shorter.
+    buffers. `begin` settles which group of each row that is, `write` does it layer by layer. The codes are a copy of
+    their own, whatever the target's cache is stored in. Errors: ConfigError if `group` is below 1, or `window` shorter.
 
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
@@ -52,6 +54,8 @@ class QuantizedKVCache(FullKVCache):
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
+        # A CPU need not do what changes nothing; where rounds are captured, no host may decide that.
+        self.asks_host = self.device.type == "cpu"
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
         # As of Packed, in each layer.
@@ -86,8 +90,7 @@ class QuantizedKVCache(FullKVCache):
         self._last_group[self._rows] = group
         self._due = group.clamp(min=0) * self.group + torch.arange(self.group, device=self.device)
         self._is_due = (is_new & (self._ring_positions[self._rows, self._due % self.ring] == self._due)).all(dim=1)
-        # A CPU need not do what changes nothing.
-        self._skips = self.device.type == "cpu" and not self._is_due.any()
+        self._skips = self.asks_host and not self._is_due.any()
         return super().begin(positions)
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
@@ -154,13 +157,16 @@ class QuantizedKVCache(FullKVCache):
         kept = torch.arange(first * self.group, length, device=self.device)
         groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
         recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
+        at_once = -(-FILLED_AT_ONCE // self.group)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, slots]
             entries = source.entries[from_layer, :, from_row][:, :, slots]
-            if groups.numel():
-                tokens = dequantize(entries, scales, torch.float32)[:, :, : groups.numel() * self.group]
+            for start in range(0, n_group - first, at_once):
+                some = groups[:, start : start + at_once]
+                of = slice(start * self.group, (start + some.shape[1]) * self.group)
+                tokens = dequantize(entries[:, :, of], None if scales is None else scales[:, :, of], torch.float32)
                 tokens = tokens.permute(2, 0, 1, 3).unflatten(0, (-1, self.group))
-                self._quantize(to_layer, own, groups, tokens[None], is_held)
+                self._quantize(to_layer, own, some, tokens[None], is_held)
             entries, scales = entries[:, :, -self.ring :], None if scales is None else scales[:, :, -self.ring :]
             entries, scales = stored_as(entries, scales, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
@@ -168,6 +174,7 @@ class QuantizedKVCache(FullKVCache):
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales
         self._positions[row, kept] = kept
         self._ring_positions[row, recent % self.ring] = recent
+        self._last_group[row] = n_group - 1
 
     def view(
         self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False

@@ -65,7 +65,7 @@ def main(flags: Flags) -> None:
     positions = torch.arange(length, length + book.shape[1], device=runner.device).expand_as(book)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
     with torch.inference_mode():
-        laws = logits_to_probs(runner.step(book, positions), sampling.params)
+        targets = logits_to_probs(runner.step(book, positions), sampling.params)
 
     def draft(layers: Layers) -> tuple[engine.ModelRunner, SelfSpeculation]:
         model, how = select_layers(session.draft_model or runner.model, layers), session.draft
@@ -81,7 +81,8 @@ def main(flags: Flags) -> None:
             drafter.follow([Shown(row, row, text[: length + start], 0) for row, text in enumerate(texts)])
             block = slice(start, start + gamma)
             logits = own.step(book[:, block], positions[:, block])
-            shares[place] = torch.minimum(laws[:, block], logits_to_probs(logits, sampling.params)).sum(dim=-1).mean()
+            drafts = logits_to_probs(logits, sampling.params)
+            shares[place] = torch.minimum(targets[:, block], drafts).sum(dim=-1).mean()
         return shares.mean().item()
 
     found = search(runner.model.config.n_layer, flags.fewest, acceptance)

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kv_cache import KV
+from kv_cache import KV, FullKVCache, QuantizedKVCache
 from kv_cache.entries import largest, quantize
+from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention
 from models.attention.torch_backend import visibility
 
@@ -129,3 +130,18 @@ def make_case(
         queries,
         FakeSlots(positions, in_order=not ring),
     )
+
+
+def quantised_rows(head_dim: int, group: int, storage=torch.float32, capacity: int = 1324, which=(0, 1, 2)):
+    """A cache in 4 bits with rows of several parts and of none, those that are asked for by name, and their ends."""
+    config = ModelConfig(8, 2, 64, 6, 2, head_dim, 8, 9999)
+    cache = QuantizedKVCache(config, 4, capacity, group, 48, dtype=storage)
+    full = FullKVCache(config, 4, capacity, dtype=storage)
+    lengths, rows = [capacity - 40, 30, 411], torch.tensor([3, 0, 1])
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        view = full.view(slice(row, row + 1))
+        slots = view.begin(torch.arange(length)[None])
+        for layer in range(2):
+            view.write(layer, slots, torch.randn(1, length, 2, 2, head_dim))
+        cache.fill_row(row, full, length)
+    return cache.view(rows[[*which]], max(lengths) + 8), torch.tensor(lengths)[[*which]]

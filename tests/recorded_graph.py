@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 # Operations whose result, or whose shape, has to be known on the host.
 HOST_READS = (
     torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
 )

@@ -18,7 +18,7 @@ from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpe
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
-from kv_cache import Retrieval, StreamingKVCache, VerifyTopK
+from kv_cache import KVCache, QuantizedKVCache, Retrieval, StreamingKVCache, VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -31,9 +31,16 @@ SAMPLED = [
 ]
 
 
-def standalone(runner: ModelRunner) -> StandaloneDraft:
-    cache = StreamingKVCache(TINY, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
+def standalone(runner: ModelRunner, cache: KVCache | None = None) -> StandaloneDraft:
+    cache = cache or StreamingKVCache(TINY, runner.max_batch, 24, 2, dtype=torch.float64, rotate_on_read=True)
     return StandaloneDraft(ModelRunner(tiny_model(), cache), gamma=3)
+
+
+def quantized() -> QuantizedKVCache:
+    """As on a GPU: no host looks at what is due."""
+    cache = QuantizedKVCache(TINY, 2, 128, 4, 6, dtype=torch.float64)
+    cache.asks_host = False
+    return cache
 
 
 def near(runner: ModelRunner) -> SelfSpeculation:
@@ -63,6 +70,7 @@ DRAFTERS = {
     "retrieval": lambda runner: SelfSpeculation(
         runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 2, 128, "cpu", torch.float64), gamma=3
     ),
+    "quantized": lambda runner: SelfSpeculation(runner, quantized(), gamma=3),
     "speculated, streaming": lambda runner: Speculated(
         DRAFTERS["retrieval"](runner),
         SelfSpeculation(runner, StreamingKVCache(TINY, 2, 8, 2, dtype=torch.float64), gamma=2),
@@ -71,6 +79,7 @@ DRAFTERS = {
     "speculated, model": lambda runner: Speculated(DRAFTERS["retrieval"](runner), standalone(runner)),
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
+    "standalone, quantized": lambda runner: standalone(runner, quantized()),
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
     "eagle": eagle,
     "ngram": lambda runner: NGram(runner, gamma=3),

@@ -218,6 +218,12 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     assert several.per_row["draft KV"] == 2 * plan_of(TINY, footprint=own).per_row["draft KV"]
 
 
+def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
+    caches = QuantizedKVCache(TINY, 1, 700, device="meta"), StreamingKVCache(TINY, 1, 40, 4, "meta")
+    alone, *both = (Footprint(TINY, torch.float32, each).dequantized(1) for each in (caches[:1], caches, caches[::-1]))
+    assert both == [alone] * 2 and alone > 0
+
+
 @pytest.mark.parametrize("dtype,size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
 def test_logits_are_planned_in_float32_at_least_beside_what_the_head_gives(dtype: torch.dtype, size: int) -> None:
     assert plan_of(TINY, dtype).per_row["logits"] == BLOCK * TINY.vocab_size * (size + max(4, size))

@@ -67,8 +67,9 @@ def assert_reads(cache, entries: torch.Tensor, lengths: list[int], n_packed: lis
     rows = range(len(lengths)) if cache.rows is None else cache.rows.tolist()
     layer = LAYERS - 1
     kv = cache.read(layer).unpacked()
-    for row, length, packed in zip(rows, lengths, n_packed, strict=True):
-        found = torch.stack([kv.keys[row, :length], kv.values[row, :length]])
+    assert kv.rows is None
+    for i, (row, length, packed) in enumerate(zip(rows, lengths, n_packed, strict=True)):
+        found = torch.stack([kv.keys[i, :length], kv.values[i, :length]])
         torch.testing.assert_close(found, expected(entries, layer, row, length, packed), rtol=1e-5, atol=1e-5)
 
 
@@ -185,6 +186,31 @@ def test_a_row_that_is_put_back_goes_on_as_before(n_prompt):
         for position in range(n_prompt, n_prompt + 3 * GROUP):
             write(cache, entries, [position] * N_ROWS, 1)
     assert all(map(torch.equal, put_back.tensors, other.tensors))
+
+
+def test_what_a_row_held_before_leaves_no_trace():
+    """A ring is coarser than the target's entries: what was quantised of these is not quantised of that again."""
+    source, entries = FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, 40)
+    new, used = quantized(torch.int8), quantized(torch.int8)
+    used.fill_row(1, source, 40)
+    write(used.view(torch.tensor([1])), entries, [40], 1)
+    for cache in (new, used):
+        cache.fill_row(1, source, 40)
+        write(cache.view(torch.tensor([1])), entries, [40], 3)
+    assert torch.equal(new._value_codes[:, 1], used._value_codes[:, 1])
+    assert torch.equal(new._key_codes[:, 1], used._key_codes[:, 1])
+
+
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_a_row_is_filled_by_parts(at_once, monkeypatch):
+    source = FullKVCache(TINY, N_ROWS, LONGEST)
+    write(source, entries_of(LONGEST), [0] * N_ROWS, LONGEST)
+    whole, by_parts = quantized(), quantized()
+    whole.fill_row(1, source, LONGEST - 5)
+    monkeypatch.setattr("kv_cache.quantized.FILLED_AT_ONCE", at_once)
+    by_parts.fill_row(1, source, LONGEST - 5)
+    assert all(map(torch.equal, whole.tensors, by_parts.tensors)) and whole._value_codes.any()
 
 
 def test_what_is_written_anew_further_back_is_quantised_again():

@@ -6,6 +6,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 
 from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.speculated import Speculated
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
 from kv_cache import SnapKV, StreamingKVCache, VerifyTopK
@@ -74,6 +75,28 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
     assert not prefilled
     assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", ["self", "model", "ngram"])
+def test_a_draft_of_the_draft_sees_the_text_too(kind):
+    """The model itself, below itself, is right of the model's own text; copies are of the text, and of nothing else."""
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 3))
+    outer, others = SelfSpeculation(runner, full_cache(target, 3), 4), random_prompts([40] * 3, seed=8)
+    text = others if kind == "ngram" else generate(runner, PROMPTS, max_new_tokens=40).tokens
+    inner = {
+        "self": lambda: SelfSpeculation(runner, full_cache(target, 3), 2),
+        "model": lambda: StandaloneDraft(ModelRunner(target, full_cache(target, 3)), 2),
+        "ngram": lambda: NGram(runner, 2),
+    }[kind]()
+    drafter = Speculated(outer, inner)
+    forced_acceptance(runner, drafter, PROMPTS, text)
+    counts = drafter.inner_counts()
+    if kind == "ngram":
+        for row, (prompt, own) in enumerate(zip(PROMPTS, text, strict=True)):
+            assert inner._text[row, : len(prompt) + 35].tolist() == [*prompt, *own[:35]]
+    else:
+        assert counts.accepted == counts.verified > 30
 
 
 ALL_ROWS = "a prompt and a continuation for each row"

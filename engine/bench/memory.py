@@ -100,13 +100,15 @@ class Footprint:
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. Of entries
         in 4 bits, where attention cannot read them: both unpacked, and one's codes as bytes and as numbers with
         its grids, or both in `dtype`."""
-        if self.dequantizes is None or not self.dequantizes(n_token):
-            return 0
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
-        if isinstance(own := self.caches[0], QuantizedKVCache):
-            stored = max(2, own.entries.itemsize)
-            return (own.capacity + own.ring) * values * max(3 * stored + 2, 2 * (stored + size))
-        return (entries or max(cache.capacity for cache in self.caches)) * values * (size + 4 + max(4, size))
+        each = [0]
+        for cache in self.caches:
+            if isinstance(cache, QuantizedKVCache):
+                stored = max(2, cache.entries.itemsize)
+                each.append((cache.capacity + cache.ring) * max(3 * stored + 2, 2 * (stored + size)))
+            elif self.dequantizes is not None and self.dequantizes(n_token):
+                each.append((entries or cache.capacity) * (size + 4 + max(4, size)))
+        return max(each) * values
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
@@ -129,8 +131,6 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
     dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
-    if draft.policy.has_own_storage:
-        dequantizes = _always  # what it unpacks
     prefills = draft.source is not None and not is_head
     n_kept = 2 if prefills and plan.chooses else 1  # what a prompt left is kept
     n_kept *= len(plan.draft.policies) if is_inner and plan.draft else 1  # each draft has its own

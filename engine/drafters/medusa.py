@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last hidden state, one for each place of a draft (arXiv 2401.10774)."""
+"""Medusa: heads on the target's last hidden state, one for each draft position (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Medusa(ModelDrafter):
 
 
 def check_heads(gamma: int, n_head: int) -> None:
-    """Raise ConfigError unless there is a head for each place of a draft."""
+    """Raise ConfigError unless there is a head for each draft position."""
     if gamma > n_head:
         what, fix = "there are fewer Medusa heads than tokens to draft", f"use {flag('gamma')} {n_head} or less"
         raise ConfigError(what, flag("gamma"), f"gamma {gamma}, {n_head} heads", f"<= {n_head}", fix)

@@ -34,13 +34,13 @@ class Speculated(Drafter):
             check_gamma(max(outer.gamma, inner.gamma), self._cache.max_block)
             through = outer.verification_cache
             through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
-        # Of all rows: rounds, drafted, emitted; then how often each place was verified, and accepted.
+        # Of all rows: rounds, drafted, emitted; then how often each draft position was verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]
-        place = torch.arange(most + 1, device=rows.device)
-        n_tokens, law = torch.zeros_like(batch.lengths), None
+        offset = torch.arange(most + 1, device=rows.device)
+        n_tokens, probs = torch.zeros_like(batch.lengths), None
         tokens = n_tokens[:, None].repeat(1, gamma + most + 1)
         previous, current, own = batch.previous, batch.current, batch.of(self._outer.cache, gamma)
         own.in_order = False  # as positions of a block may repeat
@@ -53,7 +53,7 @@ class Speculated(Drafter):
             block = torch.cat([current[:, None], drafts.tokens], dim=1)
             # What would lie beyond the round's tokens is all put behind them, where nothing that counts sees it; what
             # was rejected in the last inner round is written over by this one, before it is seen.
-            positions = torch.minimum(ahead.lengths[:, None] + place, batch.lengths[:, None] + gamma)
+            positions = torch.minimum(ahead.lengths[:, None] + offset, batch.lengths[:, None] + gamma)
             logits = self._outer.own.step(block, positions, cache)
             is_open = (n_tokens < gamma).long()
             # The last token of a whole inner round is one that a model of its own has not run: the next round runs it.
@@ -66,24 +66,24 @@ class Speculated(Drafter):
                 return torch.stack([*inner.verify(drafts._replace(lengths=meant), logits)])
 
             accepted, following = self._outer.ranks.decided(decide, 2, len(rows))
-            columns = n_tokens[:, None] + place
-            tokens[rows, columns] = torch.where(place == accepted[:, None], following[:, None], block.roll(-1, 1))
+            columns = n_tokens[:, None] + offset
+            tokens[rows, columns] = torch.where(offset == accepted[:, None], following[:, None], block.roll(-1, 1))
             if inner.verified is not None:
-                law = inner.verified.new_zeros(*tokens.shape, inner.verified.shape[-1]) if law is None else law
-                law[rows, columns] = inner.verified
+                probs = inner.verified.new_zeros(*tokens.shape, inner.verified.shape[-1]) if probs is None else probs
+                probs[rows, columns] = inner.verified
             self._count(is_open * (1 - batch.idle), meant, accepted)
             last = block.gather(1, accepted[:, None]).squeeze(1)
             previous = torch.where(is_open > 0, last, previous)
             current = torch.where(is_open > 0, following, current)
             n_tokens = n_tokens + is_open * (accepted + 1)
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
-        return self.schedule.cut(Drafts(tokens[:, :gamma], None if law is None else law[:, :gamma], lengths), batch)
+        return self.schedule.cut(Drafts(tokens[:, :gamma], None if probs is None else probs[:, :gamma], lengths), batch)
 
     def _count(self, rounds: torch.Tensor, meant: torch.Tensor, accepted: torch.Tensor) -> None:
-        place = torch.arange(self._inner.gamma, device=meant.device)
-        verified_at = (place <= accepted[:, None]) & (place < meant[:, None])
+        offset = torch.arange(self._inner.gamma, device=meant.device)
+        verified_at = (offset <= accepted[:, None]) & (offset < meant[:, None])
         each = [rounds, rounds * meant, rounds * (accepted + 1)]
-        each += [rounds @ verified_at.long(), rounds @ (place < accepted[:, None]).long()]
+        each += [rounds @ verified_at.long(), rounds @ (offset < accepted[:, None]).long()]
         self._counts += torch.cat([one.sum(dim=0, keepdim=True) for one in each[:3]] + each[3:])
 
     def inner_counts(self) -> Counts:

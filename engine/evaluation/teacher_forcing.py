@@ -68,8 +68,10 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
-        if drafter.verification_cache is None or drafter.reads_current:
-            ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
-            drafter.follow([Shown(row, row, text[:end], n) for row, (text, n, end) in enumerate(ends)])
+        ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
+        shown = [Shown(row, row, text[:end], n) for row, (text, n, end) in enumerate(ends)]
+        for part in (drafter,) if drafter.reads_current else drafter.parts or (drafter,):
+            if part.verification_cache is None or part.reads_current:
+                part.follow(shown)
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts

@@ -69,7 +69,7 @@ class CppAttention:
         return Prepared(newest, oldest, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        if kv.packed is not None and (kv.noted is not None or kv.packed.group % LANES):
+        if kv.packed is not None and kv.packed.group % LANES:
             kv = kv.unpacked()
         grouped, slots, n_part = _grouped(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
         of_packed: tuple[Tensor | None, ...] = (None,) * 5

@@ -60,7 +60,7 @@ def make_examples(
     tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
     tokens[:, :length] = torch.tensor(prompts, device=device)
     positions = torch.arange(length + n_new, device=device).expand_as(tokens)
-    law = Distribution.of([SamplingParams(TEMPERATURES[row % len(TEMPERATURES)]) for row in range(n_rows)], device)
+    sampled = Distribution.of([SamplingParams(TEMPERATURES[row % len(TEMPERATURES)]) for row in range(n_rows)], device)
     generator = torch.Generator(device).manual_seed(seed)
     states: list[tuple[Tensor, Tensor]] = []
     for row in range(n_rows):
@@ -71,7 +71,7 @@ def make_examples(
     last = torch.cat([hidden[:, -1] for hidden, _ in states])
     with progress_bar("writing", n_rows * n_new) as bar:
         for n in range(length, length + n_new):
-            tokens[:, n] = torch.multinomial(law.probs(runner.model.logits(last)), 1, generator=generator)[:, 0]
+            tokens[:, n] = torch.multinomial(sampled.probs(runner.model.logits(last)), 1, generator=generator)[:, 0]
             here, view = slice(n, n + 1), runner.cache.view(slice(0, n_rows), n + 1)
             hidden, inputs = runner.model.hidden_states(tokens[:, here], positions[:, here], view, layers)
             blocks.append((hidden.bfloat16(), inputs.bfloat16()))

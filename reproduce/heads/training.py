@@ -108,7 +108,7 @@ def unrolled_losses(
     known_rows: the target's output layer for those tokens, `[n, dim]`. batch: as `Examples`, the states in float32. The
     i-th draft behind position t follows the token at t + 1 + i, and the target's state there says what it should be."""
     depth, length = len(medusa), batch["tokens"].shape[1] - len(medusa)
-    laws = F.linear(batch["last"], known_rows).softmax(dim=-1)
+    targets = F.linear(batch["last"], known_rows).softmax(dim=-1)
     states, last = eagle.fused(batch["inputs"][:, :length]), batch["last"][:, :length]
     positions = torch.arange(length, device=last.device).expand(last.shape[:2])
     eagle.body.backend = unrolled = Unrolled(positions)
@@ -117,9 +117,9 @@ def unrolled_losses(
         ahead = slice(1 + i, 1 + i + length)
         states = eagle.advance(states, batch["tokens"][:, ahead], positions + i, unrolled)
         for logits in (eagle.draft_logits(states), F.linear(medusa[i](last), known_rows)):
-            law = laws[:, ahead]
-            losses.append(F.cross_entropy(logits.flatten(0, 1), law.flatten(0, 1)))
-            shared.append(torch.minimum(logits.detach().softmax(dim=-1), law).sum(dim=-1).mean())
+            target = targets[:, ahead]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1)))
+            shared.append(torch.minimum(logits.detach().softmax(dim=-1), target).sum(dim=-1).mean())
     return tuple(torch.stack(each).view(depth, 2).T for each in (losses, shared))
 
 
