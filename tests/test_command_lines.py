@@ -146,3 +146,8 @@ def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
         assert ended.code == 0 and ended.out.startswith("usage:") and own[:50] in ended.out, ended.err
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5, seconds
+
+
+def test_a_command_that_is_none_may_be_near_one():
+    assert "seen:     Expected one of {compare, latency" in (said := run("foretoken.py", ["compar", "--B", "1"]).err)
+    assert said.endswith("fix:      perhaps you meant compare; see --help\n")
