@@ -39,7 +39,7 @@ def table(records: list[Record]) -> str:
         ("Acceptance by policy", judged(records), "policies_acceptance", ERRORS),
         ("Speed by policy", timed(records), "policies_speed", REFRESH),
     ):
-        ordered = sorted(rows, key=lambda row: [str(row.get(one)) for one in ("text", "B", "draft_policy")])
+        ordered = sorted(rows, key=lambda row: (str(row.get("text")), row["prefix_len"], row["B"], row["draft_policy"]))
         parts.append(f"  {title}\n\n{console(ordered, columns.of(name))}\n\n  {note}")
     return "\n\n".join(parts)
 
