@@ -123,7 +123,7 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
     files = {folder / f"{name}.png": ["Software"], folder / f"{name}.svg": ["Date", "Creator"]}
     with matplotlib.rc_context(fname=STYLE):
         width, height = PANEL_INCHES
-        legends = [sum(1 + series.label.count("\n") for series in panel.series) for panel in panels]
+        legends = [len(panel.series) for panel in panels]
         n_column = min(len(panels), MOST_COLUMNS)
         n_line = math.ceil(len(panels) / n_column)
         size = width * n_column, n_line * (height + LEGEND_LINE_INCHES * max(legends))
