@@ -34,7 +34,7 @@ def bandwidth(backend: str, share: float, **other: Any) -> dict[str, Any]:
 def test_without_records_everything_is_said_to_be_missing(tmp_path):
     text = page(tmp_path)
     titles = re.findall("^## (.*)$", text, re.MULTILINE)
-    assert len(titles) == 11 and all(NONE in section(text, title) for title in titles)
+    assert len(titles) == 10 and all(NONE in section(text, title) for title in titles)
     assert not [line for line in text.splitlines() if line.startswith("|")]
 
 
@@ -97,13 +97,6 @@ def test_launch_gaps(tmp_path):
     record |= {"gamma": 3, "round_ms": 10.5, "kernel_ms_per_round": 9.25, "gap_percent": 11.9}
     text = page_of(tmp_path, record | {"largest": [{"kernel": "a|kernel", "ms_per_round": 3.25}]})
     assert r"| 10.50 | 9.25 | 11.9% | `a\|kernel` | 3.25 |" in text
-
-
-def test_of_kernels_the_last_report_counts(tmp_path):
-    report = {"benchmark": "kernel_report", "variants": 3, "max_registers": 104, "problems": ["one spills"]}
-    reports = [report | {"variants": 4}, report | {"max_shared_bytes": {"sm_80": 4096, "sm_90": 8192}}]
-    text = page_of(tmp_path, *reports, file="kernel_report.jsonl")
-    assert "| 3 | 104 | 4096 on sm_80 and 8192 on sm_90 | 1 |" in text and "| 4 |" not in text
 
 
 def test_cpu_summaries_and_peers(tmp_path):
