@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from published_runs import BUILT_IN, LLAMA, words
 
-from common.errors import ConfigError
 from reproduce import acceptance_tables, speedup_tables
-from reproduce.paper import figures, reproduction
+from reproduce.paper import reproduction
 from reproduce.paper.columns import by_size
 from reproduce.paper.figures import PUBLISHED, acceptance_curves
 from reproduce.paper.published import pairs_of, published, same_context, speedup, target_name
@@ -180,19 +179,7 @@ def test_what_a_user_gets_wrong_is_told_before_anything_runs(runs, flags):
     assert "fix:" in runs.ended.refusal and not runs.measured
 
 
-def test_a_folder_of_figures_that_cannot_be_is_told(tmp_path):
-    (tmp_path / "figures").write_text("a file")
-    with pytest.raises(ConfigError, match="--figures"):
-        figures.save(speedup_tables.flow_figure([]), "any", tmp_path / "figures")
-
-
 def test_without_matplotlib_nothing_is_measured(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     runs(speedup_tables, *TWO_ROWS)
     assert "pip install" in runs.ended.refusal and not runs.measured
-
-
-def test_shades_follow_the_order_of_the_values():
-    colours = figures.shades([8000, 1000, 4000, 1000])
-    assert [colours[value] for value in (1000, 8000)] == [figures.SHADES[0], figures.SHADES[-1]]
-    assert len(set(colours.values())) == 3
