@@ -21,7 +21,7 @@ from common.tables import Column, console
 from reproduce.paper import figures
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.predicted import FLASH_ATTENTION_2, is_acceptance_known, machine_of, predict
-from reproduce.paper.published import Record, draft_name, grouped, published, target_name
+from reproduce.paper.published import Record, draft_name, published, target_name
 from reproduce.paper.reproduction import REPRODUCTION, make_ready
 
 NAME, ROOFLINE = "roofline_error", "roofline.jsonl"
@@ -42,8 +42,8 @@ class Flags:
 
 
 def groups() -> dict[str, list[Record]]:
-    by_known = grouped(published().speedups, is_acceptance_known)
-    return {KNOWN: by_known[True], ASSUMED: by_known[False]}
+    known = [fact for fact in published().speedups if is_acceptance_known(fact)]
+    return {KNOWN: known, ASSUMED: [fact for fact in published().speedups if fact not in known]}
 
 
 def median_error(facts: Sequence[Record], kernels: Mapping[str, Any]) -> float:
