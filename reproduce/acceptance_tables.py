@@ -7,9 +7,11 @@ python reproduce/acceptance_tables.py --fixed model=CHECKPOINT --axis prefix_len
 
 import common.startup
 
+from operator import itemgetter
+
 from common import cli
 from reproduce.paper import columns, tables
-from reproduce.paper.figures import Figure, Panel, acceptance_curves
+from reproduce.paper.figures import Figure, Panel, Series, acceptance_curves, by_budget
 from reproduce.paper.published import Record, published, same_context
 from reproduce.paper.reproduction import ACCEPTANCE, showing
 
@@ -23,7 +25,7 @@ def table(records: list[Record]) -> str:
     return tables.side_by_side("Acceptance rate of self-speculation", note, published_ones, own)
 
 
-def by_context(records: list[Record]) -> Figure:
+def context_figure(records: list[Record]) -> Figure:
     """One budget in this figure: the published one, or else the first that was measured."""
     budget, rows = published().draft_budget, columns.rows_of(records)
     budgets = [row["draft_budget"] for row in rows if row["draft_budget"] is not None]
@@ -34,17 +36,19 @@ def by_context(records: list[Record]) -> Figure:
     return Figure("Acceptance by context", [Panel(title, "context, tokens", Y, curves)])
 
 
-def by_budget(records: list[Record]) -> Figure:
-    facts, panels = published().acceptance, []
+def budget_figure(records: list[Record]) -> Figure:
     rows = [row for row in columns.rows_of(records) if row["draft_policy"] != "full"]
-    for context in sorted({row["prefix_len"] for row in rows}) or [facts[0]["prefix_len"]]:
-        known = [fact for fact in facts if same_context(fact["prefix_len"], context)]
-        curves = acceptance_curves(known, [row for row in rows if row["prefix_len"] == context], "draft_budget")
-        panels.append(Panel(f"context of {context} tokens", "budget, KV entries", Y, curves))
-    return Figure("Acceptance by budget", panels)
+    rows.sort(key=itemgetter("prefix_len"))
+    return by_budget("Acceptance by budget", rows, "context of {prefix_len} tokens", Y, budget_curves)
 
 
-FIGURES = {"acceptance_by_context": by_context, "acceptance_by_budget": by_budget}
+def budget_curves(rows: list[Record]) -> list[Series]:
+    """Of one context."""
+    known = [fact for fact in published().acceptance if same_context(fact["prefix_len"], rows[0]["prefix_len"])]
+    return acceptance_curves(known, rows, "draft_budget")
+
+
+FIGURES = {"acceptance_by_context": context_figure, "acceptance_by_budget": budget_figure}
 
 if __name__ == "__main__":
     cli.run_alone(*showing(ACCEPTANCE, table, FIGURES))

@@ -8,15 +8,13 @@ that tells them early, where a recent window has forgotten them; what is judged 
 
 import common.startup
 
-from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 
 from common import cli
 from common.tables import console
 from reproduce.paper import columns
-from reproduce.paper.figures import Figure, Panel, lines
-from reproduce.paper.published import Record, grouped
+from reproduce.paper.figures import Figure, by_budget, lines
+from reproduce.paper.published import Record
 from reproduce.paper.reproduction import showing
 
 ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
@@ -44,25 +42,25 @@ def table(records: list[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def by_panel(
-    title: str, rows_of: Callable, panel: str, y: str, y_label: str, is_speedup: bool, records: list[Record]
-) -> Figure:
-    """A panel for each value of a setting, in each a line for each policy over the entries that it reads."""
-    panels = []
-    for (context, value), rows in grouped(rows_of(records), itemgetter("prefix_len", panel)).items():
-        alone = [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
-        curves = lines(alone, "draft_policy", "draft_budget", y)
-        name = f"context of {context} tokens, {panel} {value}"
-        panels.append(Panel(name, "budget, KV entries read", y_label, curves, is_speedup=is_speedup))
-    return Figure(title, panels)
+def alone(rows: list[Record]) -> list[Record]:
+    """Those of drafts with a budget that have no draft of their own."""
+    return [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
 
 
-FIGURES = {
-    "policies_acceptance": partial(
-        by_panel, "Acceptance by entries read", judged, "text", "acceptance_rate", "acceptance rate", False
-    ),
-    "policies_speedup": partial(by_panel, "Speedup by budget", timed, "B", "speedup", "speedup", True),
-}
+def acceptance_figure(records: list[Record]) -> Figure:
+    curves = partial(lines, label="draft_policy", x="draft_budget", y="acceptance_rate")
+    panel = "context of {prefix_len} tokens, text {text}"
+    return by_budget("Acceptance by entries read", alone(judged(records)), panel, "acceptance rate", curves)
+
+
+def speedup_figure(records: list[Record]) -> Figure:
+    curves = partial(lines, label="draft_policy", x="draft_budget", y="speedup")
+    return by_budget(
+        "Speedup by budget", alone(timed(records)), "context of {prefix_len} tokens, B {B}", "speedup", curves
+    )
+
+
+FIGURES = {"policies_acceptance": acceptance_figure, "policies_speedup": speedup_figure}
 
 if __name__ == "__main__":
     cli.run_alone(*showing("policies.jsonl", table, FIGURES))

@@ -13,8 +13,8 @@ from operator import itemgetter
 from common import cli
 from common.tables import Column
 from reproduce.paper import columns, tables
-from reproduce.paper.columns import KINDS, over
-from reproduce.paper.figures import BLACK, Figure, Panel, Series, lines, over_rows
+from reproduce.paper.columns import COLUMNS, KINDS, over
+from reproduce.paper.figures import BLACK, PUBLISHED, Figure, Key, Panel, Series, lines
 from reproduce.paper.published import SELF, Record, draft_name, grouped, pairs_of, published, target_name
 from reproduce.paper.reproduction import SPEEDUPS, showing
 
@@ -24,6 +24,7 @@ NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all row
   formula: what the published formula makes of the measured acceptance and step times. Figure 6 was read off a plot, to
   about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency no
   numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
+WEIGHTS = COLUMNS["draft_weights"]
 FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 
 
@@ -36,19 +37,33 @@ def table(records: list[Record]) -> str:
 
 def speedup_figure(records: list[Record]) -> Figure:
     """A panel for each published pair of models; measured self-speculation or draft models are in those like it."""
-    pairs, measured = [], [record for record in records if record.get("speedup") is not None]
+    panels = []
     for (target, draft), known in pairs_of(published().figure_6).items():
-        own = [record for record in measured if (draft_name(record) == SELF) == (draft == SELF)]
-        pairs.append((f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
-    return over_rows(SPEEDUP, pairs)
+        own = [record for record in records if (draft_name(record) == SELF) == (draft == SELF)]
+        panels.append(over_rows(f"published: {target}, {draft} draft", known, own, "speedup", "speedup"))
+    return Figure(SPEEDUP, panels)
 
 
 def cost_figure(records: list[Record]) -> Figure:
-    pairs = []
+    panels = []
     for kind, facts in grouped(published().ratios, itemgetter("kind")).items():
         title = f"published: {facts[0]['model']}, {tables.AT.cell(facts[0])}, theoretical"
-        pairs.append((title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
-    return over_rows(COSTS, pairs)
+        panels.append(over_rows(title, facts, records, over(f"{kind}_step_ms"), KINDS[kind]))
+    return Figure(COSTS, panels)
+
+
+def over_rows(title: str, facts: list[Record], records: list[Record], y: Key, y_label: str) -> Panel:
+    """Over the rows decoded together: a line for each context that was published, and each way to draft measured."""
+    series = lines(facts, "published, {prefix_len} tokens".format_map, "B", "value", style=PUBLISHED)
+    series += lines(records, way, "B", y)
+    return Panel(title, "rows decoded together", y_label, series, is_speedup=y_label == "speedup")
+
+
+def way(record: Record) -> str:
+    """The target, and how it is drafted for."""
+    draft = f"{draft_name(record)} draft in {WEIGHTS.cell(record)}"
+    sizes = "{prefix_len} tokens, gamma {gamma}, budget {draft_budget}".format_map(record)
+    return f"measured, {target_name(record)},\n{draft}, {sizes}"
 
 
 def flow_figure(records: list[Record]) -> Figure:
@@ -65,12 +80,8 @@ def _flow_series(records: list[Record]) -> list[Series]:
     plain = {record["B"]: record for record in reversed(records)}.values()
     axes, look = ("baseline_step_ms", "baseline_tokens_per_second"), {"color": BLACK, "marker": "v"}
     rows, rounds = "B {B}".format_map, over("round_ms", "mean_accepted_length")
-
-    def label(record: Record) -> str:
-        return f"measured, {draft_name(record)} drafts, gamma {record['gamma']}, budget {record['draft_budget']}"
-
     alone = lines(plain, lambda _: "measured, plain decoding", *axes, lambda _: look, rows)
-    return alone + lines(records, label, rounds, "decode_tokens_per_second", name=rows)
+    return alone + lines(records, way, rounds, "decode_tokens_per_second", name=rows)
 
 
 FIGURES = {"speedup_tables": speedup_figure, "cost_ratios": cost_figure, "throughput_latency": flow_figure}

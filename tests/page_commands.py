@@ -42,10 +42,10 @@ STUBS = {
 }
 # Programs without a plan of memory and ranks, or whose prompts need a tokenizer: only their flags are read.
 UNPLANNED = (
-    *("reproduce/plot.py", "reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
+    *("reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
     *("download.py", "convert_hf_checkpoint.py", "foretoken.py", "tests/mutants.py"),
-    *("reproduce/gpu.py", "reproduce/kernel_report.py"),
-    *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
+    *("reproduce/gpu.py", "reproduce/performance_page.py", "reproduce/published_page.py"),
+    "reproduce/roofline_error.py",
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")
 SERVER = "serving"

@@ -1,6 +1,5 @@
 """What `auto` is held against: which fixed gammas, in which repeats, and what is said of it."""
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
 from statistics import median
@@ -10,10 +9,7 @@ import pytest
 
 from engine.bench.config import RunConfig, Sizes, Target
 from engine.bench.plan import resolve_several
-from reproduce import cost_model_error
 from reproduce.gamma_cell import Flags
-from reproduce.pages.generated_page import RESULTS
-from reproduce.paper import reproduction
 from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, against_fixed, section_of, summary
 from reproduce.paper.columns import of
@@ -104,18 +100,3 @@ def test_every_cache_of_a_cell_is_planned_for():
     planned = resolve_several(RunConfig(target, sizes=Sizes(2, 200)), drafts).draft
     assert planned is not None and sum(planned.capacities) == 2 * 16 + 2 * 40 + 40 + 64 + 128
     assert (planned.gamma, planned.capacity) == (9, 128)
-
-
-def test_figures_are_drawn_although_nobody_reads_the_table(tmp_path, monkeypatch):
-    class Left(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    shown = cost_model_error.table, {"errors": cost_model_error.figure}
-    grid = str(reproduction.GRIDS / "cost_model.toml")
-    flags = reproduction.Flags(grid=grid, output=str(RESULTS / reproduction.COST_MODEL), figures=str(tmp_path))
-    monkeypatch.setattr(reproduction.sweep, "run", lambda flags: True)
-    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
-        patch.setattr("sys.stdout", Left())
-        reproduction.present(flags, *shown)
-    assert (tmp_path / "errors.png").is_file() and (tmp_path / "errors.svg").is_file()

@@ -10,17 +10,13 @@ from typing import Literal
 
 import pytest
 from programs import COST_MODEL, ROOT, Ended, python, run
-from snapshots import PROGRAMS, TERMINAL, kept_of, masked
+from snapshots import PROGRAMS, TERMINAL, kept_of
 
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
 
 # One whose output is nobody's interface.
 UNKEPT = {"tests/mutants.py"}
-WRONG_CHOICE = "invalid choice '{}' for argument '--draft'. Expected one of ('ngram', 'self')."
-ONE_TOO_MANY = "unrecognized arguments without a flag\n  required: {} value behind {}"
-QUOTE = "quote what has spaces, or name a folder of files; see --help"
-NO_PARSE = "Could not find valid parse for arguments"
 BENCHMARKS = [name for name in PROGRAMS if name.startswith("tests/")]
 
 
@@ -57,27 +53,16 @@ def test_flags_are_the_fields_however_deep():
     assert given == Flags("m", Inner((1, 2), True, "ngram"))
 
 
-@pytest.mark.parametrize(
-    "argv,seen,fix",
-    [
-        (["--gamma", "3"], "unrecognized arguments: --gamma", "perhaps you meant --gammas; see --help"),
-        (["--zzz=secret"], "unrecognized arguments: --zzz", "see --help"),
-        (["--no_compile"], "unrecognized arguments: --no_compile", "perhaps you meant --compile; see --help"),
-        (["secret"], ONE_TOO_MANY.format("one", "--model"), QUOTE),
-        (["--compile", "secret"], ONE_TOO_MANY.format("no", "--compile"), QUOTE),
-        (["--draft=ngram", "secret=1", "sec-ret"], ONE_TOO_MANY.format("one", "--draft"), QUOTE),
-        (["--draft", "ngrm"], WRONG_CHOICE.format("ngrm"), "perhaps you meant ngram; see --help"),
-        (["--draft", "none"], WRONG_CHOICE.format("none"), "see --help"),
-        (["--model"], "Missing value for argument '--model'. Expected 1 values.", "see --help"),
-        (["--gammas", "two"], f"Error parsing --gammas: {NO_PARSE}: ['two']", "see --help"),
-    ],
-)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_what_cannot_be_read_is_one_error(argv, seen, fix, encoding):
-    """Values of what is no flag are not repeated, and no frame, whatever characters a terminal has for one."""
+def test_an_error_has_no_frame_whatever_characters_a_terminal_has_for_one(encoding):
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding=encoding)):
-        said = masked(refused("--model", "m", *argv))
-    assert f"  where:    program.py\n  seen:     {seen}\n" in said and said.endswith(f"\n  fix:      {fix}")
+        said = refused("--model", "m", "--draft", "ngrm").splitlines()
+    assert len(said) == 5 and said[-1] == "  fix:      perhaps you meant ngram; see --help"
+
+
+def test_values_of_what_is_no_flag_are_not_repeated():
+    for argv in (["--zzz=secret"], ["secret"], ["--compile", "secret"], ["--draft=ngram", "secret=1", "sec-ret"]):
+        assert "sec" not in refused("--model", "m", *argv)
 
 
 def test_what_is_required_is_named_and_none_is_no_value():

@@ -1,71 +1,21 @@
-"""What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
+"""What reproduce/gpu.py measures: checks that need a GPU, cells that are listed, rows that fit."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
-
-import fake_flash_attn
 import gpu_correctness as correctness
 import pytest
 import torch
-from fake_cuda_linear import cuda_linears
-from recorded_graph import RecordedGraph, RecordedGraphs
+from recorded_graph import RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
 from engine.bench.config import Sizes
-from engine.bench.memory import GIB, require_room
 from engine.bench.session import Session
 from engine.noise import in_passes
-from models.attention.flash_backend import FA3, FlashAttention, Flavour
-from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
-from reproduce.gpu_parts import launch_gaps, speculation
+from reproduce.gpu_parts import speculation
 from reproduce.gpu_parts.cells import Options
 from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
 CPU, GPU = Options("cpu", quick=True), Options("cuda", quick=False)
-
-
-@pytest.fixture
-def checked(monkeypatch) -> Callable[..., dict]:
-    """What is found of a backend."""
-
-    def found(backend: TorchAttention | FlashAttention, *kinds) -> dict:
-        monkeypatch.setattr(correctness, "open_backend", lambda name, device, spec: backend)
-        return correctness.attention(CPU, "tested", "cpu", *kinds)
-
-    return found
-
-
-def test_an_error_beyond_the_tolerance_fails(checked):
-    class Wrong(TorchAttention):
-        def attend(self, q, kv, prepared):
-            out = super().attend(q, kv, prepared)
-            return out * 1.1 if q.shape[1] == 4 else out
-
-    assert checked(TorchAttention(), torch.float32, None, False)["status"] == "done"
-    result = checked(Wrong(), torch.float32, None, False)
-    assert result["status"] == "failed"
-    assert result["worst_case"].startswith("T 4") and result["worst_error"] > result["tolerance"]
-    assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
-
-
-def test_a_shape_that_raises_is_named(checked):
-    class Picky(TorchAttention):
-        def attend(self, q, kv, prepared):
-            if q.shape[1] == 8:
-                raise RuntimeError("no such kernel")
-            return super().attend(q, kv, prepared)
-
-    result = checked(Picky(), torch.float32, torch.int8, True)
-    assert result["status"] == "failed" and len(result["broken"]) == 2
-    assert all(line.startswith("T 8") and "no such kernel" in line for line in result["broken"])
-
-
-def test_flash_flavours_are_checked_like_the_others(checked):
-    kernel = fake_flash_attn.fake_package(FA3).flash_attn_with_kvcache
-    result = checked(FlashAttention(Flavour(FA3, kernel, 132), TorchAttention()), torch.bfloat16, None, False)
-    assert result["status"] == "done" and result["shapes"] == 10
 
 
 class OnCuda(Options):
@@ -74,55 +24,16 @@ class OnCuda(Options):
     on_cuda = True
 
 
-@pytest.fixture
-def on_cuda(monkeypatch) -> Options:
-    """With a tiny model; nothing can be compiled below the stand-in for graphs, which watches every operation."""
+def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch):
+    """Of a tiny model; nothing can be compiled below the stand-in, which watches every operation."""
     model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
-    monkeypatch.setattr(correctness, "compiled", lambda: EAGER)
-    monkeypatch.setattr(correctness, "compiled_source", lambda: in_passes)
-    monkeypatch.setattr(correctness, "LIMITS", [9, 4, 12, 7, 6, 10])
-    monkeypatch.setattr(correctness, "RUBBISH_BYTES", 64)
+    instead = {"CudaGraphs": RecordedGraphs, "compiled": lambda: EAGER, "compiled_source": lambda: in_passes}
+    instead |= {"LIMITS": [9, 4, 12, 7, 6, 10], "RUBBISH_BYTES": 64}
+    for name, value in instead.items():
+        monkeypatch.setattr(correctness, name, value)
     monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
-    return OnCuda("cpu", True)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-def test_replayed_rounds_are_compared_with_called_ones(monkeypatch, on_cuda, mode):
-    """With the stand-in for graphs; and a graph that drops its replays is noticed."""
-
-    class Stale(RecordedGraph):
-        def replay(self):
-            if self.replays < 3:
-                super().replay()
-
-    class StaleGraphs(RecordedGraphs):
-        Graph = Stale
-
-    for graphs, status in ((RecordedGraphs, "done"), (StaleGraphs, "failed")):
-        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
-        result = correctness.identity(on_cuda, mode)
-        assert result["status"] == status, result
-
-
-def test_graphs_that_outlive_another_runner_are_looked_at(monkeypatch, on_cuda):
-    """And a graph that goes stale with another runner's is noticed."""
-    gone = []
-
-    class Stale(RecordedGraph):
-        def replay(self):
-            if not gone:
-                super().replay()
-
-    class Sharing(RecordedGraphs):
-        Graph = Stale
-
-        def __del__(self):
-            gone.append(self)
-
-    for graphs, status in ((RecordedGraphs, "done"), (Sharing, "failed")):
-        monkeypatch.setattr(correctness, "CudaGraphs", graphs)
-        assert correctness.survival(on_cuda)["status"] == status
-    assert gone
+    for check in (lambda options: correctness.identity(options, "coupled"), correctness.survival):
+        assert check(OnCuda("cpu", True))["status"] == "done"
 
 
 def test_cells_on_a_gpu_can_be_listed_without_one():
@@ -142,38 +53,6 @@ def test_cells_on_a_gpu_can_be_listed_without_one():
     assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
 
 
-class Planned(Exception):
-    """A set-up was planned, and is not made."""
-
-
-def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_that_fit(monkeypatch):
-    """All were skipped, because their full batches take 79.8 GiB and more."""
-    planned = {}
-
-    def never_opened(plan):
-        require_room(plan)
-        target, asked = plan.config.target, plan.config.sizes
-        planned[target.model_name, asked.B, asked.prefix_len, target.kv_dtype] = plan.n_rows
-        raise Planned
-
-    monkeypatch.setattr(Session, "of_plan", never_opened)
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 78 * GIB)
-    monkeypatch.setattr("engine.bench.resolved.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("engine.bench.memory._dequantizes", lambda *arguments: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(speculation, "copy_bandwidth", lambda options: 1.0)
-    monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
-    options = OnCuda("cpu", False)
-    for cell in cells_of("d", options) + cells_of("e", options):
-        with pytest.raises(Planned):
-            cell.run()
-    assert len(planned) == len(options.sizes["costs"]) + 1  # the launch gaps of 8B are over the same context
-    for (_, asked, _, _), batch in planned.items():
-        assert 1 <= batch <= asked and batch >= 0.3 * asked
-    assert planned["HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500, "same"] == 64
-    assert planned["meta-llama/Meta-Llama-3.1-8B", 32, 16000, "same"] in range(20, 32)
-
-
 def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     """One row of two; none at all is a reason to skip."""
 
@@ -191,9 +70,3 @@ def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
     monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match="a batch of 2"):
         opened()
-
-
-def test_quantised_layers_of_a_gpu_are_checked(monkeypatch):
-    with cuda_linears(monkeypatch) as kernel_rows:
-        on_gpu = correctness.quantised(OnCuda("cpu", True), "int4")
-    assert on_gpu["status"] == "done" and on_gpu["unpacks"] and set(kernel_rows) == {1, 16, 17}

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from published_runs import BUILT_IN, gpu_costs, write
+from published_runs import gpu_costs, write
 
-from reproduce import acceptance_tables, published_page, speedup_tables
+from reproduce import published_page
 from reproduce.pages.generated_page import GPU
 from reproduce.paper import reproduction
 from reproduce.paper.columns import NONE
@@ -58,23 +58,3 @@ def test_ratios_of_the_same_shape_are_measurements(tmp_path):
     assert f"| 0.245 | 0.19 (-22%) | {shown} |" in draft
     verify = page_row(text, "Ratios of costs", "verification / plain step | Llama-3.1-8B | gamma 4 | 4096 | 64 |")
     assert "| 1.41 | 1.33 (-6%) | 1.30 (random weights" in verify
-
-
-def test_the_same_model_is_measured_in_the_published_row(runs, tmp_path):
-    runs.model = "meta-llama/Meta-Llama-3.1-8B"
-    runs(speedup_tables, "--axis", "B=32", "--axis", "prefix_len=32768")
-    row = page_row(published_page.page(tmp_path, tmp_path), "Speedups on 8xA100", "Llama-3.1-8B | self | 32000 | 32 |")
-    assert "| 1.22 | 1.25 (+2%) | 1.30 (a CPU, 2 cores, gamma 3, 32768 tokens) |" in row
-
-
-def test_the_built_in_model_stands_in_tables_of_its_own(runs, tmp_path):
-    runs(speedup_tables, "--axis", "B=32", draws=True)
-    runs(acceptance_tables, "--axis", "prefix_len=4000", "--fixed", 'texts=["greedy"]', "--fixed", "budgets=[512]")
-    text = published_page.page(tmp_path, tmp_path / "figures")
-    assert page_row(text, LLAMA_2, "LLaMA-2-7B-32K | self | 4000 | 48 |").endswith(f"| 1.06 | 1.33? (+25%) | {NONE} |")
-    row = page_row(text, "Acceptance by context", "Llama-3.1-8B | self | 4000 |")
-    assert f"| 0.84 | {NONE} | 0.756 (greedy text, a CPU, 2 cores) |" in row
-    assert f"| {BUILT_IN} | self | 1000 | 32 | 3 | 512 | bfloat16 | 1.30 | 0.70* |" in text
-    assert f"| {BUILT_IN} | self | 4000 | 4 | 3 | 512 | snapkv | greedy | 0.756 | 0.90, 0.80 | 300 |" in text
-    assert "![speedup tables](figures/speedup_tables.svg)" in text and "`0123456789ab`" in text
-    assert "acceptance_by_context.svg" not in text  # it was not drawn

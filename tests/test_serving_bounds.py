@@ -274,15 +274,9 @@ def test_limits_are_numbers(name, value):
         cli.read(Serve, [f"--{name}", value], prog="serving").check()
 
 
-def test_where_it_cannot_listen(served: Served):
-    for host, port, fix in (
-        ("192.0.2.1", 0, "leave out --host"),
-        ("no.such.name.invalid", 0, "leave out --host"),
-        ("127.0.0.1", int(served.url.rpartition(":")[2]), "use --port 0"),
-    ):
-        with pytest.raises(ConfigError, match="cannot listen there") as caught:
-            server_module._bound(host, port)
-        assert f"fix:      {fix}" in str(caught.value)
+def test_a_port_that_is_taken_is_told(served: Served):
+    with pytest.raises(ConfigError, match=r"(?s)cannot listen there.*fix: +use --port 0"):
+        server_module._bound("127.0.0.1", int(served.url.rpartition(":")[2]))
 
 
 def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):

@@ -1,10 +1,8 @@
-"""Sweeps' cells: their keys and arguments, grids from files and flags, the choice among them, and what is refused."""
+"""Sweeps' cells: their keys and arguments, grids from files and flags, and the choice among them."""
 
-import re
 from dataclasses import replace
 
 import pytest
-from programs import run
 
 from common.checkout import ROOT
 from common.errors import ConfigError
@@ -69,32 +67,6 @@ def test_what_is_given_stands_in_the_place_of_what_a_file_says():
     assert [cell.flags for cell in others] == [{"gamma": 5, "seed": 1, "B": 8}, {"seed": 1}]
 
 
-GOOD = f'[[sweep]]\nscript = "{SELFSPEC}"\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no cell matches"),
-        ("[[sweep]]\n[[swep]]\n", "swep"),
-        ("[[sweep]]\nscript = 3", "sweep.0.script"),
-        (f"{GOOD}flag = 1", "sweep.0.flag"),
-        (f"{GOOD}axes = [1]", "sweep.0.axes"),
-        (f"{GOOD}[sweep.axes]\ngamma = 3", "sweep.0.axes.gamma"),
-        ('[[sweep]]\nscript = "tests"', "script is not there"),
-        ('[[sweep]]\nscript = ""', "script is not there"),
-        (f"{GOOD}[sweep.axes]\ngamma = []", "an axis is none"),
-        (f"{GOOD}[sweep.flags]\nx = {{ y = 1 }}", "cannot be a flag"),
-    ],
-)
-def test_a_bad_grid_is_one_clear_error(tmp_path, text, message):
-    """Others are in tests/snapshots/errors.json."""
-    path = tmp_path / "grid.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        select(cells_of(read_grid(path), {}, {}), [])
-
-
 def test_choosing_cells():
     flags = [{"gamma": 1}, {"gamma": 3, "benchmark": True}, {"gamma": 3, "benchmark": False, "budgets": [64, 128]}]
     cells = [Cell(SELFSPEC, each | {"B": 8}) for each in flags]
@@ -121,20 +93,3 @@ def test_values_on_the_command_line():
     assert sweep.value_of("0-9,20-29") == "0-9,20-29"
     axes = {"1,2": [1, 2], "greedy, coupled": ["greedy", "coupled"], "int8,4": ["int8", 4], "[1, 2],3": [[1, 2], 3]}
     assert {text: sweep.values_of(text) for text in axes} == axes
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--script {script}", "what to run"),
-        ("--script {script} --axis =1 --output {folder}/o", "gives a flag no value"),
-        ("--script {script} --axis n=, --output {folder}/o", "an axis is none"),
-        ("--script {script} --axis n=1,2 --output {folder}/o --only n=3", "n=1|2"),
-    ],
-)
-def test_bad_flags_are_one_clear_error(tmp_path, flags, message):
-    """Others are in tests/snapshots/errors.json."""
-    script = tmp_path / "cell.py"
-    script.write_text("open(__file__ + '.ran', 'w')\n")
-    assert message in run("reproduce/sweep.py", flags.format(script=script, folder=tmp_path).split()).refusal
-    assert [file.name for file in tmp_path.iterdir()] == ["cell.py"]

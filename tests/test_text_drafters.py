@@ -10,7 +10,7 @@ from test_joint_law import N_NEW, N_REQUESTS, PLAIN, PROMPTS, ROOM, STOP, TARGET
 from test_joint_law import laws as laws  # a fixture
 from tiny import batch_at, full_cache, random_prompts, tiny_model
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Markov, NGramCache, NGramCacheConfig, Shown, Suffix
 from engine.drafters.base import Guess, HostDrafter
@@ -89,24 +89,6 @@ def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
             wanted.append(plainly_counted(text, order, context + wanted))
         assert [*table.continued(context, 4).tokens] == wanted == [*loaded.continued(context, 4).tokens]
     assert table.continued([9, 9], 4) == ([], 0) and table.continued([9, text[5]], 4).n_matched == 1
-
-
-@pytest.mark.parametrize(
-    "content,seen",
-    [
-        ("{", "JSONDecodeError"),
-        ('{"version": 2, "vocab_size": 61}', "version 2, 61 ids"),
-        ('{"version": 1, "vocab_size": 60}', "version 1, 60 ids"),
-        ('{"version": 1, "vocab_size": 61, "order": 2, "drawn": [], "grams": [[3, [61, 1]]]}', "token ids"),
-        ('{"version": 1, "vocab_size": 61, "order": 2, "drawn": [3], "grams": []}', "TypeError"),
-        ("[]", "TypeError"),
-    ],
-)
-def test_a_file_that_is_no_table_is_refused(content: str, seen: str, tmp_path: Path):
-    (tmp_path / "table.json").write_text(content)
-    with pytest.raises(DataError, match="a file of n-grams cannot be used") as refused:
-        NGramCache(runner_of(), 3, path=tmp_path / "table.json")
-    assert seen in refused.value.seen
 
 
 def guesses(drafter: HostDrafter, shown: Shown) -> list[int]:

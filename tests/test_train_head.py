@@ -170,12 +170,3 @@ def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
     assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     refusal = call("reproduce/train_head.py", flags + " --lr 0.5").refusal
     assert "another run's" in refusal and "lr" in refusal
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [("--window 20", "--window"), ("--window 80", "--gen_len"), ("--window 40 --quantize int8", "--quantize")],
-)
-def test_what_cannot_be_trained_is_refused(call, flags, says):
-    refusal = call("reproduce/train_head.py", f"--B 2 --prefix_len 24 --gen_len 40 {flags}").refusal
-    assert f"where:    {says}" in refusal
