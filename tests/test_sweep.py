@@ -34,7 +34,7 @@ if how == "hang" or how == "leave":
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)", __file__]
     started = [subprocess.Popen(sleep), subprocess.Popen(sleep)]
     open(__file__ + ".started", "w").close()
-if how == "hang":
+if how == "hang" and not os.path.exists(__file__ + ".repaired"):
     time.sleep(60)
 if how == "refuse":
     sys.exit("\\r 10%\\r 20%\\nloading\\nerror: it is too large\\n  where:    here\\n  fix:      less")
@@ -138,16 +138,20 @@ def test_a_cell_that_takes_too_long_ends_with_all_that_it_started(script, output
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
 def test_a_cell_dies_with_its_runner(script, output):
-    """kill -9: the cell is gone; what it started knows nothing of that."""
-    process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
+    """kill -9: the cell is gone; what it started knows nothing of that. Another runner goes on where it was."""
+    cells = cells_that(script, "record", "hang", "silent")
+    process = fork_hanging(script, lambda: run_cells(cells, output))
     (cell,) = process.children()
     started = cell.children()
     process.kill()
     assert process.wait() == -signal.SIGKILL
     wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
-    assert not output.exists()
+    assert [row["flags"]["how"] for row in lines_of(output)] == ["record"]
     for left in started:
         left.kill()
+    Path(f"{script}.repaired").touch()
+    assert [row["status"] for row in run_cells(cells, output)] == ["ok", "ok", "failed"]
+    assert [run[1] for run in runs_of(script)] == ["record", "hang", "hang", "silent"] and len(lines_of(output)) == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
