@@ -1,5 +1,6 @@
 """Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_damage import edit
 from checkpoint_folders import write_source
 
 from common.errors import CheckpointError, ConfigError, UserError
@@ -43,6 +43,10 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def edit_header(path: Path, old: bytes, new: bytes) -> None:
     content = path.read_bytes()
     assert old in content and len(old) == len(new)
@@ -63,16 +67,17 @@ SOURCE_DAMAGE: Damage = {
     "header dtype": (lambda d: edit_header(d / SHARD, b'"F32"', b'"I32"'), SHARD),
     "header shape": (lambda d: edit_header(d / SHARD, b"[24,16]", b"[16,24]"), SHARD),
     "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
-    "index names a missing shard": (lambda d: edit(d / INDEX, "weight_map/extra", "9.safetensors"), "9.safetensors"),
-    "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
+    "index names a missing shard": (lambda d: edit(d / INDEX, weight_map={"extra": "9.safetensors"}), "9.safetensors"),
+    "index points outside": (lambda d: edit(d / INDEX, weight_map={"extra": "../x.safetensors"}), "index.json"),
     "index cut": (lambda d: truncate(d / INDEX, 0.5), "index.json"),
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
-    "config of another model": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
-    "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
+    "config of another model": (lambda d: edit(d / "config.json", num_hidden_layers=3), "model.layers.2"),
+    "config with fewer layers": (lambda d: edit(d / "config.json", num_hidden_layers=1), "model.layers.1"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "manifest too deep": (lambda d: (d / "manifest.json").write_text("[" * 10**5), "manifest.json"),
     "no weights": (remove_weights, "gguf"),
     "no folder": (shutil.rmtree, "no such folder"),
 }
