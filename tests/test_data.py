@@ -138,6 +138,18 @@ def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot):
     assert options["allow_patterns"] == "data/test-*.parquet"
 
 
+def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
+    """As huggingface_hub leaves it there: a blob, a commit, a link between them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / f"datasets--{data.PG19_REPOSITORY.replace('/', '--')}"
+    blob = write_pg19(repository / "blobs" / "29a5", BOOKS)
+    file = repository / "snapshots" / data.PG19_REVISION / "data" / "test-00000-of-00001-29a5.parquet"
+    file.parent.mkdir(parents=True)
+    file.symlink_to(blob)
+    assert list(load_books("pg19")) == BOOKS
+
+
 def test_pg19_snapshot_without_the_split_is_a_data_error(snapshot):
     with pytest.raises(DataError, match=r"test-\*\.parquet"):
         load_books("pg19")
