@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -218,14 +217,3 @@ def test_no_more_books_are_read_than_needed():
     tokenizer = CharacterTokenizer()
     assert len(make_prompts(books(), tokenizer, n_prompts=2, prefix_len=20)) == 2
     assert tokenizer.books_read == 3
-
-
-def test_too_little_text_gives_the_numbers():
-    books = [numbered_book(1000, 100), numbered_book(2000, 55), ""]
-    with pytest.raises(DataError) as error:
-        prompts_of(books, 8, 31, bos=[BOS])
-    message = str(error.value)
-    assert "3 books, 155 tokens" in message
-    assert re.search(r"seen: +4 distinct prompts of 31 tokens\n +required: +8 distinct prompts of 31 tokens", message)
-    with pytest.raises(DataError, match="0 books, 0 tokens"):
-        prompts_of([], 1, 4)

@@ -107,14 +107,6 @@ def test_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
-def test_where_no_batch_fits_none_is_named() -> None:
-    plan = plan_of(TINY)
-    for free in (0, plan.total(1) - 1):
-        assert plan.largest_batch(free) == 0
-        with pytest.raises(OutOfMemoryError, match=r"fix: +use a shorter --prefix_len"):
-            require_memory(plan, 1, free, "cpu")
-
-
 def test_the_refusal_is_itemised_and_adds_up() -> None:
     gib = 2**30
     per_row = {"target KV": 2 * gib, "draft KV": gib, "logits": gib // 2}
