@@ -158,23 +158,15 @@ def test_selfspec_stops_rows_at_their_end(call) -> None:
     assert 6 < record["tokens_generated"] < 6 * GEN_LEN
 
 
-def test_coupled_samples_are_the_same_from_every_command(call) -> None:
-    """Plain decoding, two kinds of self-speculation, n-grams and an oracle: one digest; another seed, another."""
-    common = f"{SIZES} --temperature 1.5 --top_k 40 --seed 7 --verification coupled --dtype float64 --num_prompts 5"
-    printed = call(BASELINE, common)
+def test_coupled_samples_are_the_same_from_both_commands(call) -> None:
+    """Plain decoding and what drafts for itself: one digest; another seed, another."""
+    common = f"{SIZES} --temperature 1.5 --top_k 40 --verification coupled --dtype float64 --num_prompts 5"
+    printed, other = (call(BASELINE, f"{common} --seed {seed}") for seed in (7, 8))
     assert any("; coupled at temperature 1.5, top_k 40, seed 7; " in line for line in printed.lines)
-    plain = printed.record
-    assert (plain["verification"], plain["seed"], plain["top_k"], plain["draft"]) == ("coupled", 7, 40, None)
+    drafted, plain = call(SELFSPEC, f"{common} --seed 7 {DRAFT}").record, printed.record
+    assert drafted["tokens_sha256"] == plain["tokens_sha256"] != other.record["tokens_sha256"]
+    assert drafted["identical_sequences"] == 5 and 0 < drafted["acceptance_rate"] < 1
     assert plain["distinct_4gram_fraction"] > 0.9, "samples are meant to vary"
-    accepted = {}
-    for draft in ("self --gamma 3 --streamingllm_budget 16", "self --gamma 1", "ngram", "oracle --gamma 5"):
-        record = call(SELFSPEC, f"{common} --draft {draft}").record
-        assert record["tokens_sha256"] == plain["tokens_sha256"], draft
-        assert record["identical_sequences"] == record["sequences"] == 5
-        assert record["draft"] == draft.split()[0] and record["temperature"] == 1.5
-        accepted[draft] = record["acceptance_rate"]
-    assert accepted["oracle --gamma 5"] == 1.0 > accepted["self --gamma 3 --streamingllm_budget 16"] > 0
-    assert call(BASELINE, f"{common} --seed 8").record["tokens_sha256"] != plain["tokens_sha256"]
 
 
 def test_rejection_is_reported_without_comparing_rows(call) -> None:
