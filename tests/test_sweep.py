@@ -1,6 +1,7 @@
 """reproduce/sweep.py: every cell is recorded once, whatever kills the runner; failures, time limits, Ctrl-C."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -8,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from programs import python
-from sweep_processes import fork, processes_of, wait_until
 
 from common import cli
 from common.checkout import ROOT
+from common.exit import exit_on_user_error
 from reproduce import sweep
 from reproduce.sweeping import child
 from reproduce.sweeping.cells import Cell, Sweep
@@ -76,6 +78,32 @@ def cells_that(script: Path, *hows: str) -> list[Cell]:
 
 def lines_of(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def wait_until(is_so: Callable[[], object], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.005)
+
+
+def processes_of(script: Path) -> list[psutil.Process]:
+    """Those that have it on their command lines: cells and their guardians."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if str(script) in (process.info["cmdline"] or [])]
+
+
+def fork(act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
+    """A process that does it, without the seconds that a new Python takes to import torch."""
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(said, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+            exit_on_user_error(act)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return psutil.Process(process.pid)
 
 
 def fork_hanging(script: Path, act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
