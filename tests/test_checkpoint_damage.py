@@ -1,9 +1,7 @@
 """Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -53,11 +51,6 @@ def edit_header(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new, 1))
 
 
-def remove_weights(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-
-
 SOURCE_DAMAGE: Damage = {
     "shard cut to nothing": (lambda d: truncate(d / SHARD, 0), SHARD),
     "shard cut in its header": (lambda d: truncate(d / SHARD, 0.01), SHARD),
@@ -76,10 +69,8 @@ SOURCE_DAMAGE: Damage = {
     "config with fewer layers": (lambda d: edit(d / "config.json", num_hidden_layers=1), "model.layers.1"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
-    "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "manifest of another kind": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
     "manifest too deep": (lambda d: (d / "manifest.json").write_text("[" * 10**5), "manifest.json"),
-    "no weights": (remove_weights, "gguf"),
-    "no folder": (shutil.rmtree, "no such folder"),
 }
 
 
@@ -87,11 +78,11 @@ SOURCE_DAMAGE: Damage = {
 def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str) -> None:
     apply, named = SOURCE_DAMAGE[damage]
     apply(source)
-    before = sorted(source.iterdir()) if source.exists() else []
+    before = sorted(source.iterdir())
     with pytest.raises((CheckpointError, ConfigError)) as refusal:
         convert(source, source)
     assert named in str(refusal.value)
-    assert (sorted(source.iterdir()) if source.exists() else []) == before
+    assert sorted(source.iterdir()) == before
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
@@ -138,12 +129,6 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     save_checkpoint(path, config, {name: tensor for name, tensor in state_dict.items() if tensor is not None})
 
 
-def of_another_config(folder: Path) -> None:
-    path = without_manifest(folder)
-    config, state_dict = read_checkpoint(folder)
-    save_checkpoint(path, ModelConfig.from_dict({**asdict(config), "rope_theta": 5e5}), state_dict)
-
-
 MODEL_DAMAGE: Damage = {
     "missing": (lambda d: (d / "model.pth").unlink(), "missing"),
     "cut to nothing": (lambda d: truncate(d / "model.pth", 0), "manifest"),
@@ -154,7 +139,6 @@ MODEL_DAMAGE: Damage = {
     "bit flip": (lambda d: flip_bit(d / "model.pth"), "sha256|manifest"),
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
-    "another config beside it": (of_another_config, "rope_theta 500000.0"),
     "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight', \(15,\)"),
     "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
     "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),
