@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import ALPHABET, BOS, save_tokenizer
-from gguf_files import convert_tiny_gguf, write_tiny_gguf
+from gguf_files import write_tiny_gguf
 from test_tokenizer import write_sentencepiece
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -172,26 +172,17 @@ def test_what_is_no_template_is_refused_by_name(tmp_path: Path, own, settings, s
         load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(ASKED)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_ggufs_template_is_written_and_known_as_such(tmp_path: Path, elsewhere) -> None:
-    folder, out = tmp_path / "model", tmp_path / ("out" if elsewhere else "model")
+@pytest.mark.parametrize("own", ["", MISTRAL], ids=["alone", "beside another"])
+def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, own: str) -> None:
+    folder = tmp_path / "model"
     write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
-    convert(folder, out)
-    written = out / "chat_template.jinja"
-    assert written.read_text() == CHATML and read_manifest(out)["files"][written.name]["generated"]
-    assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"
-
-
-def test_a_template_beside_a_gguf_takes_the_place_of_its_own(tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path / "plain")
-    assert not (tmp_path / "plain" / "chat_template.jinja").exists()
-    folder = tmp_path / "own"
-    write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
-    (folder / "chat_template.jinja").write_text(MISTRAL)
-    for out in (folder, tmp_path / "out"):
+    if own:
+        (folder / "chat_template.jinja").write_text(own)
+    for out in (tmp_path / "out", folder):
         convert(folder, out)
-        assert (out / "chat_template.jinja").read_text() == MISTRAL
-        assert "generated" not in read_manifest(out)["files"]["chat_template.jinja"]
+        assert (out / "chat_template.jinja").read_text() == (own or CHATML)
+        assert read_manifest(out)["files"]["chat_template.jinja"].get("generated", False) == (not own)
+        assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"
 
 
 def test_marks_in_a_message_are_left_out(tmp_path: Path) -> None:

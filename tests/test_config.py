@@ -53,10 +53,8 @@ def test_a_window_that_is_not_given_is_that_of_transformers() -> None:
 
 # `...` takes a key away.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     ({"architectures": ...}, "none given"),
     ({"architectures": 5}, "architecture"),
-    ({"hidden_act": "gelu"}, "gelu"),
     *(({"rope_scaling": {key: "yarn", "factor": 4.0}}, "yarn") for key in ("type", "rope_type")),
     *(({"rope_scaling": {"rope_type": kind, "factor": 4.0}}, kind) for kind in ("dynamic", "longrope")),
     (rope(1e4, "yarn", factor=4.0), "yarn"),
@@ -65,14 +63,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": "eight"}}, "eight"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
     ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope type"),
-    ({"rope_scaling": "linear"}, "rope"),
     ({"rope_scaling": False}, "rope"),
     ({"rope_theta": 0}, "rope_theta"),
     ({"rope_theta": "big"}, "big"),
     ({"rms_norm_eps": "tiny"}, "tiny"),
     ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window"),
-    ({"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 4}, "n_kv_head 4"),
     ({"num_key_value_heads": 8}, "n_kv_head 8"),
     ({"hidden_size": 64.5}, "hidden_size\n  seen:     64.5"),
     ({"head_dim": 15}, "15"),

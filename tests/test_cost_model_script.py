@@ -1,15 +1,8 @@
 """The cost model's program: what it measures and predicts."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-
 import pytest
-from programs import COST_MODEL, ROOT, python
+from programs import COST_MODEL, python
 
-from common.exit import UNREAD_CODE
 from engine.bench import cost_report
 
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
@@ -44,32 +37,12 @@ def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call
     assert any(short != long for short, long in both["acceptance_rates_by_context"])
 
 
-@pytest.mark.parametrize("flags", ["--batches 5000 --alpha 0.5", "--batches 1 5000"])
-def test_the_cost_model_names_the_rows_that_do_not_fit_into_memory(call, monkeypatch, flags):
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 20_000_000)
-    refusal = call(COST_MODEL, f"{GRID} {flags}").refusal
-    assert re.search(r"use --batches \d+, the largest batch that fits", refusal), refusal
-    assert not re.search(r"--(?:B|prefix_len|gamma|draft_policy|draft_budget|streamingllm_budget)\b", refusal)
-
-
 def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
     """Where rates are given, no text is drafted; where they are measured, at most three tokens of it a round."""
     sizes = "--batches 1 --contexts 40 --policies streaming --budgets 40 --device cpu"
     assert call(COST_MODEL, f"{sizes} --gammas 1 20 --alpha 0.8").record["gammas"] == [1, 20]
     record = call(COST_MODEL, f"{sizes} --gammas 1 20").record
     assert 0 <= record["acceptance_rates_by_context"][0][0] <= 1
-
-
-def test_the_record_is_kept_where_nobody_reads_the_output(checkpoint, books, tmp_path):
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 16 --gammas 1 --alpha 0.8 --device cpu"
-    files = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {tmp_path / 'costs.jsonl'}"
-    command = [sys.executable, "-u", "-m", "engine.cost_model", *sizes.split(), *files.split()]
-    with open(write_end, "wb") as nobody:
-        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == UNREAD_CODE, done.stderr
-    assert json.loads((tmp_path / "costs.jsonl").read_text())["benchmark"] == "cost_model"
 
 
 def test_the_cost_model_is_run_as_a_module_without_a_warning():

@@ -20,7 +20,7 @@ from rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
 from common.errors import ConfigError, RankError
 from engine.bench.record import ratio
 from engine.pacing import PLAIN, Choice
-from engine.parallel.ranks import Ranks, check_rank_group, check_replicas
+from engine.parallel.ranks import Ranks, check_replicas
 from engine.stats import Counts, RoundStats, Stats
 
 N_PROMPTS = 7
@@ -145,16 +145,6 @@ def test_what_replicas_did_at_the_same_time() -> None:
     nothing = Stats((), ((),), 1.0)
     assert nothing.tokens_per_second is None and nothing.decode_seconds == 0
     assert Stats.joined([nothing, slow]).tokens_per_second == 5
-
-
-def test_replicas_have_as_many_ranks_each_which_are_numbered_alike() -> None:
-    assert (check_replicas(1, 1), check_replicas(2, 4), check_replicas(4, 4)) == (1, 2, 1)
-    for n_replicas, n_ranks in ((0, 4), (-2, 4), (3, 4), (2, 1), (8, 4)):
-        with pytest.raises(ConfigError, match="--data_parallel"):
-            check_replicas(n_replicas, n_ranks)
-    assert check_rank_group([1, 0], 2, n_replicas=2) == (1, 0)
-    with pytest.raises(ConfigError, match=r"each of the 2 ranks of each of 2 replicas, once: 0 1"):
-        check_rank_group([0, 1, 2, 3], 2, n_replicas=2)
 
 
 def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: pytest.MonkeyPatch) -> None:

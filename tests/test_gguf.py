@@ -1,6 +1,5 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from gguf import GGMLQuantizationType as Quantization
 from gguf_files import TINY, TOKENS, convert_tiny_gguf, finish, write_tiny_gguf
 
 from common.errors import CheckpointError, UserError
-from convert_hf_checkpoint import convert
 from models.checkpoints.convert import read_stacked, source_parts
 from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
@@ -77,21 +75,6 @@ def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
     tensor = read_gguf(tmp_path / "tiny.gguf")[1]["blk.0.attn_q.weight"]
     with pytest.raises(CheckpointError, match=r"unsupported GGUF quantisation[\s\S]*tiny\.gguf[\s\S]*I32"):
         read_stacked("wq", (tensor,), None)
-
-
-def test_a_tokenizer_and_llama3_rope_beside_the_gguf_are_used(tmp_path: Path) -> None:
-    """Of a GGUF whose own would be refused."""
-    convert_tiny_gguf(tmp_path / "known")
-    folder, out = tmp_path / "unknown", tmp_path / "out"
-    write_tiny_gguf(folder, pre="deepseek-coder", extra_tensor="rope_freqs.weight")
-    hf_config = json.loads((tmp_path / "known" / "config.json").read_text())
-    corners = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
-    hf_config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0} | corners
-    (folder / "config.json").write_text(json.dumps(hf_config))
-    (folder / "tokenizer.json").write_bytes((tmp_path / "known" / "tokenizer.json").read_bytes())
-    convert(folder, out)
-    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert read_checkpoint(out)[0].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:

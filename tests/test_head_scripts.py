@@ -59,9 +59,7 @@ def test_the_benchmark_drafts_with_heads(models, heads, head, flags, capacity):
     assert record["draft_model"] == Path(head).parts[0] and record["drafted"] >= 0
 
 
-@pytest.mark.parametrize(
-    "head,flags", [("eagle-1", EAGLE), ("eagle-3", f"{EAGLE} {COUPLED}"), ("medusa", "--draft medusa")]
-)
+@pytest.mark.parametrize("head,flags", [("eagle-3", f"{EAGLE} {COUPLED}"), ("medusa", "--draft medusa")])
 def test_heads_draft_for_a_target_on_two_ranks(models, heads, head, flags, tmp_path):
     alone = benchmark("longspec", arguments(models, heads / head, flags))
     ended = on_two_ranks(tmp_path, "longspec", arguments(models, heads / head, flags))

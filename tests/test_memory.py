@@ -107,14 +107,6 @@ def test_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
-def test_where_no_batch_fits_none_is_named() -> None:
-    plan = plan_of(TINY)
-    for free in (0, plan.total(1) - 1):
-        assert plan.largest_batch(free) == 0
-        with pytest.raises(OutOfMemoryError, match=r"fix: +use a shorter --prefix_len"):
-            require_memory(plan, 1, free, "cpu")
-
-
 def test_the_refusal_is_itemised_and_adds_up() -> None:
     gib = 2**30
     per_row = {"target KV": 2 * gib, "draft KV": gib, "logits": gib // 2}
@@ -151,29 +143,25 @@ def longer_blocks(n_token: int) -> bool:
     return n_token > BLOCK
 
 
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(stored, dtype):
-    cache = FullKVCache(TINY, 3, CAPACITY, dtype=stored)
-    with LiveBytes() as live:
-        cache.read(0).dequantized(dtype)
-    plan = plan_of(TINY, dtype, kv_dtype=stored, dequantizes=always)
-    assert live.peak == 3 * plan.per_row["dequantised KV"] > 0
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [slice(None), torch.tensor([2, 0])])
-def test_entries_of_4_bits_are_counted_as_they_are_unpacked(stored, dtype, rows):
-    cache = QuantizedKVCache(TINY, 3, 700, dtype=stored)
-    footprint = memory.Footprint(
-        TINY, dtype, (QuantizedKVCache(TINY, 1, 700, device="meta", dtype=stored),), None, always
-    )
-    view = cache.view(rows)
-    with LiveBytes() as live:
-        view.read(0).dequantized(dtype)
-    planned = len(view.row_indices) * footprint.dequantized(1)
-    assert live.peak <= planned < 1.3 * live.peak
+@pytest.mark.parametrize(
+    "kind,stored,slack",
+    [
+        *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
+        *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
+    ],
+)
+def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):
+    """Of all rows; fewer of them take less."""
+    cache, of_row = kind(TINY, 3, 700, dtype=stored), kind(TINY, 1, 700, device="meta", dtype=stored)
+    planned = 3 * Footprint(TINY, dtype, (of_row,), dequantizes=always).dequantized(1)
+    peaks = []
+    for rows in (slice(None), torch.tensor([2, 0])):
+        view = cache.view(rows)
+        with LiveBytes() as live:
+            view.read(0).dequantized(dtype)
+        peaks.append(live.peak)
+    assert peaks[1] < peaks[0] <= planned <= slack * peaks[0]
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,7 @@ def test_what_cannot_run_is_found(tmp_path: Path) -> None:
             Block("", command).plans(planner)
 
 
-# The sizes at which a tiny model in the built-in one's place runs the pages' commands.
+# The sizes at which a tiny model in the built-in one's place runs the pages' commands: the last of a flag counts.
 SIZE = "--B 2 --prefix_len 60 --gen_len 8 "
 SMALL = {
     "tests/selfspec_benchmark.py": SIZE,
@@ -111,15 +110,6 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path
 
 
-def shrunk(program: str, flags: Sequence[str]) -> tuple[str, ...]:
-    """With the small sizes in the place of its own."""
-    sizes, kept, keeps = SMALL[program].split(), [program], True
-    for word in flags:
-        keeps = word not in sizes if word.startswith("--") else keeps
-        kept += [word] if keeps else []
-    return (*kept, *sizes)
-
-
 def test_the_built_in_models_commands_run(tiny_built_in: Path) -> None:
     """Each as it is on its page, at smaller sizes."""
     every = [call for page in PAGES for block in blocks(page) for call in block.calls(tiny_built_in)]
@@ -127,7 +117,7 @@ def test_the_built_in_models_commands_run(tiny_built_in: Path) -> None:
     for words in every:
         program, flags, *_ = started(words) or ("", [])
         if words[0] == "python" and program in SMALL and is_built_in(words):
-            commands.add(shrunk(program, flags))
+            commands.add((program, *flags, *SMALL[program].split()))
     assert {command[0] for command in commands} == set(SMALL)
     for program, *flags in sorted(commands):
         ended = run(program, flags)

@@ -225,12 +225,12 @@ SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
     "flags,said",
     [
         ("--gamma 4", ("constant", None, None)),
-        ("--gamma 4 --draft_budget 16 --gamma_schedule heuristic", ("heuristic", None, None)),
-        ("--gamma 4 --draft ngram --gamma_schedule heuristic", ("heuristic", None, None)),
         ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --p_min 0.1", ("confidence", 0.4, 0.1)),
-        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --benchmark", ("confidence", 0.4, 0.0)),
-        ("--gamma 4 --gamma_schedule confidence --confidence_threshold auto", ("confidence", "auto", 0.0)),
-        ("--gamma 4 --draft_budget auto --gamma_schedule confidence", ("confidence", 0.4, 0.0)),
+        ("--gamma 4 --draft_budget 16 --gamma_schedule heuristic --benchmark", ("heuristic", None, None)),
+        (
+            "--gamma 4 --draft_budget auto --gamma_schedule confidence --confidence_threshold auto",
+            ("confidence", "auto", 0.0),
+        ),
     ],
 )
 def test_flags_choose_the_schedule_and_the_record_says_it(call, flags, said):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoint_folders import hf_weights, write_source, write_weights
 from gguf_files import convert_tiny_gguf, write_tiny_gguf
+from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
@@ -14,6 +15,7 @@ from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.manifest import describe, update_manifest
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
+from models.config import RopeScaling
 
 TEXT = "the 1234"
 SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
@@ -40,17 +42,18 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
 
 
 def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
+    """Also where the GGUF's own would be refused."""
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
-    write_tiny_gguf(folder)
-    own = json.loads((tmp_path / "plain" / "config.json").read_text()) | {"rope_theta": 777.0}
+    write_tiny_gguf(folder, pre="deepseek-coder", extra_tensor="rope_freqs.weight")
+    own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
     (folder / "config.json").write_text(json.dumps(own))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
     before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
     for force in (False, True):
         convert(folder, folder, force=force)
         assert {name: (folder / name).read_bytes() for name in before} == before
-    assert read_checkpoint(folder)[0].rope_theta == 777.0
+    assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, original_context=64)
 
 
 def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:

@@ -145,11 +145,6 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
     assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}
 
 
-def test_a_window_that_no_round_fits_is_refused():
-    with pytest.raises(ConfigError, match="no room for a verification block"):
-        drafters("streaming", gamma=4, inner_gamma=2, budget=6)
-
-
 @pytest.mark.parametrize(("gammas", "field"), [((3, 70), "inner_gamma"), ((70, 3), "gamma")])
 def test_a_budget_without_room_names_the_longer_of_both_rounds(gammas, field):
     config = SelfConfig(gamma=gammas[0], inner_gamma=gammas[1], draft_of_draft="streaming", policy=Streaming(512))

@@ -11,8 +11,7 @@ from fake_symmetric_memory import STEPS
 from programs import python
 from tiny import TINY, tiny_model
 
-from common.errors import ConfigError
-from engine.parallel.ranks import ALONE, check_draft_ranks, check_rank_group
+from engine.parallel.ranks import ALONE
 from models import load_model
 from models.checkpoints.loading import save_checkpoint
 from models.tensor_parallel import Shard, shard_config, spans
@@ -99,16 +98,3 @@ def test_giving_pages_back_leaves_other_memory_alone(tmp_path, name):
     model = load_model(tmp_path, config=config, dtype=torch.float64)
     for loaded, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, state_dict[loaded], rtol=0, atol=0)
-
-
-def test_a_rank_group_is_all_ranks_that_run_and_draft_ranks_are_some_of_them():
-    for group in ([0], [0, 0], [0, 2], [0, 1, 2]):
-        with pytest.raises(ConfigError, match="--rank_group"):
-            check_rank_group(group, 2)
-    assert check_rank_group([1, 0], 2) == (1, 0)
-    assert check_rank_group(None, 3) == (0, 1, 2)
-    for ranks in ([], [2], [0, 0]):
-        with pytest.raises(ConfigError, match="--draft_ranks"):
-            check_draft_ranks(ranks, (0, 1))
-    assert check_draft_ranks([1], (0, 1)) == (1,)
-    assert check_draft_ranks(None, (1, 0)) == (1, 0)
