@@ -13,10 +13,11 @@ from functools import partial
 from common import cli
 from common.tables import console
 from reproduce.paper import columns
-from reproduce.paper.figures import Figure, by_budget, lines
+from reproduce.paper.figures import CATEGORIES, MARKERS, POLICIES, Figure, Style, by_budget, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import showing
 
+USUAL_GAMMA = 3
 ERRORS = "Standard errors are over rows. Needles: the tokens of the right answers, each a few hundred at most."
 REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are of rounds in which all rows are busy."
 
@@ -42,25 +43,36 @@ def table(records: list[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def alone(rows: list[Record]) -> list[Record]:
-    """Those of drafts with a budget that have no draft of their own."""
-    return [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
+def drawn(rows: list[Record]) -> list[Record]:
+    """Those of drafts with a budget that have no draft of their own, at the usual gamma."""
+    alone = [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
+    return [row for row in alone if row["gamma"] in (USUAL_GAMMA, "auto")]
+
+
+def label(row: Record) -> str:
+    return row["draft_policy"] + (f", {row['draft_weights']} weights" if row.get("draft_weights") else "")
+
+
+def look(row: Record) -> Style:
+    """A colour and a marker for each policy, the same in every panel; open where weights are quantised."""
+    place = POLICIES.index(row["draft_policy"]) if row["draft_policy"] in POLICIES else -1
+    own = {"color": CATEGORIES[place], "marker": MARKERS[place % len(MARKERS)]}
+    return own | ({"markerfacecolor": "none"} if row.get("draft_weights") else {})
 
 
 def acceptance_figure(records: list[Record]) -> Figure:
-    curves = partial(lines, label="draft_policy", x="draft_budget", y="acceptance_rate")
+    curves = partial(lines, label=label, x="draft_budget", y="acceptance_rate", look=look)
     panel = "context of {prefix_len} tokens, text {text}"
-    return by_budget("Acceptance by entries read", alone(judged(records)), panel, "acceptance rate", curves)
+    return by_budget("Acceptance by entries read", drawn(judged(records)), panel, "acceptance rate", curves)
 
 
 def speedup_figure(records: list[Record]) -> Figure:
-    curves = partial(lines, label="draft_policy", x="draft_budget", y="speedup")
-    return by_budget(
-        "Speedup by budget", alone(timed(records)), "context of {prefix_len} tokens, B {B}", "speedup", curves
-    )
+    curves = partial(lines, label=label, x="draft_budget", y="speedup", look=look)
+    panel = "context of {prefix_len} tokens, B {B}"
+    return by_budget("Speedup by budget", drawn(timed(records)), panel, "speedup", curves)
 
 
 FIGURES = {"policies_acceptance": acceptance_figure, "policies_speedup": speedup_figure}
 
 if __name__ == "__main__":
-    cli.run_alone(*showing("policies.jsonl", table, FIGURES))
+    cli.run_drawn(*showing("policies.jsonl", table, FIGURES))
