@@ -33,6 +33,9 @@ class QuantizedKVCache(FullKVCache):
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
+    # A CPU need not do what changes nothing; where rounds are captured, no host may decide that.
+    asks_host = True
+
     def __init__(
         self,
         config: KVShape,
@@ -54,8 +57,6 @@ class QuantizedKVCache(FullKVCache):
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
-        # A CPU need not do what changes nothing; where rounds are captured, no host may decide that.
-        self.asks_host = self.device.type == "cpu"
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
         # As of Packed, in each layer.
@@ -90,7 +91,7 @@ class QuantizedKVCache(FullKVCache):
         self._last_group[self._rows] = group
         self._due = group.clamp(min=0) * self.group + torch.arange(self.group, device=self.device)
         self._is_due = (is_new & (self._ring_positions[self._rows, self._due % self.ring] == self._due)).all(dim=1)
-        self._skips = self.asks_host and not self._is_due.any()
+        self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
         return super().begin(positions)
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:

@@ -75,4 +75,4 @@ def speedup_figure(records: list[Record]) -> Figure:
 FIGURES = {"policies_acceptance": acceptance_figure, "policies_speedup": speedup_figure}
 
 if __name__ == "__main__":
-    cli.run_drawn(*showing("policies.jsonl", table, FIGURES))
+    cli.run_alone(*showing("policies.jsonl", table, FIGURES))

@@ -8,7 +8,7 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Shown
-from kv_cache import EMPTY
+from kv_cache import EMPTY, QuantizedKVCache
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
@@ -25,13 +25,14 @@ def make_drafter(kind: str, policy: str, runner: ModelRunner):
 
 @pytest.mark.parametrize("kind,policy", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_output_is_the_targets_own(kind, policy, temperature):
+def test_the_output_is_the_targets_own(kind, policy, temperature, monkeypatch):
     """Greedy and coupled; five requests through three rows, called and with captured rounds."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     sampling = SamplingParams(temperature, seed=2)
     how = {"sampling": sampling, "verification": "coupled" if temperature else "greedy"}
     expected, counts = recomputed(model, prompts, LIMITS, sampling), []
     for new_graphs in (None, RecordedGraphs):
+        monkeypatch.setattr(QuantizedKVCache, "asks_host", new_graphs is None)
         runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
         drafter = make_drafter(kind, policy, runner)
         out = generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter, **how)
