@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from common import cli
 from convert_hf_checkpoint import convert
-from engine import ModelRunner, SamplingParams, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
@@ -179,3 +179,13 @@ class Alone:
 
     def text(self, inputs: str, n: int, sampling: SamplingParams | None = None) -> str:
         return self.tokenizer.decode(self.tokens(inputs, n, sampling))
+
+    def logprobs(self, inputs: str, n: int, sampling: SamplingParams) -> list[float]:
+        """Of the tokens that it gets, by the model at temperature 1."""
+        request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
+        decoder = Decoder(self._runner, verification="coupled")
+        decoder.submit(request)
+        while not decoder.idle:
+            decoder.step()
+        assert request.logprobs is not None
+        return request.logprobs
