@@ -1,16 +1,13 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
-import random
 import weakref
 
 import pytest
 import torch
 from pacings import Scripted
 from published_heads import random_eagle
-from scenarios import random_sampling
-from test_decoder import SCRIPT, drafters_of, witness_runner
+from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
-from witness import VOCAB, continue_plainly, cut
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle
@@ -18,58 +15,6 @@ from engine.pacing import PLAIN, Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
-
-COUNTED = {"reused": 0, "scenarios": 0}
-
-
-def conversations(rng: random.Random, mode: str) -> list[Request]:
-    """Most prompts begin with a part, or all, of the text that an earlier request ends with."""
-    texts, requests = [[rng.randrange(VOCAB)]], []
-    for id_ in range(14):
-        begin = rng.choice(texts)
-        begin = begin[: rng.choice([len(begin), rng.randint(0, len(begin))])][:30]
-        prompt = begin + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 9]) or not begin)]
-        sampling = SamplingParams() if mode == "greedy" else random_sampling(rng)
-        stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
-        requests.append(Request(prompt, rng.randint(1, 16), stops, sampling, id_))
-        texts.append(prompt + expected(requests[-1]))
-    return requests
-
-
-def expected(request: Request) -> list[int]:
-    future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
-    return cut(future, list(request.stop_tokens))
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("seed", range(25))
-def test_rows_that_go_on_behind_what_they_hold_emit_what_a_request_gets_alone(seed, mode):
-    """Whatever else runs, in chunks of any size; requests are cancelled while they wait, are prefilled and decode."""
-    rng = random.Random(f"{seed} {mode}")
-    runner = witness_runner(rng.randint(1, 3))
-    pacing = Scripted(drafters_of(runner), SCRIPT)
-    decoder = Decoder(runner, pacing, verification=mode, prefill_tokens=rng.choice([1, 3, 7, None]), reuses=True)
-    requests, cancelled = conversations(rng, mode), set()
-    waiting = list(requests)
-    while waiting or not decoder.idle:
-        if waiting and rng.random() < 0.3:
-            decoder.submit(waiting.pop(0))
-        started = requests[: len(requests) - len(waiting)]
-        if rng.random() < 0.06 and (going := [one for one in started if one.finish_reason is None]):
-            cancelled.add(one := rng.choice(going))
-            decoder.cancel(one)
-        decoder.step()
-    for request in requests:
-        wanted = expected(request)
-        assert request.tokens == (wanted[: len(request.tokens)] if request in cancelled else wanted)
-        assert 0 <= request.n_reused <= len(request.prompt)
-        COUNTED["reused"] += request.n_reused > 1
-    COUNTED["scenarios"] += 1
-
-
-def test_most_scenarios_reused_something():
-    """Runs behind those above, if they ran in this process."""
-    assert COUNTED["reused"] >= 2 * COUNTED["scenarios"]
 
 
 class Counting(ModelRunner):
