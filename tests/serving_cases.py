@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from tiny import decode
 from transformers import LlamaConfig
 
 from common import cli
@@ -183,9 +184,6 @@ class Alone:
     def logprobs(self, inputs: str, n: int, sampling: SamplingParams) -> list[float]:
         """Of the tokens that it gets, by the model at temperature 1."""
         request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
-        decoder = Decoder(self._runner, verification="coupled")
-        decoder.submit(request)
-        while not decoder.idle:
-            decoder.step()
+        decode(Decoder(self._runner, verification="coupled"), request)
         assert request.logprobs is not None
         return request.logprobs

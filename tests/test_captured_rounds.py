@@ -11,7 +11,7 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -119,9 +119,7 @@ def test_what_is_captured_for_fewer_filters_goes_when_a_request_brings_another()
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
     decoder = Decoder(runner, drafter=DRAFTERS["streaming"](runner), verification="coupled")
     for i, sampling in enumerate([SamplingParams(), *(SamplingParams(0.8, top_k=1 << i, seed=i) for i in range(5))]):
-        decoder.submit(request := Request([1, 2, 3], 20, sampling=sampling))
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request([1, 2, 3], 20, sampling=sampling))
         assert request.tokens == continue_by_recomputing(model, [1, 2, 3], 20, sampling)
         assert sum(not graph.is_destroyed for graph in graphs) == 4
         assert len(graphs) == 4 * (i + 1)

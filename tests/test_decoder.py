@@ -7,7 +7,7 @@ import torch
 from pacings import Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
 from scenarios import random_sampling
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
@@ -114,8 +114,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
         decoder.submit(requests[-1])
         for _ in range(4):
             decoder.step()
-    while decoder.step():
-        pass
+    decode(decoder)
     assert [request.tokens for request in requests] == alone
     assert alone[0] == continue_by_recomputing(model, prompts[0], 24)
     assert bool(graphs) is captured
@@ -157,8 +156,7 @@ def test_a_cancelled_row_is_free_before_the_next_round():
     decoder.cancel(fourth)
     decoder.cancel(fourth)
     assert decoder.step().busy == 1 and len(fourth.tokens) == 2
-    while decoder.step():
-        pass
+    decode(decoder)
     decoder.cancel(second)
     assert second.finish_reason == "length" and second.tokens == continue_plainly(second.prompt, 9)
 
@@ -174,10 +172,7 @@ def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
 
     ended: list[Request] = []
     decoder = Decoder(witness_runner(2), progress=Cancelling())
-    for request in (first, second):
-        decoder.submit(request)
-    while decoder.step():
-        pass
+    decode(decoder, first, second)
     assert ended == [first] and second.finish_reason == "cancelled" and second.tokens == continue_plainly([5, 2, 7], 2)
 
 

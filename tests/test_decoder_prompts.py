@@ -7,7 +7,7 @@ import torch
 from pacings import Scripted
 from published_heads import random_eagle
 from test_decoder import witness_runner
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle
@@ -49,8 +49,7 @@ def test_a_row_that_decodes_waits_for_one_chunk_at_most():
         for ran, again in ((target.ran, 0), (own.ran, 1)):  # a draft model runs its last known token once more
             prefilled = [n for rows, n in ran if rows == 1]
             assert len(prefilled) <= 1 and sum(prefilled) <= 8 + again
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     model = tiny_model()
     for request in (first, *others):
         assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
@@ -101,10 +100,7 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]
 
     def answer(*requests: Request) -> None:
-        for request in requests:
-            decoder.submit(request)
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, *requests)
         for request in requests:
             assert request.tokens == continue_by_recomputing(tiny_model(), request.prompt, request.limit)
 
@@ -126,10 +122,7 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     decoder = Decoder(runner, reuses=True)
 
     def row_of(prompt: list[int]) -> tuple[int, int]:
-        request = Request(prompt, 2)
-        decoder.submit(request)
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request(prompt, 2))
         held = [runner.shared_prefix(row, prompt) for row in range(3)]
         return held.index(max(held)), request.n_reused
 
@@ -156,9 +149,7 @@ def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
     decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses=True)
     [prompt] = random_prompts([60])
     for text in (prompt, [*prompt[:40], 1]):
-        decoder.submit(request := Request(text, 2))
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request(text, 2))
         held = own.cache.positions[0]
         n_behind = int(((held >= 2) & (held < len(text))).sum())
         assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
@@ -172,8 +163,7 @@ def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
         decoder.submit(request)
     assert decoder.step() is None and not decoder.idle
     decoder.cancel(first)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
     assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
 
@@ -187,9 +177,7 @@ def test_a_row_that_is_prefilled_is_not_disturbed_by_rounds_that_compute_it():
     first, second = (Request(prompt, 30) for prompt in random_prompts([6, 50]))
     decoder.submit(first)
     decoder.step()
-    decoder.submit(second)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder, second)
     for request in (first, second):
         assert request.tokens == continue_by_recomputing(model, request.prompt, 30)
 
@@ -206,10 +194,7 @@ def test_logprobs_are_the_models_own(sampling, drafts):
     stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
     requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[]) for prompt in prompts]
     requests[1].logprobs = None
-    for request in requests:
-        decoder.submit(request)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder, *requests)
     assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
     for request in (requests[0], requests[2]):
         text, n = [*request.prompt, *request.tokens], len(request.tokens)
@@ -268,10 +253,7 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     )
     requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
     requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
-    for request in requests:
-        decoder.submit(request)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder, *requests)
     filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=8)
     assert rounds[:2] == [("coupled", filtered)] * 2
     assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
@@ -288,8 +270,7 @@ def test_no_round_is_kept_for_the_next_request():
     for i in range(8):
         decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
         decoder.step()
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     assert len(rounds) > 8 and not any(round_() for round_ in rounds)
 
 

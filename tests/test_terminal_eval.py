@@ -22,11 +22,9 @@ from witness import FakeConfig, FakeModel
 from convert_hf_checkpoint import convert
 from engine.bench.session import Session
 from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
-from engine.evaluation.success import Z, compared, mcnemar, paired_difference, wilson
+from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
 from engine.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
-
-COUNTS = st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 
 
 @pytest.mark.parametrize(
@@ -38,16 +36,6 @@ def test_wilson_gives_published_intervals(right: int, n: int, interval: tuple[fl
     assert wilson(right, n) == pytest.approx(interval, abs=5e-5)
 
 
-@given(COUNTS)
-def test_wilsons_ends_are_the_rates_that_are_just_not_rejected(counts: tuple[int, int]) -> None:
-    right, n = counts
-    low, high = wilson(right, n)
-    assert 0 <= low <= right / n <= high + 1e-12 <= 1 + 1e-12
-    for end in (low, high):
-        assert n * (right / n - end) ** 2 == pytest.approx(Z**2 * end * (1 - end), abs=1e-9)
-    assert wilson(n - right, n) == pytest.approx((1 - high, 1 - low))
-
-
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_mcnemar_counts_the_tosses_that_are_as_uneven(first: int, second: int) -> None:
     """By going through all of them."""
@@ -55,29 +43,11 @@ def test_mcnemar_counts_the_tosses_that_are_as_uneven(first: int, second: int) -
     assert mcnemar(first, second) == sum(abs(sides) >= abs(first - second) for sides in tosses) / len(tosses)
 
 
-@pytest.mark.parametrize(
-    ("discordant", "p_value"), [((5, 5), 1.0), ((0, 6), 0.03125), ((0, 5), 0.0625), ((40, 60), 0.0569), ((0, 0), 1.0)]
-)
-def test_mcnemar_gives_known_values(discordant: tuple[int, int], p_value: float) -> None:
-    assert mcnemar(*discordant) == pytest.approx(p_value, abs=5e-5)
-
-
-@pytest.mark.parametrize(("first", "second"), [(0.1, 0.1), (0.02, 0.02), (0.3, 0.1), (0.0, 0.15)])
-def test_the_interval_of_a_difference_covers_it(first: float, second: float) -> None:
-    """All outcomes of 60 problems, each as likely as it is."""
-    n, covered = 60, 0.0
-    for a in range(n + 1):
-        for b in range(n + 1 - a):
-            weight = math.comb(n, a) * math.comb(n - a, b) * first**a * second**b * (1 - first - second) ** (n - a - b)
-            low, high = paired_difference(a, b, n)
-            covered += weight * (low <= second - first <= high)
-    assert 0.94 < covered <= 1 + 1e-9
-
-
 def test_the_interval_of_a_difference_is_a_published_one() -> None:
     """The example of `ci.prop.ps` in the R package statpsych."""
     assert paired_difference(4, 26, 48) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)
     assert paired_difference(26, 4, 48) == pytest.approx((-0.6251933, -0.2548067), abs=1e-7)
+    assert paired_difference(0, 0, 48) == pytest.approx((-0.0554, 0.0554), abs=1e-4), "none is seen, some may be"
 
 
 def test_what_is_compared_is_paired() -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from engine import Decoder, Request
 from engine.batch import Batch
 from engine.noise import Stream, gumbel
 from engine.sampling import Distribution, Filters, SamplingParams
@@ -39,6 +40,14 @@ def batch_at(lengths: list[int], current: list[int]) -> Batch:
     batch = Batch(len(lengths), Filters())
     batch.set_state(lengths, [0] * len(lengths), current)
     return batch
+
+
+def decode(decoder: Decoder, *requests: Request) -> None:
+    """Submit them, and step until nothing is left to decode."""
+    for request in requests:
+        decoder.submit(request)
+    while not decoder.idle:
+        decoder.step()
 
 
 def continue_by_recomputing(
