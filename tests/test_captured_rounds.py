@@ -125,21 +125,6 @@ def test_what_is_captured_for_fewer_filters_goes_when_a_request_brings_another()
         assert len(graphs) == 4 * (i + 1)
 
 
-def test_what_is_noted_is_captured_apart():
-    """Every other round notes what the next one chooses by: replayed, they choose as called ones do."""
-
-    def accepted(new_graphs):
-        model = tiny_model()
-        runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
-        cache = VerifyTopK(28, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64)
-        drafter = SelfSpeculation(runner, cache, gamma=3)
-        out = generate(runner, random_prompts([40, 31]), max_new_tokens=60, drafter=drafter)
-        return out.tokens, out.stats.counts
-
-    called, replayed = accepted(None), accepted(RecordedGraphs)
-    assert called == replayed and sum(called[1].accepted_at) > 10
-
-
 CPU = torch.device("cpu")
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from chosen_rows import CHOSEN, CHUNK, GAMMA, LENGTHS, LONGEST, WINDOW, Rows, retrieval_cache, topk_cache
-from tiny import TINY, full_cache, tiny_model
+from tiny import TINY, tiny_model, tiny_runner
 
 from common.errors import ConfigError
-from engine import ModelRunner, SelfSpeculation, generate
+from engine import SelfSpeculation, generate
 from models.llama import select_layers
 
 of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache])
@@ -75,8 +75,7 @@ def test_what_cannot_work_is_refused(new_cache):
 
 
 def test_a_text_beyond_the_longest_is_refused():
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, len(LENGTHS)))
+    runner = tiny_runner(len(LENGTHS))
     drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)
     with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
         generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)

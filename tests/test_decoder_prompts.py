@@ -4,14 +4,13 @@ import weakref
 
 import pytest
 import torch
-from pacings import Scripted
 from published_heads import random_eagle
 from test_decoder import witness_runner
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle
-from engine.pacing import PLAIN, Choice, Fixed
+from engine.pacing import Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
@@ -168,26 +167,11 @@ def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
     assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
 
 
-def test_a_row_that_is_prefilled_is_not_disturbed_by_rounds_that_compute_it():
-    """One row decodes; rounds compute two, of which the second is being filled meanwhile."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
-    decoder = Decoder(runner, Scripted([drafter], [Choice(0, 3), PLAIN]), prefill_tokens=4)
-    first, second = (Request(prompt, 30) for prompt in random_prompts([6, 50]))
-    decoder.submit(first)
-    decoder.step()
-    decode(decoder, second)
-    for request in (first, second):
-        assert request.tokens == continue_by_recomputing(model, request.prompt, 30)
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_logprobs_are_the_models_own(sampling, drafts):
     """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
+    runner = tiny_runner(2)
     drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3) if drafts else None
     decoder = Decoder(runner, drafter=drafter, verification="coupled")
     prompts = random_prompts([30, 11, 19])
@@ -198,7 +182,7 @@ def test_logprobs_are_the_models_own(sampling, drafts):
     assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
     for request in (requests[0], requests[2]):
         text, n = [*request.prompt, *request.tokens], len(request.tokens)
-        whole = ModelRunner(model, full_cache(model, 1))
+        whole = ModelRunner(runner.model, full_cache(runner.model, 1))
         logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
         wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)

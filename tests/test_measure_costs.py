@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
@@ -50,8 +50,7 @@ class Clock:
 
 @pytest.fixture
 def runner() -> ModelRunner:
-    model = tiny_model()
-    return ModelRunner(model, full_cache(model, 2))
+    return tiny_runner(2)
 
 
 @pytest.fixture
@@ -224,9 +223,8 @@ GAMMAS = [*range(1, 7)]
 
 def measured_for(n_steps: int) -> dict[int, Sequence[Costs]]:
     """A measurement for a decode of so many steps, by two drafters of four rows."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 4))
-    drafters = [SelfSpeculation(runner, full_cache(model, 4), gamma=6) for _ in range(2)]
+    runner = tiny_runner(4)
+    drafters = [SelfSpeculation(runner, full_cache(runner.model, 4), gamma=6) for _ in range(2)]
     rounds = Rehearsal(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
     return measure_for_decode(rounds, GAMMAS, n_steps)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from no_host_reads import NoHostReads
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
@@ -20,10 +20,9 @@ SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0,
 @pytest.mark.parametrize("mode", ["greedy", "rejection", "coupled"])
 def test_no_part_of_a_round_reads_a_value_back(mode):
     """A host read would stall every round; and what was rejected is in no cache behind it."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 3))
+    runner = tiny_runner(3)
     streaming = StreamingKVCache(TINY, 3, 8, 1, dtype=torch.float64)
-    own = ModelRunner(tiny_model(seed=1), full_cache(model, 3))
+    own = ModelRunner(tiny_model(seed=1), full_cache(runner.model, 3))
     for drafter in (
         SelfSpeculation(runner, streaming, 3),
         SelfSpeculation(runner, VerifyTopK(6, 4, n_sink=1, refresh=1).new_cache(TINY, 3, 0, "cpu", torch.float64), 3),

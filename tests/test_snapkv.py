@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
@@ -109,8 +109,7 @@ def test_the_queries_are_those_of_the_prefill():
 
 
 def test_the_window_moves_on_and_the_selection_stays():
-    model, prompt = tiny_model(), random_prompts([40])[0]
-    runner = ModelRunner(model, full_cache(model, 1))
+    runner, prompt = tiny_runner(1), random_prompts([40])[0]
     cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 1, 0, "cpu", torch.float64)
     drafter = SelfSpeculation(runner, cache, gamma=2)
     runner.prefill_row(0, prompt)

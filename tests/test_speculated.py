@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from pacings import Scripted
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
@@ -32,9 +32,8 @@ def near_model():
 
 def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
     """A runner, a draft alone, and another of its kind that is speculated for."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 3))
-    alone, outer = (SelfSpeculation(runner, full_cache(model, 3), gamma, near_model()) for _ in range(2))
+    runner = tiny_runner(3)
+    alone, outer = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma, near_model()) for _ in range(2))
     own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
     inner = {
         "ngram": lambda: NGram(runner, inner_gamma),

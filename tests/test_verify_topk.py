@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chosen_rows import CHOSEN, GAMMA, LENGTHS, N_FIRST, WINDOW, Rows, topk_cache
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import VerifyTopKCache
@@ -82,9 +82,8 @@ def test_a_row_that_was_filled_anew_keeps_what_its_prompt_chose():
 
 @pytest.mark.parametrize("refresh,n_choices", [(1, 12), (3, 4), (7, 2)])
 def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkeypatch):
-    model, chosen = tiny_model(), []
-    runner, cache = ModelRunner(model, full_cache(model, 1)), topk_cache(n_rows=1, refresh=refresh)
-    drafter = SelfSpeculation(runner, cache, GAMMA)
+    runner, chosen = tiny_runner(1), []
+    drafter = SelfSpeculation(runner, topk_cache(n_rows=1, refresh=refresh), GAMMA)
     choose = VerifyTopKCache.choose
     monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: chosen.append(1) or choose(*given))
     rounds = 0
@@ -95,8 +94,7 @@ def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkey
 
 
 def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
-    model, n_noted = tiny_model(), []
-    runner = ModelRunner(model, full_cache(model, 2))
+    runner, n_noted = tiny_runner(2), []
     choose = VerifyTopKCache.choose
 
     def watched(own, source, lengths, noted, *others):

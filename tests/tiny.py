@@ -1,8 +1,10 @@
 """Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
 
+from typing import Any
+
 import torch
 
-from engine import Decoder, Request
+from engine import Decoder, ModelRunner, Request
 from engine.batch import Batch
 from engine.noise import Stream, gumbel
 from engine.sampling import Distribution, Filters, SamplingParams
@@ -33,6 +35,12 @@ def full_cache(
 ) -> FullKVCache:
     """An empty cache; entries are in the model's dtype if not in another."""
     return FullKVCache(model.config, max_batch, max_len, dtype=kv_dtype or model.dtype)
+
+
+def tiny_runner(n_rows: int, **settings: Any) -> ModelRunner:
+    """Of the tiny model, over a full cache; settings: ModelRunner's."""
+    model = tiny_model()
+    return ModelRunner(model, full_cache(model, n_rows), **settings)
 
 
 def batch_at(lengths: list[int], current: list[int]) -> Batch:
