@@ -11,7 +11,7 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -39,9 +39,7 @@ def standalone(runner: ModelRunner) -> StandaloneDraft:
 def near(runner: ModelRunner) -> SelfSpeculation:
     """Much like the target, over a cache that keeps everything: one that does not would keep more where rounds that are
     called draft less than captured ones."""
-    model = tiny_model()
-    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
-        own.data += 0.05 * other.data
+    model = near_model()
     return SelfSpeculation(runner, full_cache(model, runner.max_batch), 3, model)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from pacings import Scripted
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model, tiny_runner
+from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
@@ -20,14 +20,6 @@ from kv_cache import Streaming, StreamingKVCache
 
 LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
-
-
-def near_model():
-    """Much like the target, so that inner drafts stand now and then."""
-    model = tiny_model()
-    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
-        own.data += 0.05 * other.data
-    return model
 
 
 def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -46,18 +46,16 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
 
 
 def test_the_target_itself_is_always_right():
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3))
+    runner = tiny_runner(3)
     n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
-    drafter = SelfSpeculation(runner, full_cache(target, 3), GAMMA)
+    drafter = SelfSpeculation(runner, full_cache(runner.model, 3), GAMMA)
     assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
 
 
 @pytest.mark.parametrize("kind", ["streaming", "snapkv", "verify_topk", "ngram"])
 def test_the_row_is_left_as_the_prompt_left_it(kind):
     """A decode behind it finds the prefilled rows, and emits what it would have emitted before."""
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3))
+    runner = tiny_runner(3)
     drafter = {
         "streaming": lambda: SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), GAMMA),
         "verify_topk": lambda: SelfSpeculation(
@@ -73,7 +71,7 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     runner.filling = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
     out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
     assert not prefilled
-    assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]
+    assert out.tokens == recomputed(runner.model, PROMPTS, 9)
 
 
 ALL_ROWS = "a prompt and a continuation for each row"

@@ -25,6 +25,14 @@ def tiny_model(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = t
     return model.eval().requires_grad_(False)
 
 
+def near_model() -> Transformer:
+    """Much like the tiny model, so that it drafts what the tiny model accepts, now and then."""
+    model = tiny_model()
+    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
+        own.data += 0.05 * other.data
+    return model
+
+
 def random_prompts(lengths: list[int], vocab_size: int = TINY.vocab_size, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
