@@ -11,14 +11,14 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, self_draft, tiny_model
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
-from kv_cache import Retrieval, StreamingKVCache, VerifyTopK
+from kv_cache import Retrieval, Streaming, StreamingKVCache, VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -51,19 +51,14 @@ def eagle(runner: ModelRunner) -> Eagle:
 
 DRAFTERS = {
     "none": lambda runner: None,
-    "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
-    "verify_topk": lambda runner: SelfSpeculation(
-        runner, VerifyTopK(12, 5, n_sink=1, refresh=1).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
+    "streaming": lambda runner: self_draft(runner, Streaming(12, n_sink=2), gamma=3),
+    "verify_topk": lambda runner: self_draft(runner, VerifyTopK(12, 5, n_sink=1, refresh=1), gamma=3),
+    "verify_topk, every other round": lambda runner: self_draft(
+        runner, VerifyTopK(12, 5, n_sink=1, refresh=2), gamma=3
     ),
-    "verify_topk, every other round": lambda runner: SelfSpeculation(
-        runner, VerifyTopK(12, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
-    ),
-    "retrieval": lambda runner: SelfSpeculation(
-        runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 2, 128, "cpu", torch.float64), gamma=3
-    ),
+    "retrieval": lambda runner: self_draft(runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2), gamma=3),
     "speculated, streaming": lambda runner: Speculated(
-        DRAFTERS["retrieval"](runner),
-        SelfSpeculation(runner, StreamingKVCache(TINY, 2, 8, 2, dtype=torch.float64), gamma=2),
+        DRAFTERS["retrieval"](runner), self_draft(runner, Streaming(8, n_sink=2), gamma=2)
     ),
     "speculated, ngram": lambda runner: Speculated(DRAFTERS["streaming"](runner), NGram(runner, gamma=2)),
     "speculated, model": lambda runner: Speculated(DRAFTERS["retrieval"](runner), standalone(runner)),

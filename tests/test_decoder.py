@@ -7,14 +7,14 @@ import torch
 from pacings import Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
 from scenarios import random_sampling
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
+from tiny import continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
 from engine.requests import Progress
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 ROOM, GAMMA = 64, 3
 SCRIPT = (PLAIN, Choice(0, 3), Choice(1, 2), Choice(1, 3), Choice(2, 3), PLAIN, Choice(0, 1))
@@ -103,7 +103,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
     samplings = [SamplingParams(), WARM, SamplingParams(0.9, top_p=0.7, seed=4), SamplingParams(1.1, seed=5)]
     samplings.append(SamplingParams())
-    pacing = Fixed(SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), GAMMA))
+    pacing = Fixed(self_draft(runner, Streaming(12, n_sink=2), GAMMA))
     alone = [
         generate(runner, [prompt], max_new_tokens=24, pacing=pacing, sampling=sampling, request_ids=[i]).tokens[0]
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))

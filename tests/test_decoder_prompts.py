@@ -6,14 +6,14 @@ import pytest
 import torch
 from published_heads import random_eagle
 from test_decoder import witness_runner
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model, tiny_runner
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle
 from engine.pacing import Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 
 class Counting(ModelRunner):
@@ -172,7 +172,7 @@ def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
 def test_logprobs_are_the_models_own(sampling, drafts):
     """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
     runner = tiny_runner(2)
-    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3) if drafts else None
+    drafter = self_draft(runner, Streaming(12, n_sink=2), 3) if drafts else None
     decoder = Decoder(runner, drafter=drafter, verification="coupled")
     prompts = random_prompts([30, 11, 19])
     stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
@@ -216,8 +216,7 @@ def test_short_prompts_share_a_chunk():
 def test_a_request_can_ask_for_plain_rounds():
     """While it decodes, those of the others are plain too."""
     target = counting(2)
-    drafter = SelfSpeculation(target, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
-    decoder = Decoder(target, drafter=drafter)
+    decoder = Decoder(target, drafter=self_draft(target, Streaming(12, n_sink=2), 3))
     first, second = Request([1, 2, 3], 40), Request([4, 5], 6, speculate=False)
     decoder.submit(first)
     choices = [decoder.step().choice]

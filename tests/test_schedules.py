@@ -6,9 +6,9 @@ import pytest
 import torch
 from no_host_reads import NoHostReads
 from pacings import SCHEDULES, scheduled
-from tiny import TINY, batch_at, random_prompts, tiny_runner
+from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
-from engine import ModelRunner, NGram, SelfSpeculation, generate
+from engine import ModelRunner, NGram, generate
 from engine.batch import Batch
 from engine.bench.draft_flags import draft_flags
 from engine.drafters import Drafter
@@ -16,7 +16,7 @@ from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy
 from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
-from kv_cache import StreamingKVCache
+from kv_cache import Streaming
 
 CPU, GAMMA = torch.device("cpu"), 4
 WRONG = 9  # no draft of these tests
@@ -137,8 +137,7 @@ def test_an_adapted_threshold_divides_what_was_accepted_from_what_was_not():
 
 def runner_and_drafter(schedule: str, n_rows: int = 2, gamma: int = 5) -> tuple[ModelRunner, Drafter]:
     runner = tiny_runner(n_rows)
-    cache = StreamingKVCache(TINY, n_rows, 12, 2, dtype=torch.float64)
-    return runner, scheduled(SelfSpeculation(runner, cache, gamma), schedule, n_rows)
+    return runner, scheduled(self_draft(runner, Streaming(12, n_sink=2), gamma), schedule, n_rows)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

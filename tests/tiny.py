@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from engine import Decoder, ModelRunner, Request
+from engine import Decoder, ModelRunner, Request, SelfSpeculation
 from engine.batch import Batch
 from engine.noise import Stream, gumbel
 from engine.sampling import Distribution, Filters, SamplingParams
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
 
 TINY = ModelConfig(vocab_size=61, n_layer=2, dim=32, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, max_context=256)
@@ -56,6 +56,12 @@ def batch_at(lengths: list[int], current: list[int]) -> Batch:
     batch = Batch(len(lengths), Filters())
     batch.set_state(lengths, [0] * len(lengths), current)
     return batch
+
+
+def self_draft(runner: ModelRunner, policy: Policy, gamma: int) -> SelfSpeculation:
+    """By the runner's own model, over a cache of that policy for as many rows of as many tokens as the runner has."""
+    of = runner.model.config, runner.max_batch, runner.cache.capacity
+    return SelfSpeculation(runner, policy.new_cache(*of, "cpu", runner.model.dtype), gamma)
 
 
 def decode(decoder: Decoder, *requests: Request) -> None:
