@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pacings import Clock
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import UserError
@@ -32,20 +33,6 @@ from engine.stats import RoundStats
 from kv_cache import VerifyTopK, VerifyTopKCache
 
 Decode = list[RoundStats]
-
-
-class Clock:
-    """One that only goes on when it is looked at, or waited for: seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-3
-        return self.now
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
