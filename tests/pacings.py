@@ -1,4 +1,4 @@
-"""Pacings and schedules for tests."""
+"""Pacings, schedules and a clock for tests."""
 
 from collections.abc import Sequence
 
@@ -52,3 +52,17 @@ class Ending(Scripted):
     def choose(self, n_busy: int, n_joining: int) -> Choice | None:
         self._left -= 1
         return super().choose(n_busy, n_joining) if self._left >= 0 else None
+
+
+class Clock:
+    """In place of `time`: it goes on when it is looked at, or waited for; seconds."""
+
+    def __init__(self, tick: float = 1e-3) -> None:
+        self.tick, self.now = tick, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds

@@ -13,11 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from tiny import decode
 from transformers import LlamaConfig
 
 from common import cli
 from convert_hf_checkpoint import convert
-from engine import ModelRunner, SamplingParams, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
@@ -179,3 +180,10 @@ class Alone:
 
     def text(self, inputs: str, n: int, sampling: SamplingParams | None = None) -> str:
         return self.tokenizer.decode(self.tokens(inputs, n, sampling))
+
+    def logprobs(self, inputs: str, n: int, sampling: SamplingParams) -> list[float]:
+        """Of the tokens that it gets, by the model at temperature 1."""
+        request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
+        decode(Decoder(self._runner, verification="coupled"), request)
+        assert request.logprobs is not None
+        return request.logprobs

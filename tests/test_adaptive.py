@@ -12,7 +12,7 @@ import pytest
 import torch
 from pacings import Ending, Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -240,8 +240,7 @@ def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured
 
 
 def two_rows(*lengths: int, **settings: Any) -> tuple[ModelRunner, list[list[int]]]:
-    model = tiny_model()
-    return ModelRunner(model, full_cache(model, 2), **settings), random_prompts(lengths)
+    return tiny_runner(2, **settings), random_prompts(lengths)
 
 
 def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():

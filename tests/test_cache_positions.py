@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from streaming_llm import StreamingLLM
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, random_prompts, tiny_model, tiny_runner
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -118,8 +118,7 @@ def test_every_token_of_a_prompt_sees_half_the_window(window):
 
 def test_self_speculation_refuses_positions_inside_the_cache():
     """Its cache is filled with the target's keys, which are turned to absolute positions already."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
+    runner = tiny_runner(2)
     for budget, n_sink in ((16, 4), (64, 0)):
         cache = StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
         with pytest.raises(ConfigError, match="rotated already"):

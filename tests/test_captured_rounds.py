@@ -11,14 +11,14 @@ from fake_cuda_graphs import FakeCuda, Garbage, collecting
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, self_draft, tiny_model
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
-from kv_cache import KVCache, QuantizedKVCache, Retrieval, StreamingKVCache, VerifyTopK
+from kv_cache import KVCache, QuantizedKVCache, Retrieval, Streaming, StreamingKVCache, VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 30, 12]
@@ -37,18 +37,13 @@ def standalone(runner: ModelRunner, cache: KVCache | None = None) -> StandaloneD
 
 
 def quantized() -> QuantizedKVCache:
-    """As on a GPU: no host looks at what is due."""
-    cache = QuantizedKVCache(TINY, 2, 128, 4, 6, dtype=torch.float64)
-    cache.asks_host = False
-    return cache
+    return QuantizedKVCache(TINY, 2, 128, 4, 6, dtype=torch.float64)
 
 
 def near(runner: ModelRunner) -> SelfSpeculation:
     """Much like the target, over a cache that keeps everything: one that does not would keep more where rounds that are
     called draft less than captured ones."""
-    model = tiny_model()
-    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
-        own.data += 0.05 * other.data
+    model = near_model()
     return SelfSpeculation(runner, full_cache(model, runner.max_batch), 3, model)
 
 
@@ -60,20 +55,15 @@ def eagle(runner: ModelRunner) -> Eagle:
 
 DRAFTERS = {
     "none": lambda runner: None,
-    "streaming": lambda runner: SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), gamma=3),
-    "verify_topk": lambda runner: SelfSpeculation(
-        runner, VerifyTopK(12, 5, n_sink=1, refresh=1).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
+    "streaming": lambda runner: self_draft(runner, Streaming(12, n_sink=2), gamma=3),
+    "verify_topk": lambda runner: self_draft(runner, VerifyTopK(12, 5, n_sink=1, refresh=1), gamma=3),
+    "verify_topk, every other round": lambda runner: self_draft(
+        runner, VerifyTopK(12, 5, n_sink=1, refresh=2), gamma=3
     ),
-    "verify_topk, every other round": lambda runner: SelfSpeculation(
-        runner, VerifyTopK(12, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64), gamma=3
-    ),
-    "retrieval": lambda runner: SelfSpeculation(
-        runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 2, 128, "cpu", torch.float64), gamma=3
-    ),
+    "retrieval": lambda runner: self_draft(runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2), gamma=3),
     "quantized": lambda runner: SelfSpeculation(runner, quantized(), gamma=3),
     "speculated, streaming": lambda runner: Speculated(
-        DRAFTERS["retrieval"](runner),
-        SelfSpeculation(runner, StreamingKVCache(TINY, 2, 8, 2, dtype=torch.float64), gamma=2),
+        DRAFTERS["retrieval"](runner), self_draft(runner, Streaming(8, n_sink=2), gamma=2)
     ),
     "speculated, ngram": lambda runner: Speculated(DRAFTERS["streaming"](runner), NGram(runner, gamma=2)),
     "speculated, model": lambda runner: Speculated(DRAFTERS["retrieval"](runner), standalone(runner)),
@@ -128,27 +118,10 @@ def test_what_is_captured_for_fewer_filters_goes_when_a_request_brings_another()
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
     decoder = Decoder(runner, drafter=DRAFTERS["streaming"](runner), verification="coupled")
     for i, sampling in enumerate([SamplingParams(), *(SamplingParams(0.8, top_k=1 << i, seed=i) for i in range(5))]):
-        decoder.submit(request := Request([1, 2, 3], 20, sampling=sampling))
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request([1, 2, 3], 20, sampling=sampling))
         assert request.tokens == continue_by_recomputing(model, [1, 2, 3], 20, sampling)
         assert sum(not graph.is_destroyed for graph in graphs) == 4
         assert len(graphs) == 4 * (i + 1)
-
-
-def test_what_is_noted_is_captured_apart():
-    """Every other round notes what the next one chooses by: replayed, they choose as called ones do."""
-
-    def accepted(new_graphs):
-        model = tiny_model()
-        runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
-        cache = VerifyTopK(28, 5, n_sink=1, refresh=2).new_cache(TINY, 2, 0, "cpu", torch.float64)
-        drafter = SelfSpeculation(runner, cache, gamma=3)
-        out = generate(runner, random_prompts([40, 31]), max_new_tokens=60, drafter=drafter)
-        return out.tokens, out.stats.counts
-
-    called, replayed = accepted(None), accepted(RecordedGraphs)
-    assert called == replayed and sum(called[1].accepted_at) > 10
 
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ import torch
 from pacings import Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
 from scenarios import random_sampling
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice, Fixed
 from engine.requests import Progress
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 ROOM, GAMMA = 64, 3
 SCRIPT = (PLAIN, Choice(0, 3), Choice(1, 2), Choice(1, 3), Choice(2, 3), PLAIN, Choice(0, 1))
@@ -37,21 +37,34 @@ def drafters_of(runner: ModelRunner) -> list:
     ]
 
 
-def random_request(rng: random.Random, id_: int, mode: str) -> Request:
-    prompt, limit = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))], rng.randint(1, 20)
-    stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
-    return Request(prompt, limit, stops, SamplingParams() if mode == "greedy" else random_sampling(rng), id_)
+def random_requests(rng: random.Random, mode: str) -> list[Request]:
+    """Most prompts begin with a part, or all, of the text that an earlier request ends with."""
+    texts, requests = [[rng.randrange(VOCAB)]], []
+    for id_ in range(14):
+        begin = rng.choice(texts)
+        begin = begin[: rng.choice([len(begin), rng.randint(0, len(begin))])][:30]
+        prompt = begin + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 9]) or not begin)]
+        sampling = SamplingParams() if mode == "greedy" else random_sampling(rng)
+        stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
+        requests.append(Request(prompt, rng.randint(1, 16), stops, sampling, id_))
+        texts.append(prompt + expected(requests[-1]))
+    return requests
+
+
+def expected(request: Request) -> list[int]:
+    future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
+    return cut(future, list(request.stop_tokens))
 
 
 def drive(decoder: Decoder, requests: list[Request], rng: random.Random) -> set[Request]:
     """Submit them one by one between steps, and cancel some whatever they do; returns those cancelled in time."""
     waiting, submitted, cancelled = list(requests), [], set()
-    while waiting or any(request.finish_reason is None for request in submitted):
+    while waiting or not decoder.idle:
         for _ in range(rng.choice([0, 0, 1, 3])):
             if waiting:
-                submitted.append(waiting.pop())
+                submitted.append(waiting.pop(0))
                 decoder.submit(submitted[-1])
-        if submitted and rng.random() < 0.2:
+        if submitted and rng.random() < 0.15:
             one = rng.choice(submitted)
             if one.finish_reason is None:
                 cancelled.add(one)
@@ -61,23 +74,24 @@ def drive(decoder: Decoder, requests: list[Request], rng: random.Random) -> set[
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_each_request_gets_what_it_gets_alone(seed, mode):
-    """Rows of any kind join and leave; drafters change from round to round, and meet requests late or never."""
+    """Rows of any kind join and leave, in chunks or at once, behind what rows hold or not; drafters change from round
+    to round, and meet requests late or never."""
     rng = random.Random(f"{seed} {mode}")
-    runner = witness_runner(rng.randint(1, 4))
-    requests = [random_request(rng, id_, mode) for id_ in range(12)]
-    decoder = Decoder(runner, Scripted(drafters_of(runner), SCRIPT), verification=mode)
+    runner, reuses = witness_runner(rng.randint(1, 4)), seed % 2 == 1
+    requests, pacing = random_requests(rng, mode), Scripted(drafters_of(runner), SCRIPT)
+    how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": reuses}
+    decoder = Decoder(runner, pacing, verification=mode, **how)
     cancelled = drive(decoder, requests, rng)
     for request in requests:
-        future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
-        expected = cut(future, list(request.stop_tokens))
         if request in cancelled:
-            assert request.finish_reason == "cancelled" and request.tokens == expected[: len(request.tokens)]
+            assert request.finish_reason == "cancelled" and request.tokens == expected(request)[: len(request.tokens)]
         else:
-            assert request.tokens == expected and request.finish_reason in ("length", "stop")
+            assert request.tokens == expected(request) and request.finish_reason in ("length", "stop")
         assert len(request.tokens) == request.counts.emitted + bool(request.tokens)
-    assert decoder.step() is None
+        assert 0 <= request.n_reused <= len(request.prompt)
+    assert decoder.step() is None and (not reuses or any(request.n_reused > 1 for request in requests))
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -89,7 +103,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
     samplings = [SamplingParams(), WARM, SamplingParams(0.9, top_p=0.7, seed=4), SamplingParams(1.1, seed=5)]
     samplings.append(SamplingParams())
-    pacing = Fixed(SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), GAMMA))
+    pacing = Fixed(self_draft(runner, Streaming(12, n_sink=2), GAMMA))
     alone = [
         generate(runner, [prompt], max_new_tokens=24, pacing=pacing, sampling=sampling, request_ids=[i]).tokens[0]
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
@@ -100,8 +114,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
         decoder.submit(requests[-1])
         for _ in range(4):
             decoder.step()
-    while decoder.step():
-        pass
+    decode(decoder)
     assert [request.tokens for request in requests] == alone
     assert alone[0] == continue_by_recomputing(model, prompts[0], 24)
     assert bool(graphs) is captured
@@ -143,8 +156,7 @@ def test_a_cancelled_row_is_free_before_the_next_round():
     decoder.cancel(fourth)
     decoder.cancel(fourth)
     assert decoder.step().busy == 1 and len(fourth.tokens) == 2
-    while decoder.step():
-        pass
+    decode(decoder)
     decoder.cancel(second)
     assert second.finish_reason == "length" and second.tokens == continue_plainly(second.prompt, 9)
 
@@ -160,10 +172,7 @@ def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
 
     ended: list[Request] = []
     decoder = Decoder(witness_runner(2), progress=Cancelling())
-    for request in (first, second):
-        decoder.submit(request)
-    while decoder.step():
-        pass
+    decode(decoder, first, second)
     assert ended == [first] and second.finish_reason == "cancelled" and second.tokens == continue_plainly([5, 2, 7], 2)
 
 

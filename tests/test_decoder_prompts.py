@@ -1,75 +1,19 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
-import random
 import weakref
 
 import pytest
 import torch
-from pacings import Scripted
 from published_heads import random_eagle
-from scenarios import random_sampling
-from test_decoder import SCRIPT, drafters_of, witness_runner
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
-from witness import VOCAB, continue_plainly, cut
+from test_decoder import witness_runner
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter, Eagle
-from engine.pacing import PLAIN, Choice, Fixed
+from engine.pacing import Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
-from kv_cache import FullKVCache, StreamingKVCache
-
-COUNTED = {"reused": 0, "scenarios": 0}
-
-
-def conversations(rng: random.Random, mode: str) -> list[Request]:
-    """Most prompts begin with a part, or all, of the text that an earlier request ends with."""
-    texts, requests = [[rng.randrange(VOCAB)]], []
-    for id_ in range(14):
-        begin = rng.choice(texts)
-        begin = begin[: rng.choice([len(begin), rng.randint(0, len(begin))])][:30]
-        prompt = begin + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 9]) or not begin)]
-        sampling = SamplingParams() if mode == "greedy" else random_sampling(rng)
-        stops = rng.sample(range(VOCAB), rng.choice([0, 0, 1]))
-        requests.append(Request(prompt, rng.randint(1, 16), stops, sampling, id_))
-        texts.append(prompt + expected(requests[-1]))
-    return requests
-
-
-def expected(request: Request) -> list[int]:
-    future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
-    return cut(future, list(request.stop_tokens))
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("seed", range(25))
-def test_rows_that_go_on_behind_what_they_hold_emit_what_a_request_gets_alone(seed, mode):
-    """Whatever else runs, in chunks of any size; requests are cancelled while they wait, are prefilled and decode."""
-    rng = random.Random(f"{seed} {mode}")
-    runner = witness_runner(rng.randint(1, 3))
-    pacing = Scripted(drafters_of(runner), SCRIPT)
-    decoder = Decoder(runner, pacing, verification=mode, prefill_tokens=rng.choice([1, 3, 7, None]), reuses=True)
-    requests, cancelled = conversations(rng, mode), set()
-    waiting = list(requests)
-    while waiting or not decoder.idle:
-        if waiting and rng.random() < 0.3:
-            decoder.submit(waiting.pop(0))
-        started = requests[: len(requests) - len(waiting)]
-        if rng.random() < 0.06 and (going := [one for one in started if one.finish_reason is None]):
-            cancelled.add(one := rng.choice(going))
-            decoder.cancel(one)
-        decoder.step()
-    for request in requests:
-        wanted = expected(request)
-        assert request.tokens == (wanted[: len(request.tokens)] if request in cancelled else wanted)
-        assert 0 <= request.n_reused <= len(request.prompt)
-        COUNTED["reused"] += request.n_reused > 1
-    COUNTED["scenarios"] += 1
-
-
-def test_most_scenarios_reused_something():
-    """Runs behind those above, if they ran in this process."""
-    assert COUNTED["reused"] >= 2 * COUNTED["scenarios"]
+from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 
 class Counting(ModelRunner):
@@ -104,8 +48,7 @@ def test_a_row_that_decodes_waits_for_one_chunk_at_most():
         for ran, again in ((target.ran, 0), (own.ran, 1)):  # a draft model runs its last known token once more
             prefilled = [n for rows, n in ran if rows == 1]
             assert len(prefilled) <= 1 and sum(prefilled) <= 8 + again
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     model = tiny_model()
     for request in (first, *others):
         assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
@@ -156,10 +99,7 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]
 
     def answer(*requests: Request) -> None:
-        for request in requests:
-            decoder.submit(request)
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, *requests)
         for request in requests:
             assert request.tokens == continue_by_recomputing(tiny_model(), request.prompt, request.limit)
 
@@ -181,10 +121,7 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     decoder = Decoder(runner, reuses=True)
 
     def row_of(prompt: list[int]) -> tuple[int, int]:
-        request = Request(prompt, 2)
-        decoder.submit(request)
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request(prompt, 2))
         held = [runner.shared_prefix(row, prompt) for row in range(3)]
         return held.index(max(held)), request.n_reused
 
@@ -211,9 +148,7 @@ def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
     decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses=True)
     [prompt] = random_prompts([60])
     for text in (prompt, [*prompt[:40], 1]):
-        decoder.submit(request := Request(text, 2))
-        while not decoder.idle:
-            decoder.step()
+        decode(decoder, request := Request(text, 2))
         held = own.cache.positions[0]
         n_behind = int(((held >= 2) & (held < len(text))).sum())
         assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
@@ -227,48 +162,27 @@ def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
         decoder.submit(request)
     assert decoder.step() is None and not decoder.idle
     decoder.cancel(first)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
     assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
-
-
-def test_a_row_that_is_prefilled_is_not_disturbed_by_rounds_that_compute_it():
-    """One row decodes; rounds compute two, of which the second is being filled meanwhile."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
-    decoder = Decoder(runner, Scripted([drafter], [Choice(0, 3), PLAIN]), prefill_tokens=4)
-    first, second = (Request(prompt, 30) for prompt in random_prompts([6, 50]))
-    decoder.submit(first)
-    decoder.step()
-    decoder.submit(second)
-    while not decoder.idle:
-        decoder.step()
-    for request in (first, second):
-        assert request.tokens == continue_by_recomputing(model, request.prompt, 30)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_logprobs_are_the_models_own(sampling, drafts):
     """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    drafter = SelfSpeculation(runner, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3) if drafts else None
+    runner = tiny_runner(2)
+    drafter = self_draft(runner, Streaming(12, n_sink=2), 3) if drafts else None
     decoder = Decoder(runner, drafter=drafter, verification="coupled")
     prompts = random_prompts([30, 11, 19])
     stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
     requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[]) for prompt in prompts]
     requests[1].logprobs = None
-    for request in requests:
-        decoder.submit(request)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder, *requests)
     assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
     for request in (requests[0], requests[2]):
         text, n = [*request.prompt, *request.tokens], len(request.tokens)
-        whole = ModelRunner(model, full_cache(model, 1))
+        whole = ModelRunner(runner.model, full_cache(runner.model, 1))
         logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
         wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
@@ -302,8 +216,7 @@ def test_short_prompts_share_a_chunk():
 def test_a_request_can_ask_for_plain_rounds():
     """While it decodes, those of the others are plain too."""
     target = counting(2)
-    drafter = SelfSpeculation(target, StreamingKVCache(TINY, 2, 12, 2, dtype=torch.float64), 3)
-    decoder = Decoder(target, drafter=drafter)
+    decoder = Decoder(target, drafter=self_draft(target, Streaming(12, n_sink=2), 3))
     first, second = Request([1, 2, 3], 40), Request([4, 5], 6, speculate=False)
     decoder.submit(first)
     choices = [decoder.step().choice]
@@ -323,10 +236,7 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     )
     requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
     requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
-    for request in requests:
-        decoder.submit(request)
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder, *requests)
     filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=8)
     assert rounds[:2] == [("coupled", filtered)] * 2
     assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
@@ -343,8 +253,7 @@ def test_no_round_is_kept_for_the_next_request():
     for i in range(8):
         decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
         decoder.step()
-    while not decoder.idle:
-        decoder.step()
+    decode(decoder)
     assert len(rounds) > 8 and not any(round_() for round_ in rounds)
 
 

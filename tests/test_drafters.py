@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from pacings import Scripted
-from tiny import batch_at, full_cache, random_prompts, tiny_model
+from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 from witness import WitnessModel
 
 from common.errors import ConfigError
@@ -85,8 +85,7 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
 
 
 def test_saved_text_goes_by_position_and_ends_with_its_text():
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 3))
+    runner = tiny_runner(3)
     drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
     rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
     # The first token of each text (from the prefill) sits at the prompt's length.

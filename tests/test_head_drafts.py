@@ -157,27 +157,21 @@ def test_eagles_cache_holds_what_the_targets_states_gave(tmp_path, changing):
     drafter, _, _ = eagle(
         tmp_path, 3, lambda shape: StreamingKVCache(shape, SLOTS, 12, 2, dtype=torch.float64), n_draft=40
     )
-    checked = []
-
-    def check(batch) -> None:
-        """What the round before this one left, once this one has begun."""
-        for row in batch.rows.tolist():
-            checked.append((row, drafter.of_row.get(row), int(batch.lengths[batch.rows.tolist().index(row)])))
-            entries, at = drafter.cache.entries[0, :, row].clone(), drafter.cache.positions[row].clone()
-            snapshots.append((entries, at))
-
-    snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
+    snapshots: list[tuple[int | None, int, torch.Tensor, torch.Tensor]] = []
     propose = drafter.propose
 
     def proposing(batch, *others):
+        """What the round before this one left, once this one has begun."""
         drafts = propose(batch, *others)
-        check(batch)
+        for row, length in zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True):
+            held = drafter.cache.entries[0, :, row].clone(), drafter.cache.positions[row].clone()
+            snapshots.append((drafter.of_row.get(row), length, *held))
         return drafts
 
     drafter.propose = proposing
     texts = run(drafter, changing)
     head, compared = drafter._head, 0
-    for (_, request, length), (entries, at) in zip(checked, snapshots, strict=True):
+    for request, length, entries, at in snapshots:
         if request is None or length >= len(texts[request]) - 1 or length == 0:
             continue
         text = texts[request]

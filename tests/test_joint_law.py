@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pacings import SCHEDULES, Scripted, scheduled
+from pacings import Scripted, scheduled
 from published_heads import random_eagle, random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
 from torch import Tensor
@@ -220,19 +220,3 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
         assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
     if ":" in kind:
         assert 0 < out.stats.drafted < gamma * out.stats.counts.rounds, "a schedule that leaves nothing out"
-
-
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name])
-def test_greedy_sequences_are_the_targets_argmax(schedule):
-    """The law is one sequence then, whatever is left out of a round."""
-    rng = random.Random(121)
-    prompts = [rng.choices(range(VOCAB), k=rng.randint(1, 8)) for _ in range(120)]
-    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, 6, ROOM, dtype=TARGET.dtype))
-    drafter = make_drafter(f"streaming: {schedule}", runner, 3)
-    out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, stop_tokens=[STOP])
-    for prompt, tokens in zip(prompts, out.tokens, strict=True):
-        expected: list[int] = []
-        while not expected or (expected[-1] != STOP and len(expected) < N_NEW):
-            expected.append(int(TARGET.logits_after([*prompt, *expected]).argmax()))
-        assert tokens == expected
-    assert 0 < out.stats.drafted < 3 * out.stats.counts.rounds

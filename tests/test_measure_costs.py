@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
+from pacings import Clock
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import UserError
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
@@ -34,24 +35,9 @@ from kv_cache import VerifyTopK, VerifyTopKCache
 Decode = list[RoundStats]
 
 
-class Clock:
-    """One that only goes on when it is looked at, or waited for: seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-3
-        return self.now
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def runner() -> ModelRunner:
-    model = tiny_model()
-    return ModelRunner(model, full_cache(model, 2))
+    return tiny_runner(2)
 
 
 @pytest.fixture
@@ -219,13 +205,15 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
     assert (sum(map(len, decodes)) > 3 * (1 + FEWEST_TIMED)) == has_more
 
 
-FOUR_ROWS = [30, 11, 20, 25]
+GAMMAS = [*range(1, 7)]
 
 
-def four_rows() -> tuple[ModelRunner, list[SelfSpeculation]]:
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 4))
-    return runner, [SelfSpeculation(runner, full_cache(model, 4), gamma=6) for _ in range(2)]
+def measured_for(n_steps: int) -> dict[int, Sequence[Costs]]:
+    """A measurement for a decode of so many steps, by two drafters of four rows."""
+    runner = tiny_runner(4)
+    drafters = [SelfSpeculation(runner, full_cache(runner.model, 4), gamma=6) for _ in range(2)]
+    rounds = Rehearsal(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
+    return measure_for_decode(rounds, GAMMAS, n_steps)
 
 
 def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
@@ -238,24 +226,20 @@ FIRST = [PLAIN, Choice(0, 3), Choice(1, 3)]
 
 
 def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
-    runner, drafters = four_rows()
-    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    found = measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=1)
+    found = measured_for(n_steps=1)
     assert kinds(decodes) == {(4, one): 1 + FEWEST_TIMED for one in FIRST}
     assert [*found] == [4] and [costs.at for costs in found[4]] == [(3,), (3,)]
 
 
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
-    runner, drafters = four_rows()
-    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
-    found = measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=10**9)
+    found = measured_for(n_steps=10**9)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
-        4: [tuple(gammas)] * 2,
+        4: [tuple(GAMMAS)] * 2,
         2: [(3,)] * 2,
     }
     counted = kinds(decodes)
     assert all(counted[2, one] == 1 + FEWEST_TIMED for one in FIRST)
-    assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST, *(Choice(0, gamma) for gamma in gammas)}
+    assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST, *(Choice(0, gamma) for gamma in GAMMAS)}
     assert all(n <= 1 + MOST_TIMED for n in counted.values())
 
 
@@ -284,10 +268,8 @@ def test_what_there_is_time_for():
 
 
 def test_measuring_counts_what_it_took(decodes, monkeypatch):
-    runner, drafters = four_rows()
-    prompts, gammas = random_prompts(FOUR_ROWS), [*range(1, 7)]
     for seconds, n_kinds in ((1e9, 3), (0.0, 3 + 5 + 3)):
         decodes.clear()
         monkeypatch.setattr(Rehearsal, "seconds", property(lambda self, s=seconds: s, lambda *_: None), raising=False)
-        measure_for_decode(Rehearsal(runner, drafters, prompts, gamma=6, max_new_tokens=30), gammas, n_steps=10**9)
+        measured_for(n_steps=10**9)
         assert len(kinds(decodes)) == n_kinds

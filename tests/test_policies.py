@@ -4,11 +4,11 @@ import pytest
 import torch
 from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size
 from recorded_graph import RecordedGraphs
-from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Shown
-from kv_cache import EMPTY, QuantizedKVCache
+from kv_cache import EMPTY
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
@@ -25,14 +25,13 @@ def make_drafter(kind: str, policy: str, runner: ModelRunner):
 
 @pytest.mark.parametrize("kind,policy", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_output_is_the_targets_own(kind, policy, temperature, monkeypatch):
+def test_the_output_is_the_targets_own(kind, policy, temperature):
     """Greedy and coupled; five requests through three rows, called and with captured rounds."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     sampling = SamplingParams(temperature, seed=2)
     how = {"sampling": sampling, "verification": "coupled" if temperature else "greedy"}
     expected, counts = recomputed(model, prompts, LIMITS, sampling), []
     for new_graphs in (None, RecordedGraphs):
-        monkeypatch.setattr(QuantizedKVCache, "asks_host", new_graphs is None)
         runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
         drafter = make_drafter(kind, policy, runner)
         out = generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter, **how)
@@ -46,20 +45,18 @@ def test_the_output_is_the_targets_own(kind, policy, temperature, monkeypatch):
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
     """Fewer tokens than its window has or more, of ragged rows: as if filled anew, but for what it had selected."""
-    model, prompts, n_known = tiny_model(), random_prompts([40, 7, 23]), [35, 4, 20]
-    runner, cache, anew = ModelRunner(model, full_cache(model, 3)), *(POLICIES[policy].make(TINY, SIZE) for _ in "12")
+    prompts, n_known = random_prompts([40, 7, 23]), [35, 4, 20]
+    runner, cache, anew = tiny_runner(3), *(POLICIES[policy].make(TINY, SIZE) for _ in "12")
     drafter, again = SelfSpeculation(runner, cache, GAMMA), SelfSpeculation(runner, anew, GAMMA)
     texts = [prompt + random_prompts([n_missed], seed=len(prompt))[0] for prompt in prompts]
     for row, (text, known) in enumerate(zip(texts, n_known, strict=True)):
         runner.prefill_row(row, text)
         drafter.follow([Shown(row, row, text[:known], 0)])
-        selected = cache.keys[:, row, :, : SIZE.n_kept].clone() if known > cache.capacity else None
         drafter.follow([Shown(row, row, text, known)])
         again.follow([Shown(row, row, text, 0)])
         assert torch.equal(cache.positions[row], anew.positions[row])
         chosen = getattr(cache, "n_sink", 0) if POLICIES[policy].by_attention and len(text) > cache.capacity else 0
         assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
-        assert selected is None or torch.equal(cache.keys[:, row, :, : SIZE.n_kept], selected) or not chosen
         if policy == "retrieval":
             n_whole = len(text) // cache.chunk
             assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
@@ -67,9 +64,9 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
 
 def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
     """As if it were filled at once: nothing was selected while the whole text was kept."""
-    model, text = tiny_model(), random_prompts([90])[0]
+    text = random_prompts([90])[0]
     for policy in ("snapkv", "verify_topk", "retrieval"):
-        runner, caches = ModelRunner(model, full_cache(model, 3)), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
+        runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
         runner.prefill_row(0, text)
         for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
             for n, known in parts:
@@ -80,8 +77,8 @@ def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
     """Rows are filled twice, with longer prompts or shorter ones."""
-    model, prompts = tiny_model(), random_prompts([40, 7, 23, 9, 35, 2])
-    runner, cache = ModelRunner(model, full_cache(model, 3)), POLICIES[policy].make(TINY, SIZE)
+    prompts = random_prompts([40, 7, 23, 9, 35, 2])
+    runner, cache = tiny_runner(3), POLICIES[policy].make(TINY, SIZE)
     drafter = SelfSpeculation(runner, cache, GAMMA)
     for row, prompt in zip([0, 1, 2] * 2, prompts, strict=True):
         runner.prefill_row(row, prompt)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from no_host_reads import NoHostReads
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
@@ -11,7 +11,7 @@ from engine.drafters import Shown
 from engine.drafters.speculated import Speculated
 from engine.round import Round
 from engine.sampling import Distribution, Filters
-from kv_cache import Retrieval, StreamingKVCache, VerifyTopK
+from kv_cache import Retrieval, Streaming, StreamingKVCache, VerifyTopK
 
 LENGTHS = [7, 4, 19]
 SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0, top_p=0.9)]
@@ -20,20 +20,14 @@ SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0,
 @pytest.mark.parametrize("mode", ["greedy", "rejection", "coupled"])
 def test_no_part_of_a_round_reads_a_value_back(mode):
     """A host read would stall every round; and what was rejected is in no cache behind it."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 3))
+    runner = tiny_runner(3)
     streaming = StreamingKVCache(TINY, 3, 8, 1, dtype=torch.float64)
-    own = ModelRunner(tiny_model(seed=1), full_cache(model, 3))
+    own = ModelRunner(tiny_model(seed=1), full_cache(runner.model, 3))
     for drafter in (
         SelfSpeculation(runner, streaming, 3),
-        SelfSpeculation(runner, VerifyTopK(6, 4, n_sink=1, refresh=1).new_cache(TINY, 3, 0, "cpu", torch.float64), 3),
-        SelfSpeculation(
-            runner, Retrieval(7, 4, n_sink=1, refresh=1, chunk=2).new_cache(TINY, 3, 64, "cpu", torch.float64), 3
-        ),
-        Speculated(
-            SelfSpeculation(runner, streaming, 3),
-            SelfSpeculation(runner, StreamingKVCache(TINY, 3, 6, 1, dtype=torch.float64), 2),
-        ),
+        self_draft(runner, VerifyTopK(6, 4, n_sink=1, refresh=1), 3),
+        self_draft(runner, Retrieval(7, 4, n_sink=1, refresh=1, chunk=2), 3),
+        Speculated(SelfSpeculation(runner, streaming, 3), self_draft(runner, Streaming(6, n_sink=1), 2)),
         Speculated(SelfSpeculation(runner, streaming, 3), NGram(runner, 2)),
         Speculated(SelfSpeculation(runner, streaming, 3), StandaloneDraft(own, 2)),
         StandaloneDraft(own, 3),

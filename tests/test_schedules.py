@@ -6,9 +6,9 @@ import pytest
 import torch
 from no_host_reads import NoHostReads
 from pacings import SCHEDULES, scheduled
-from tiny import TINY, batch_at, full_cache, random_prompts, tiny_model
+from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
-from engine import ModelRunner, NGram, SelfSpeculation, generate
+from engine import ModelRunner, NGram, generate
 from engine.batch import Batch
 from engine.bench.draft_flags import draft_flags
 from engine.drafters import Drafter
@@ -16,7 +16,7 @@ from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy
 from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
-from kv_cache import StreamingKVCache
+from kv_cache import Streaming
 
 CPU, GAMMA = torch.device("cpu"), 4
 WRONG = 9  # no draft of these tests
@@ -136,10 +136,8 @@ def test_an_adapted_threshold_divides_what_was_accepted_from_what_was_not():
 
 
 def runner_and_drafter(schedule: str, n_rows: int = 2, gamma: int = 5) -> tuple[ModelRunner, Drafter]:
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, n_rows))
-    cache = StreamingKVCache(TINY, n_rows, 12, 2, dtype=torch.float64)
-    return runner, scheduled(SelfSpeculation(runner, cache, gamma), schedule, n_rows)
+    runner = tiny_runner(n_rows)
+    return runner, scheduled(self_draft(runner, Streaming(12, n_sink=2), gamma), schedule, n_rows)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -172,17 +170,6 @@ def test_a_batch_drafts_as_far_as_its_longest_row(schedule):
     assert all(n <= ran <= min(n + 1, 5) for n, ran in zip(meant, n_steps, strict=True))
     assert [round_.choice.gamma for round_ in out.stats.rounds] == meant
     assert (out.stats.drafted < 5 * out.stats.counts.rounds) is bool(schedule)
-
-
-def test_a_row_without_a_request_keeps_no_batch_drafting():
-    """Of two rows that are computed one idles, and is never unsure: the other one's bounds are the batch's."""
-    runner, drafter = runner_and_drafter("confidence", n_rows=4)
-    alone, same = runner_and_drafter("confidence", n_rows=1)
-    (prompt,) = random_prompts([30])
-    ran = generate(runner, [prompt], max_new_tokens=24, drafter=drafter).stats
-    assert [one.choice for one in ran.rounds] == [
-        one.choice for one in generate(alone, [prompt], max_new_tokens=24, drafter=same).stats.rounds
-    ]
 
 
 def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):

@@ -1,44 +1,139 @@
-"""Which attention backend a model gets, and what is said about it."""
+"""Which attention backend a model gets on which machine, and what is said about it."""
 
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import PropertyMock
 
 import pytest
 import torch
+from fake_flash_attn import fake_package
 from programs import python
 
 from common.errors import ConfigError
-from models.attention import AttentionSpec, TorchAttention, flash_backend, select_backend
-from models.attention.flash_backend import FA2, FA3, Flavour
+from models.attention import AttentionSpec, select_backend
+from models.attention.flash_backend import FA2, FA3, FA3_FWD
 
+PACKAGES = (FA3, FA3_FWD, FA2)
 SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
-FLOAT32 = AttentionSpec(32, 8, 128, None, torch.float32)
+WITHOUT_TRITON = {"has_triton": False}
+# What Triton's driver fails with when it is asked for its launcher, and what is said of it.
+LAUNCH_ERRORS = (
+    (RuntimeError("Failed to find C compiler."), "RuntimeError: Failed to find C compiler."),
+    (subprocess.CalledProcessError(1, ["gcc", "main.c"]), "'gcc', 'main.c'"),
+    (FileNotFoundError(2, "No such file or directory", "/nowhere/gcc"), "'/nowhere/gcc'"),
+    (AssertionError("libcuda.so cannot found!\nPossible files are"), "libcuda.so cannot found!"),
+    (RuntimeError(), "RuntimeError"),
+)
+NO_COMPILER = {"launch_error": LAUNCH_ERRORS[0][0]}
 
 
 @pytest.fixture
-def triton_device(monkeypatch):
-    """A GPU, and a driver whose launcher is built."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(utils="a launcher")))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def machine(monkeypatch):
+    """Pretend to be a GPU with some flash packages, and with Triton, whose launcher may fail, or without."""
+
+    def pretend(capability=(9, 0), packages=(), has_triton=True, launch_error=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        for package in PACKAGES:
+            # None in sys.modules is what importing an absent module looks like, wherever the tests run.
+            monkeypatch.setitem(sys.modules, package.module, fake_package(package) if package in packages else None)
+        if has_triton:
+            pytest.importorskip("triton")
+            active = PropertyMock(return_value=SimpleNamespace(utils="a launcher"), side_effect=launch_error)
+            monkeypatch.setattr("triton.runtime.driver", type("Driver", (), {"active": active})())
+        else:
+            monkeypatch.setitem(sys.modules, "triton", None)
+            monkeypatch.delitem(sys.modules, "models.attention.triton_backend", raising=False)
+
+    return pretend
 
 
-def no_driver(error: Exception) -> object:
-    """A driver that fails so when it is asked for its launcher."""
-    return type("NoDriver", (), {"active": PropertyMock(side_effect=error)})()
+@pytest.mark.parametrize(
+    "name,model,on,chosen,words",
+    [
+        ("auto", {}, {}, "triton", ["Triton 3"]),
+        *((name, {"head_dim": 80}, {}, "torch", ["head_dim"]) for name in ("auto", "triton")),
+        *((name, {"dtype": torch.float32}, {}, "torch", ["float32"]) for name in ("auto", "triton")),
+        ("auto", {}, WITHOUT_TRITON, "torch", ["triton is not available"]),
+        *(
+            ("auto", {}, {"launch_error": error}, "torch", ["triton is not", "C compiler", "Python's headers", said])
+            for error, said in LAUNCH_ERRORS
+        ),
+        ("triton", {"head_dim": 80}, NO_COMPILER, "torch", ["head_dim"]),
+        *(
+            ("flash", {}, {"capability": at, "packages": found}, "flash", [best.title, best.module, "on triton"])
+            for at, found, best in (
+                ((9, 0), PACKAGES, FA3),
+                ((9, 0), (FA3_FWD, FA2), FA3_FWD),
+                ((9, 0), (FA2,), FA2),
+                ((8, 0), PACKAGES, FA2),
+                ((10, 0), PACKAGES, FA2),
+            )
+        ),
+        ("flash", {}, {"packages": PACKAGES, **WITHOUT_TRITON}, "flash", ["on torch"]),
+        ("flash", {}, {"packages": PACKAGES, **NO_COMPILER}, "flash", ["on torch"]),
+        *(
+            ("flash", model, {"packages": (package,)}, fallback, [said])
+            for package, model, fallback, said in (
+                (FA3, {"dtype": torch.float32}, "torch", "the model is in torch.float32"),
+                (FA2, {"dtype": torch.float64}, "torch", "takes torch.float16 or torch.bfloat16"),
+                (FA3_FWD, {"dtype": torch.float16}, "triton", "fa3-fwd takes torch.bfloat16, the model is in"),
+                (FA2, {"head_dim": 264}, "torch", "head dims up to 256"),
+                (FA3, {"head_dim": 100}, "torch", "multiples of 8, the model's is 100"),
+                (FA2, {"sliding_window": 7}, "triton", "FlashAttention-2 cannot apply the model's sliding window of 7"),
+                (FA3_FWD, {"sliding_window": 7}, "triton", "cannot apply"),
+            )
+        ),
+    ],
+)
+def test_the_best_backend_is_taken_and_it_is_said_why(machine, name, model, on, chosen, words):
+    machine(**on)
+    backend, why = select_backend(name, "cuda", replace(SPEC, **model))
+    assert backend.name == chosen and "\n" not in why
+    assert [word for word in words if word not in why] == []
 
 
-@pytest.fixture
-def no_launcher(triton_device, monkeypatch):
-    monkeypatch.setattr("triton.runtime.driver", no_driver(RuntimeError("Failed to find C compiler.")))
+@pytest.mark.parametrize(
+    "name,device,on,said",
+    [
+        ("triton", "cuda", WITHOUT_TRITON, "use --attention auto"),
+        ("triton", "cuda", NO_COMPILER, "(?s)where: +--attention.*triton on cuda: .*C compiler.*--attention auto"),
+        ("triton", "cpu", {}, "triton on cpu"),
+        ("cpp", "cuda", {}, "cpp on cuda"),
+        ("flash", "cpu", {"packages": PACKAGES}, "flash on cpu: .* a CUDA device, not cpu"),
+        ("flash", "cuda", {"capability": (7, 5), "packages": PACKAGES}, "this device has 7.5"),
+        ("flash", "cuda", {}, r"imported: FlashAttention-3.*fa3-fwd \(fa3_fwd_interface\): .*FlashAttention-2 \(flash"),
+        ("flash", "cuda", {"capability": (8, 6), "packages": (FA3, FA3_FWD)}, "no flash .*imported: FlashAttention-2"),
+        ("xformers", "cpu", {}, "unknown attention backend"),
+    ],
+)
+def test_a_backend_that_is_not_there_is_refused(machine, name, device, on, said):
+    machine(**on)
+    with pytest.raises(ConfigError, match=said):
+        select_backend(name, device, SPEC)
 
 
-@pytest.fixture
-def nothing_built(triton_device, monkeypatch, tmp_path):
-    """The driver of the installed Triton, as in a process that has a GPU and nothing in Triton's cache."""
+def test_a_package_that_is_too_old_is_passed_over(machine, monkeypatch):
+    machine(packages=(FA2,))
+    monkeypatch.delattr(sys.modules["flash_attn"], "flash_attn_with_kvcache")
+    with pytest.raises(ConfigError, match="has no attribute 'flash_attn_with_kvcache'"):
+        select_backend("flash", "cuda", SPEC)
+
+
+def test_the_interpreter_needs_no_launcher(machine, monkeypatch):
+    machine(**NO_COMPILER)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select_backend("triton", "cuda", SPEC).backend.name == "triton"
+
+
+@pytest.mark.parametrize("compiler,said", [("false", "CalledProcessError"), ("/nowhere/gcc", "FileNotFoundError")])
+def test_the_compiler_is_tried(machine, monkeypatch, tmp_path, compiler, said):
+    """By the driver of the installed Triton, as in a process that has a GPU and nothing in Triton's cache."""
+    machine()
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import DriverConfig
 
@@ -46,6 +141,8 @@ def nothing_built(triton_device, monkeypatch, tmp_path):
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr("triton.runtime.driver", DriverConfig())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    assert said in select_backend("auto", "cuda", SPEC).why
 
 
 def test_importing_the_backends_imports_no_package():
@@ -54,96 +151,3 @@ def test_importing_the_backends_imports_no_package():
     code += "print((packages | {'models.attention.triton_backend'}) & set(sys.modules))"
     ended = python("-c", code)
     assert ended.out.strip() == "set()", ended.err
-
-
-def no_package(monkeypatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "models.attention.triton_backend", raising=False)
-
-
-def test_a_gpu_gets_triton(triton_device):
-    chosen, why = select_backend("auto", "cuda", SPEC)
-    assert chosen.name == "triton" and why.startswith("Triton 3")
-
-
-@pytest.mark.parametrize("head_dim,dtype,said", [(80, torch.bfloat16, "head_dim"), (128, torch.float32, "float32")])
-def test_shapes_that_triton_does_not_have_run_on_torch_whoever_asks(triton_device, head_dim, dtype, said):
-    spec = AttentionSpec(32, 8, head_dim, None, dtype)
-    for name in ("auto", "triton"):
-        chosen, why = select_backend(name, "cuda", spec)
-        assert isinstance(chosen, TorchAttention) and said in why
-
-
-def test_without_triton_a_gpu_gets_torch_and_is_told(monkeypatch):
-    no_package(monkeypatch, "triton")
-    chosen, why = select_backend("auto", "cuda", SPEC)
-    assert isinstance(chosen, TorchAttention) and "triton is not available" in why
-    with pytest.raises(ConfigError, match="use --attention auto"):
-        select_backend("triton", "cuda", SPEC)
-
-
-@pytest.mark.parametrize(
-    "error,said",
-    [
-        (RuntimeError("Failed to find C compiler."), "RuntimeError: Failed to find C compiler."),
-        (subprocess.CalledProcessError(1, ["gcc", "main.c"]), "'gcc', 'main.c'"),
-        (FileNotFoundError(2, "No such file or directory", "/nowhere/gcc"), "'/nowhere/gcc'"),
-        (AssertionError("libcuda.so cannot found!\nPossible files are"), "libcuda.so cannot found!"),
-        (RuntimeError(), "RuntimeError"),
-    ],
-)
-def test_without_a_launcher_a_gpu_gets_torch_and_is_told(triton_device, monkeypatch, error, said):
-    monkeypatch.setattr("triton.runtime.driver", no_driver(error))
-    chosen, why = select_backend("auto", "cuda", SPEC)
-    assert isinstance(chosen, TorchAttention) and why.startswith("triton is not available")
-    assert "C compiler" in why and "Python's headers" in why and said in why and "\n" not in why
-    with pytest.raises(ConfigError, match=r"(?s)where: +--attention.*triton on cuda: .*C compiler.*--attention auto"):
-        select_backend("triton", "cuda", SPEC)
-    assert "head_dim" in select_backend("triton", "cuda", AttentionSpec(32, 8, 80, None, torch.bfloat16)).why
-
-
-@pytest.mark.parametrize("compiler,said", [("false", "CalledProcessError"), ("/nowhere/gcc", "FileNotFoundError")])
-def test_the_compiler_is_tried(nothing_built, monkeypatch, compiler, said):
-    monkeypatch.setenv("CC", compiler)
-    assert said in select_backend("auto", "cuda", SPEC).why
-
-
-def test_the_interpreter_needs_no_launcher(no_launcher, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert select_backend("triton", "cuda", SPEC).backend.name == "triton"
-
-
-def with_flash(monkeypatch, package):
-    found = Flavour(package, lambda *args, **kwargs: None, 132), package.title
-    monkeypatch.setattr(flash_backend, "find_flavour", lambda device: found)
-
-
-def test_flash_without_tritons_launcher_falls_back_on_torch(no_launcher, monkeypatch):
-    with_flash(monkeypatch, FA2)
-    assert "on torch" in select_backend("flash", "cuda", SPEC).why
-
-
-def test_a_backend_for_another_device_or_an_unknown_one_is_refused():
-    for name, device in (("triton", "cpu"), ("flash", "cpu"), ("cpp", "cuda")):
-        with pytest.raises(ConfigError, match=f"{name} on {device}"):
-            select_backend(name, device, SPEC)
-    with pytest.raises(ConfigError, match="unknown attention backend"):
-        select_backend("xformers", "cpu", SPEC)
-
-
-@pytest.mark.parametrize("package", [FA2, FA3])
-def test_flash_says_which_package_and_what_takes_over(triton_device, monkeypatch, package):
-    with_flash(monkeypatch, package)
-    chosen, why = select_backend("flash", "cuda", SPEC)
-    assert chosen.name == "flash" and package.title in why and "on triton" in why
-    no_package(monkeypatch, "triton")
-    assert "on torch" in select_backend("flash", "cuda", SPEC).why
-    chosen, why = select_backend("flash", "cuda", FLOAT32)
-    assert isinstance(chosen, TorchAttention) and "float32" in why
-
-
-def test_flash_without_a_package_says_what_was_tried(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
-    with pytest.raises(ConfigError, match=r"FlashAttention-3.*FlashAttention-2"):
-        select_backend("flash", "cuda", SPEC)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,26 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_cases import Served, serving
 
-from serving.schemas import ChatCompletion, Message, Parameters, TextCompletion
+from serving.schemas import Body, ChatCompletion, Message, Parameters, StreamOptions, TextCompletion
 
 LIMITS = "--max_queue 1 --max_new_tokens 8 --max_stop_sequences 2 --max_body_bytes 4000 --max_input_length 60"
-NEUTRAL = {
-    **{"best_of": 1, "repetition_penalty": 1.0, "frequency_penalty": 0, "typical_p": 1, "top_n_tokens": 0},
-    **{"watermark": False, "decoder_input_details": False, "grammar": None, "adapter_id": None},
-}
-REFUSED = {
-    **{"best_of": 2, "repetition_penalty": 1.1, "frequency_penalty": 0.5, "typical_p": 0.9, "top_n_tokens": 1},
-    **{"watermark": True, "decoder_input_details": True, "grammar": {"type": "regex"}, "adapter_id": "x"},
-}
-CHAT_NEUTRAL = {
-    **{"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0, "tools": []},
-    **{"response_format": {"type": "text"}, "tool_choice": "none", "store": False, "service_tier": "auto"},
-    **{"parallel_tool_calls": False},
-}
-CHAT_REFUSED = {
-    **{"n": 2, "frequency_penalty": 1, "presence_penalty": -1, "logit_bias": {"5": 1}, "top_logprobs": 3},
-    **{"response_format": {"type": "json_object"}, "tools": [{"type": "function"}], "reasoning_effort": "low"},
-}
 MESSAGES = [{"role": "user", "content": "a"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
 IMAGE = {"image_url": {"url": "x"}, "type": "image_url"}
@@ -55,25 +38,27 @@ def refusal(served: Served, path: str, body: Any, status: int = 422) -> tuple[st
     return answer.json["error"].partition(":")[0], answer.json["error"]
 
 
-def test_what_is_not_supported_is_taken_if_it_asks_for_nothing(strict: Served):
-    assert NEUTRAL.keys() == REFUSED.keys()
-    answer = strict.ask(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 2, **NEUTRAL}})
-    assert answer.status == 200, answer.body
-    assert strict.ask(CHATS, CHAT | CHAT_NEUTRAL).status == 200
-    assert strict.ask(CHATS, CHAT | dict.fromkeys(CHAT_NEUTRAL)).status == 200
-    assert strict.ask(CHATS, CHAT | {"tool_choice": "auto", "parallel_tool_calls": True}).status == 200
+# Where each class is in a request, and what errors call that place.
+PLACES: dict[type[Body], tuple[str, Callable[[Any], Any], str]] = {
+    Parameters: (TGI, lambda own: {"inputs": "a", "parameters": own | {"max_new_tokens": 2}}, "parameters."),
+    TextCompletion: (V1, lambda own: own | {"prompt": "a", "max_tokens": 2}, ""),
+    ChatCompletion: (CHATS, lambda own: own | CHAT, ""),
+    Message: (CHATS, lambda own: CHAT | {"messages": [own | MESSAGES[0]]}, "messages.0."),
+    StreamOptions: (CHATS, lambda own: CHAT | {"stream": True, "stream_options": own}, "stream_options."),
+}
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED.items())
-def test_what_is_not_supported_is_refused_by_name(strict: Served, name, value):
-    param, message = refusal(strict, TGI, {"inputs": "a", "parameters": {name: value}})
-    assert param == f"parameters.{name}" and "not supported" in message
-
-
-@pytest.mark.parametrize(("name", "value"), CHAT_REFUSED.items())
-def test_what_is_not_supported_in_a_chat_is_refused_by_name(strict: Served, name, value):
-    param, message = refusal(strict, CHATS, CHAT | {name: value})
-    assert param == name and "not supported" in message
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(strict: Served, kind):
+    path, body, place = PLACES[kind]
+    assert kind.REFUSED
+    for name in kind.REFUSED:
+        param, message = refusal(strict, path, body({name: 7}))
+        assert param == place + name and "not supported" in message
+    for number in (0, 1, -2):  # null, and the first and the last value that asks for nothing
+        own = {name: [None, *values, None][number] for name, values in kind.REFUSED.items()}
+        answer = strict.ask(path, body(own))
+        assert answer.status == 200, answer.body
 
 
 @pytest.mark.parametrize(

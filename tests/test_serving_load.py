@@ -1,17 +1,13 @@
 """Many requests at once: their tokens are those that each gets alone, and whoever leaves frees a row."""
 
-import gc
 import json
 import random
 import re
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
-import psutil
 import pytest
 from serving_cases import Alone, Served, serving, slow
 
@@ -35,10 +31,10 @@ def first_event(connection) -> bytes:
 class Mixed:
     """Valid requests of every kind, and what each of them gets alone."""
 
-    def __init__(self, alone: Alone, seed: int, n: int) -> None:
-        self.rng, self.alone = random.Random(seed), alone
+    def __init__(self, alone: Alone) -> None:
+        self.rng, self.alone = random.Random(1), alone
         # Some are asked more than once, so that rows also meet what they held before.
-        self.known = [self._make() for _ in range(max(8, n // 6))]
+        self.known = [self._make() for _ in range(10)]
 
     def _make(self) -> tuple[str, dict[str, Any], list[int]]:
         rng = self.rng
@@ -84,34 +80,18 @@ class Mixed:
         assert served.ask(TGI, self.rng.choice(bad)).status in (400, 422)
 
 
-def run_mixed(served: Served, alone: Alone, n: int, at_once: int, seed: int) -> None:
-    mixed = Mixed(alone, seed, n)
+def test_answers_under_load_are_those_that_each_gets_alone(served: Served, alone: Alone):
+    mixed = Mixed(alone)
     kinds = [mixed.check] * 7 + [mixed.leave] * 2 + [mixed.misuse]
-    with ThreadPoolExecutor(at_once) as pool:
-        done = [pool.submit(kinds[number % 10], served) for number in range(n)]
+    with ThreadPoolExecutor(12) as pool:
+        done = [pool.submit(kinds[number % 10], served) for number in range(60)]
         for one in done:
             one.result(120)
     served.until_idle()
     metrics = served.metrics()
     for name in ("tgi_batch_current_size", "tgi_queue_size", "foretoken_kv_use"):
         assert metrics[name] == 0, name
-
-
-def test_answers_under_load_are_those_that_each_gets_alone(served: Served, alone: Alone):
-    run_mixed(served, alone, 60, 12, seed=1)
-
-
-@pytest.mark.slow
-def test_five_hundred_requests(chat_checkpoint, alone: Alone):
-    process = psutil.Process()
-    with serving(chat_checkpoint, "--max_batch 8 --max_queue 100") as one:
-        run_mixed(one, alone, 100, 16, seed=2)
-        gc.collect()
-        before = process.memory_info().rss
-        run_mixed(one, alone, 500, 16, seed=3)
-        gc.collect()
-        assert process.memory_info().rss - before < 30e6
-        assert not one.server.service.jobs and not one.server.service._tasks
+    assert not served.server.service._tasks
 
 
 @pytest.mark.parametrize("path", [TGI, STREAM])
@@ -335,14 +315,3 @@ def test_a_line_in_the_log_for_every_request(chat_checkpoint, capsys):
         assert 0 <= whole["queue_ms"] <= whole["ttft_ms"] <= whole["total_ms"]
         assert (refused["route"], refused["status"]) == (V1, 422)
         assert ("confidential" in json.dumps(lines)) is shown
-
-
-def test_half_a_request_disturbs_nobody(served: Served):
-    host, port = served.url.removeprefix("http://").split(":")
-    with closing(socket.create_connection((host, int(port)))) as raw:
-        raw.sendall(
-            b"POST /generate HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
-        assert served.generate("b", max_new_tokens=2)["generated_text"]
-    assert threading.active_count() < 40
-    served.until_idle()

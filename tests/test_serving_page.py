@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 from fake_server import ANSWER, INFO, PAGE, PLAIN, events, pretending
-from serving_cases import serving
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -83,18 +82,6 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
 
 
-def test_figures_are_live(fake, page):
-    first, second, third, fourth, *_ = events(ANSWER)
-    fake.answers = [[first, 0.5, second, third, fourth, 60.0]]
-    page.click("#send")
-    expect(page, "#state").to_have_text("speculation: decoding")
-    expect(page, "dl div:nth-child(5) dd").to_have_text("4")
-    shown = figures(page)
-    assert (shown["tokens per round"], shown["acceptance rate"]) == ("3.00", "0.33")
-    assert 1 < float(shown["tokens/s"]) < 10  # three in half a second
-    expect(page, ".text[aria-busy=true]").to_be_visible()
-
-
 def test_what_is_sent(fake, page):
     fake.answers = [list(events(ANSWER)) for _ in range(3)]
     page.fill("#prompt", "<img src=x onerror=alert(1)>")
@@ -119,13 +106,17 @@ def test_what_is_sent(fake, page):
 
 
 def test_a_token_with_markup_stays_text_and_can_be_pointed_at(fake, page):
+    """Of a server that has no chat template and no plain rounds, which are not offered."""
     hostile = "<img src=x onerror=document.title='!'><script>document.title='!'</script>"
-    fake.info = INFO | {"model_id": hostile}
+    fake.info = INFO | {"model_id": hostile, "chat": False, "plain_requests": False}
     page.reload()
+    for control in ("#chat", "#beside"):
+        expect(page, control).to_be_disabled()
     send(fake, page, list(events([(hostile, False, 0), (hostile, True, 1)])), state="done: 2 tokens")
     assert page.locator(".text").inner_text() == 2 * hostile
     expect(page, "#model").to_have_text(f"{hostile}: self drafts up to 3 tokens a round, coupled verification")
     assert page.locator("img").count() == 0 and page.title() == "Foretoken"
+    assert "chat" not in fake.bodies[0]["parameters"]
     page.hover(".text span:nth-child(2)")
     expect(page, "#tip").to_contain_text("token 2, id 1")
     page.hover("h1")
@@ -154,13 +145,14 @@ def test_errors_stand_where_they_happened(fake, page, answer, said):
 
 @pytest.mark.parametrize("way", ["click", "Escape"])
 def test_stopping_closes_the_connection(fake, page, way):
-    fake.answers = [[next(events(ANSWER)), 60.0]]
+    """Until then its figures are live."""
+    fake.answers = [[*[*events(ANSWER)][:4], 60.0]]
     page.check("#beside")
     page.click("#send")
-    expect(page, ".text span").to_have_count(1)
+    expect(page, "#columns > div:first-child dl div:last-child dd").to_have_text("4")
     page.click("#stop") if way == "click" else page.keyboard.press("Escape")
     expect(page, "#state").to_have_text("stopped")
-    expect(page, "#columns").to_contain_text("stopped after 1 token")
+    expect(page, "#columns").to_contain_text("stopped after 4 tokens")
     assert fake.gone.wait(PATIENCE / 1000)
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
 
@@ -252,16 +244,6 @@ def test_a_phone_scrolls_one_way_only(fake, page, scheme):
     assert lines[0] > lines[1] == lines[3] > lines[2]
 
 
-def test_what_the_server_does_not_do_is_not_offered(fake, page):
-    expect(page, "#beside").to_be_enabled()
-    fake.info = INFO | {"chat": False, "plain_requests": False}
-    page.reload()
-    expect(page, "#chat").to_be_disabled()
-    expect(page, "#beside").to_be_disabled()
-    send(fake, page, list(events(ANSWER)))
-    assert "chat" not in fake.bodies[0]["parameters"]
-
-
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_a_model_says_the_same_with_and_without_speculation(served, tab, temperature):
     tab.goto(served.url)
@@ -278,28 +260,6 @@ def test_a_model_says_the_same_with_and_without_speculation(served, tab, tempera
     assert float(second["tokens per round"]) > 1 and 0 < float(second["acceptance rate"]) <= 1
     n_drafts, n_own, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "own", "prefill"))
     assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
-
-
-def test_a_stopped_answer_frees_its_row(served, tab):
-    tab.goto(served.url)
-    tab.fill("#new", "250")
-    tab.click("#send")
-    expect(tab, ".text span").not_to_have_count(0)
-    tab.keyboard.press("Escape")
-    expect(tab, "#state").to_have_text("stopped")
-    served.until_idle()
-
-
-def test_a_key_is_asked_for(chat_checkpoint, tab):
-    with serving(chat_checkpoint, "--api_key secret") as one:
-        tab.goto(one.url)
-        expect(tab, "#model").to_contain_text("401 (unauthorized)")
-        tab.fill("#key", "secret")
-        tab.press("#key", "Tab")
-        expect(tab, "#model").to_contain_text("self drafts up to 3 tokens a round")
-        tab.fill("#new", "5")
-        tab.click("#send")
-        expect(tab, "#state").to_have_text("done: 5 tokens")
 
 
 def test_the_page_is_one_file():

@@ -16,8 +16,6 @@ from engine.sampling import SamplingParams
 from serving.opening import open_session, plan_of
 from serving.serve import Serve
 
-SAID = [{"role": "user", "content": "how long is the coast of"}]
-
 
 def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     words = FLAGS.replace("--gamma 3", "--gamma auto").split()
@@ -67,27 +65,16 @@ def test_plain_serving_has_no_draft(chat_checkpoint, alone: Alone):
         assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)
 
 
-def test_the_next_turn_runs_only_what_is_new(served: Served, alone: Alone):
-    def turn(messages):
-        body = {"messages": messages, "max_tokens": 12, "temperature": 0}
-        answer = served.ask("/v1/chat/completions", body).json
-        return answer["choices"][0]["message"]["content"], answer["timings"]
-
-    first, timings = turn(SAID)
-    again, repeated = turn(SAID)
-    assert again == first and repeated["cache_n"] > 0.9 * (timings["prompt_n"] + timings["cache_n"])
-    before = served.metrics()
-    second, later = turn([*SAID, {"role": "assistant", "content": "a"}, {"role": "user", "content": "Norway"}])
-    assert later["cache_n"] >= len(alone.tokenizer.encode(f"[user]{SAID[0]['content']}\n[a", add_bos=False)) - 1
-    assert later["prompt_n"] < 40
-    text = f"[user]{SAID[0]['content']}\n[assistant]a\n[user]Norway\n[a]"
-    assert second == alone.tokenizer.decode(alone.tokens(alone.tokenizer.encode(text, add_bos=False), 12))
-    after = served.metrics()
-    for name, n in (
-        ("foretoken_prefill_tokens_total", "prompt_n"),
-        ("foretoken_reused_prompt_tokens_total", "cache_n"),
-    ):
-        assert after[name] - before[name] == later[n]
+def test_the_next_turn_runs_only_what_is_new(served: Served):
+    first = [{"role": "user", "content": "how long is the coast of"}]
+    turns = [*first, {"role": "assistant", "content": "a"}, {"role": "user", "content": "Norway"}]
+    for messages in (first, turns):
+        before = served.metrics()
+        timings = served.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 12}).json["timings"]
+    assert timings["cache_n"] >= len("[user]how long is the coast of\n[a") - 1 and timings["prompt_n"] < 40
+    after, own = served.metrics(), {"prefill": timings["prompt_n"], "reused_prompt": timings["cache_n"]}
+    for kind, n in own.items():
+        assert after[f"foretoken_{kind}_tokens_total"] - before[f"foretoken_{kind}_tokens_total"] == n
 
 
 def test_reuse_can_be_left_out(chat_checkpoint):
@@ -117,21 +104,13 @@ def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
 
 
 def test_log_probabilities_are_the_models_own(served: Served, alone: Alone):
-    prompt, sampling = "logs", SamplingParams(0.7, top_k=5, seed=3)
-    how = {"temperature": 0.7, "top_k": 5, "seed": 3, "max_new_tokens": 20}
-    tokens = alone.tokens(prompt, 20, sampling)
-    text = torch.tensor([[*alone.tokenizer.encode(prompt), *tokens]])
-    from kv_cache import FullKVCache
-
-    model = alone._runner.model
-    cache = FullKVCache(model.config, 1, 99, dtype=torch.float64)
-    with torch.inference_mode():
-        logits = model(text, torch.arange(text.shape[1])[None], cache)[0]
-    expected = logits.log_softmax(-1)[len(text[0]) - 21 : -1].gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-    details = served.generate(prompt, **how)["details"]
+    how = {"temperature": 0.7, "top_k": 5, "seed": 3}
+    expected = alone.logprobs("logs", 20, SamplingParams(**how))
+    details = served.generate("logs", max_new_tokens=20, **how)["details"]
     assert [token["logprob"] for token in details["tokens"]] == pytest.approx(expected, abs=1e-5)
-    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0}
-    choice = served.ask("/v1/completions", body).json["choices"][0]
+    choice = served.ask("/v1/completions", {"prompt": "logs", "max_tokens": 20, "logprobs": 0, **how}).json["choices"][
+        0
+    ]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
 
 

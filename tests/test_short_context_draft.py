@@ -8,7 +8,8 @@ from witness import FakeConfig, FakeModel
 
 from engine import ModelRunner, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
-from kv_cache import KV, FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.over import BlockAlone
 from models import ModelConfig, Transformer
 
 # A text opens with the id of its rule, then come words; the rule says which word follows which. Rotary attention
@@ -44,24 +45,6 @@ def texts(rules: Tensor, length: int, generator: torch.Generator) -> Tensor:
     return torch.cat([rules[:, None], words], dim=1)
 
 
-class OneBlock:
-    """A cache for training: the whole text in one block, handed to attention with its gradients."""
-
-    in_order, block_ends_view = True, True
-
-    def begin(self, positions: Tensor) -> None:
-        self.positions = positions
-
-    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, None]:
-        return positions, None
-
-    def write(self, layer: int, slots: None, new: Tensor) -> None:
-        self._block = KV(new[:, :, 0], new[:, :, 1])
-
-    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        return self._block
-
-
 @pytest.fixture(scope="module")
 def draft() -> Transformer:
     """Trained to name the successor of every word, at positions 0 to 127 under full attention."""
@@ -76,7 +59,7 @@ def draft() -> Transformer:
         optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20) * (1 - step / n_step)
         rules = torch.randint(N_RULE, (batch,), generator=generator)
         tokens = texts(rules, TRAINED, generator)
-        logits = model(tokens, positions, OneBlock())[:, 1:]
+        logits = model(tokens, positions, BlockAlone(positions))[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), following(rules[:, None], tokens[:, 1:]).flatten())
         optimizer.zero_grad()
         loss.backward()

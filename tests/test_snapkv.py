@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
 from common.errors import ConfigError
-from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, StandaloneDraft, generate
 from engine.drafters import Shown
 from kv_cache import EMPTY, FullKVCache, SnapKV
 from kv_cache.snapkv import POOL, attention_received
@@ -69,8 +69,8 @@ def test_the_cache_holds_what_lists_select(shape):
     model = tiny_model(SHAPES[shape])
     prompts = random_prompts([40, 11, 29])
     runner = ModelRunner(model, full_cache(model, 3), prefill_chunk=7)
-    cache = SnapKV(BUDGET, WINDOW).new_cache(model.config, 3, 0, "cpu", torch.float64)
-    drafter = SelfSpeculation(runner, cache, gamma=2)
+    drafter = self_draft(runner, SnapKV(BUDGET, WINDOW), gamma=2)
+    cache = drafter.cache
     heads_differ = False
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
@@ -109,10 +109,9 @@ def test_the_queries_are_those_of_the_prefill():
 
 
 def test_the_window_moves_on_and_the_selection_stays():
-    model, prompt = tiny_model(), random_prompts([40])[0]
-    runner = ModelRunner(model, full_cache(model, 1))
-    cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 1, 0, "cpu", torch.float64)
-    drafter = SelfSpeculation(runner, cache, gamma=2)
+    runner, prompt = tiny_runner(1), random_prompts([40])[0]
+    drafter = self_draft(runner, SnapKV(BUDGET, WINDOW), gamma=2)
+    cache = drafter.cache
     runner.prefill_row(0, prompt)
     drafter.follow([Shown(0, 0, prompt, 0)])
     selection = cache.keys[:, 0, :, :SELECTED].clone()

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from pacings import Scripted
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
@@ -22,19 +22,10 @@ LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
 
 
-def near_model():
-    """Much like the target, so that inner drafts stand now and then."""
-    model = tiny_model()
-    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
-        own.data += 0.05 * other.data
-    return model
-
-
 def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
     """A runner, a draft alone, and another of its kind that is speculated for."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 3))
-    alone, outer = (SelfSpeculation(runner, full_cache(model, 3), gamma, near_model()) for _ in range(2))
+    runner = tiny_runner(3)
+    alone, outer = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma, near_model()) for _ in range(2))
     own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
     inner = {
         "ngram": lambda: NGram(runner, inner_gamma),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from programs import benchmark
-from tiny import full_cache, random_prompts, tiny_model
+from tiny import full_cache, random_prompts, tiny_runner
 
-from engine import ModelRunner, SelfSpeculation
+from engine import SelfSpeculation
 from engine.bench.auto_costs import RunCosts
 from engine.cost_model.costs import Costs
 from engine.cost_model.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
@@ -80,9 +80,8 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
         self._verified[0], self._accepted[0] = 10, 7
 
     monkeypatch.setattr(Rehearsal, "run", run)
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    drafter = SelfSpeculation(runner, full_cache(model, 2), gamma=6)
+    runner = tiny_runner(2)
+    drafter = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=6)
     known = {8: [Costs(100, (1, 3, 6), (120, 150, 190), 10, 2)], 2: COSTS[2]}
     found = still_hold(known, Rehearsal(runner, [drafter], random_prompts([9, 12]), gamma=6, max_new_tokens=9))
     assert (found is not None) == holds

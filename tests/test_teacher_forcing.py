@@ -1,15 +1,22 @@
 """Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
 
 import pytest
-import torch
-from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tiny import (
+    continue_by_recomputing,
+    full_cache,
+    random_prompts,
+    recomputed,
+    self_draft,
+    tiny_model,
+    tiny_runner,
+)
 
 from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters.speculated import Speculated
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from kv_cache import SnapKV, StreamingKVCache, VerifyTopK
+from kv_cache import SnapKV, Streaming, VerifyTopK
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -47,24 +54,20 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
 
 
 def test_the_target_itself_is_always_right():
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3))
+    runner = tiny_runner(3)
     n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
-    drafter = SelfSpeculation(runner, full_cache(target, 3), GAMMA)
+    drafter = SelfSpeculation(runner, full_cache(runner.model, 3), GAMMA)
     assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
 
 
 @pytest.mark.parametrize("kind", ["streaming", "snapkv", "verify_topk", "ngram"])
 def test_the_row_is_left_as_the_prompt_left_it(kind):
     """A decode behind it finds the prefilled rows, and emits what it would have emitted before."""
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 3))
+    runner = tiny_runner(3)
     drafter = {
-        "streaming": lambda: SelfSpeculation(runner, StreamingKVCache(TINY, 3, 12, 2, dtype=torch.float64), GAMMA),
-        "verify_topk": lambda: SelfSpeculation(
-            runner, VerifyTopK(12, 5, refresh=2).new_cache(TINY, 3, 0, "cpu", torch.float64), GAMMA
-        ),
-        "snapkv": lambda: SelfSpeculation(runner, SnapKV(12, 5).new_cache(TINY, 3, 0, "cpu", torch.float64), GAMMA),
+        "streaming": lambda: self_draft(runner, Streaming(12, n_sink=2), GAMMA),
+        "verify_topk": lambda: self_draft(runner, VerifyTopK(12, 5, refresh=2), GAMMA),
+        "snapkv": lambda: self_draft(runner, SnapKV(12, 5), GAMMA),
         "ngram": lambda: NGram(runner, GAMMA),
     }[kind]()
     counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))
@@ -74,7 +77,7 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     runner.filling = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
     out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
     assert not prefilled
-    assert out.tokens == [continue_by_recomputing(target, prompt, 9) for prompt in PROMPTS]
+    assert out.tokens == recomputed(runner.model, PROMPTS, 9)
 
 
 @pytest.mark.parametrize("kind", ["self", "model", "ngram"])

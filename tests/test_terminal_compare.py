@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from byte_tokenizer import ALPHABET, save_tokenizer
 from programs import ROOT, run
 from rich.console import Console
 
@@ -31,8 +30,6 @@ from engine.terminal.comparison import first_difference
 from engine.terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
 from engine.terminal.track import Token, Track, printable
 from kv_cache.streaming import Streaming
-from models.checkpoints.text_stream import TextStream
-from models.checkpoints.tokenizer import load_tokenizer
 
 COMPARE = "foretoken.py compare"
 TEXTS = ["Call me <b>Ishmael</b> & co.", "It was the best of times, it was the worst of times", "No"]
@@ -86,17 +83,6 @@ def test_a_row_that_its_first_token_ends_is_shown(checkpoint: Path) -> None:
     track = Track(Progress(), session.tokenizer, 3)
     out = session.generate(progress=track)
     assert [len(row) for row in track.rows] == [len(tokens) for tokens in out.tokens] == [1, 1, 1]
-
-
-def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
-    """Each byte is a token; what is cut off at the end is said at last, as what it is."""
-    save_tokenizer(tmp_path, ALPHABET)
-    tokenizer, text = load_tokenizer(tmp_path), "naïve 日本語 🙂!"
-    tokens, stream = tokenizer.encode(text), TextStream(tokenizer)
-    pieces = [stream.add(token) for token in tokens]
-    assert [piece for piece in pieces if piece] == list(text) and len(tokens) == len(text.encode())
-    assert not stream.rest() and not any(map(stream.add, tokens[-5:-2]))
-    assert set(stream.rest()) == {"\ufffd"}
 
 
 def test_lines_are_wrapped_at_spaces_and_nothing_is_lost() -> None:

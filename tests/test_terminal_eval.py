@@ -47,6 +47,7 @@ def test_the_interval_of_a_difference_is_a_published_one() -> None:
     """The example of `ci.prop.ps` in the R package statpsych."""
     assert paired_difference(4, 26, 48) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)
     assert paired_difference(26, 4, 48) == pytest.approx((-0.6251933, -0.2548067), abs=1e-7)
+    assert paired_difference(0, 0, 48) == pytest.approx((-0.0554, 0.0554), abs=1e-4), "none is seen, some may be"
 
 
 def test_what_is_compared_is_paired() -> None:

@@ -1,11 +1,11 @@
 """`foretoken.py latency`: what is measured in which order, and what is made of it."""
 
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pacings import Clock
 from programs import Ended, run
 
 from engine.bench import session as sessions
@@ -19,21 +19,9 @@ TICK = 0.001
 TICKS_A_ROUND = 2
 
 
-@dataclass
-class Clock:
-    """Moves on whenever it is looked at: every round takes as long."""
-
-    tick: float = TICK
-    now: float = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += self.tick
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(TICK)
     monkeypatch.setattr("engine.decoding.time", clock)
     return clock
 

@@ -8,7 +8,7 @@ import pytest
 from pacings import Scripted
 from test_joint_law import N_NEW, N_REQUESTS, PLAIN, PROMPTS, ROOM, STOP, TARGET, irregular_groups, joint_p_value
 from test_joint_law import laws as laws  # a fixture
-from tiny import batch_at, full_cache, random_prompts, tiny_model
+from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -25,8 +25,7 @@ DRAWS = (7, 3)
 
 
 def runner_of(n_rows: int = 3) -> ModelRunner:
-    model = tiny_model()
-    return ModelRunner(model, full_cache(model, n_rows))
+    return tiny_runner(n_rows)
 
 
 def longest_repeated(text: list[int]) -> tuple[int, int]:

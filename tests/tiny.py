@@ -1,11 +1,14 @@
 """Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
 
+from typing import Any
+
 import torch
 
+from engine import Decoder, ModelRunner, Request, SelfSpeculation
 from engine.batch import Batch
 from engine.noise import Stream, gumbel
 from engine.sampling import Distribution, Filters, SamplingParams
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
 
 TINY = ModelConfig(vocab_size=61, n_layer=2, dim=32, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, max_context=256)
@@ -22,6 +25,14 @@ def tiny_model(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = t
     return model.eval().requires_grad_(False)
 
 
+def near_model() -> Transformer:
+    """Much like the tiny model, so that it drafts what the tiny model accepts, now and then."""
+    model = tiny_model()
+    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
+        own.data += 0.05 * other.data
+    return model
+
+
 def random_prompts(lengths: list[int], vocab_size: int = TINY.vocab_size, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
@@ -34,11 +45,31 @@ def full_cache(
     return FullKVCache(model.config, max_batch, max_len, dtype=kv_dtype or model.dtype)
 
 
+def tiny_runner(n_rows: int, **settings: Any) -> ModelRunner:
+    """Of the tiny model, over a full cache; settings: ModelRunner's."""
+    model = tiny_model()
+    return ModelRunner(model, full_cache(model, n_rows), **settings)
+
+
 def batch_at(lengths: list[int], current: list[int]) -> Batch:
     """Greedy rows whose last tokens, `current`, sit at those positions."""
     batch = Batch(len(lengths), Filters())
     batch.set_state(lengths, [0] * len(lengths), current)
     return batch
+
+
+def self_draft(runner: ModelRunner, policy: Policy, gamma: int) -> SelfSpeculation:
+    """By the runner's own model, over a cache of that policy for as many rows of as many tokens as the runner has."""
+    of = runner.model.config, runner.max_batch, runner.cache.capacity
+    return SelfSpeculation(runner, policy.new_cache(*of, "cpu", runner.model.dtype), gamma)
+
+
+def decode(decoder: Decoder, *requests: Request) -> None:
+    """Submit them, and step until nothing is left to decode."""
+    for request in requests:
+        decoder.submit(request)
+    while not decoder.idle:
+        decoder.step()
 
 
 def continue_by_recomputing(

@@ -1,0 +1,81 @@
+"""What both policies that choose anew do: rows by name, entries of 8 bits, drafts of some layers, and refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from chosen_rows import CHOSEN, CHUNK, GAMMA, LENGTHS, LONGEST, WINDOW, Rows, retrieval_cache, topk_cache
+from tiny import TINY, tiny_model, tiny_runner
+
+from common.errors import ConfigError
+from engine import SelfSpeculation, generate
+from models.llama import select_layers
+
+of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache])
+
+
+def means(rows: Rows) -> torch.Tensor:
+    """Of chunks, by layer and row; of a policy without them nothing."""
+    return getattr(rows.cache, "means", rows.cache.entries[:, 0, :, :0])
+
+
+@of_both_policies
+def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
+    """Some of the rows, in another order and with fewer drafts, of which queries of a longer block are left over."""
+    together, apart = Rows(new_cache()), Rows(new_cache())
+    for one in (together, apart):
+        one.round([0, 0, 0, 0])
+    together.round([2, 1, 0, 2], gamma=2)
+    before = [x.clone() for x in (apart.cache.entries[:, :, 1:3], means(apart)[:, 1:3])]
+    apart.round([2, 2], rows=[3, 0], gamma=2)
+    for row in (0, 3):
+        torch.testing.assert_close(apart.cache.entries[:, :, row], together.cache.entries[:, :, row])
+        torch.testing.assert_close(means(apart)[:, row], means(together)[:, row])
+    assert torch.equal(apart.cache.entries[:, :, 1:3], before[0])
+    assert torch.equal(means(apart)[:, 1:3], before[1])
+
+
+@of_both_policies
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_entries_of_8_bits_are_chosen_by_what_they_stand_for(new_cache, stored):
+    """From 8 bits to 8 bits as they are; to more bits as they read; from more bits as the prompt's are stored."""
+    model = tiny_model(dtype=torch.float32)
+    same, wide = (Rows(new_cache(dtype=dtype), model, stored) for dtype in (stored, torch.float32))
+    narrow, plain = (Rows(new_cache(dtype=dtype), model) for dtype in (stored, torch.float32))
+    for rows in (same, wide, narrow, plain):
+        rows.round([1, 1, 1, 1])
+    for eight, full in ((same, wide), (narrow, plain)):
+        values = eight.cache.entries.float() * eight.cache.scales[..., None]
+        error = 0 if full is wide else 0.04 * values.abs().max()
+        assert (values - full.cache.entries)[:, :, [0, 2, 3], :, :CHOSEN].abs().max() <= error
+        assert torch.equal(means(eight).float(), means(full).float())
+    assert not torch.equal(same.cache.entries.float(), narrow.cache.entries.float())
+
+
+@of_both_policies
+def test_a_draft_of_some_layers_chooses_by_those(new_cache):
+    config = replace(TINY, n_layer=4)
+    model = tiny_model(config)
+    shallow = select_layers(model, [1, 3])
+    every, some = Rows(new_cache(config), model), Rows(new_cache(shallow.config), model, draft=(shallow, [1, 3]))
+    for rows in (every, some):
+        rows.round([2, 2, 2, 2])
+    assert torch.equal(some.cache.entries, every.cache.entries[[1, 3]])
+    assert torch.equal(means(some), means(every)[[1, 3]])
+
+
+@of_both_policies
+def test_what_cannot_work_is_refused(new_cache):
+    options = [({"refresh": 0}, "refresh"), *[({"n_sink": n}, "no room for chosen entries") for n in (CHOSEN, -CHUNK)]]
+    if new_cache is retrieval_cache:
+        options += [({"chunk": n}, "a chunk has no place") for n in (0, WINDOW + 1)]
+    for option, message in options:
+        with pytest.raises(ConfigError, match=message):
+            new_cache(**option)
+
+
+def test_a_text_beyond_the_longest_is_refused():
+    runner = tiny_runner(len(LENGTHS))
+    drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)
+    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
+        generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)
