@@ -58,11 +58,12 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
         if not ending.code:
             raise
         seen = _first_paragraph(said.getvalue())
-        choice, _, choices = seen.partition("' for argument ")
-        near, known = choice.partition("'")[2], re.findall(r"(?<=[(\s])'(.*?)'", choices)
         if commands := re.search(r"Expected one of \{(.*)\}", seen):
-            near, known = next(iter(sys.argv[1:] if argv is None else argv), ""), commands[1].split(", ")
-        fix = _perhaps([near], known)
+            word = next(iter(sys.argv[1:] if argv is None else argv), "no command").partition("=")[0]
+            fix = _perhaps([word], commands[1].split(", "))
+            raise _unreadable(prog, word, f"a command: {commands[1]}", fix) from None
+        choice, _, choices = seen.partition("' for argument ")
+        fix = _perhaps([choice.partition("'")[2]], re.findall(r"(?<=[(\s])'(.*?)'", choices))
         raise _unreadable(prog, seen, "values as --help lists them", fix) from None
     if unknown:
         raise _unknown(type(config), prog, unknown, sys.argv[1:] if argv is None else argv)

@@ -33,7 +33,7 @@ class QuantizedKVCache(FullKVCache):
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
-    # A CPU need not do what changes nothing; where rounds are captured, no host may decide that.
+    # A CPU need not do what changes nothing. Where rounds are captured, as on a GPU and in tests, no host may decide.
     asks_host = True
 
     def __init__(

@@ -13,7 +13,7 @@ from functools import partial
 from common import cli
 from common.tables import console
 from reproduce.paper import columns
-from reproduce.paper.figures import CATEGORIES, MARKERS, POLICIES, Figure, Style, by_budget, lines
+from reproduce.paper.figures import BLACK, CATEGORIES, MARKERS, POLICIES, Figure, Style, by_budget, lines
 from reproduce.paper.published import Record
 from reproduce.paper.reproduction import showing
 
@@ -44,9 +44,10 @@ def table(records: list[Record]) -> str:
 
 
 def drawn(rows: list[Record]) -> list[Record]:
-    """Those of drafts with a budget that have no draft of their own, at the usual gamma."""
-    alone = [row for row in rows if row["draft_budget"] and not row.get("draft_of_draft")]
-    return [row for row in alone if row["gamma"] in (USUAL_GAMMA, "auto")]
+    """Those of drafts that have no draft of their own, at the usual gamma; without a budget they read the context."""
+    alone = [row for row in rows if row["gamma"] in (USUAL_GAMMA, "auto") and not row.get("draft_of_draft")]
+    read = [row | {"draft_budget": row["draft_budget"] or row["prefix_len"]} for row in alone]
+    return sorted(read, key=lambda row: (row["prefix_len"], row["B"]))
 
 
 def label(row: Record) -> str:
@@ -55,9 +56,9 @@ def label(row: Record) -> str:
 
 def look(row: Record) -> Style:
     """A colour and a marker for each policy, the same in every panel; open where weights are quantised."""
-    place = POLICIES.index(row["draft_policy"]) if row["draft_policy"] in POLICIES else -1
-    own = {"color": CATEGORIES[place], "marker": MARKERS[place % len(MARKERS)]}
-    return own | ({"markerfacecolor": "none"} if row.get("draft_weights") else {})
+    looks = dict(zip(POLICIES, zip(CATEGORIES, MARKERS, strict=False), strict=False))
+    color, marker = looks.get(row["draft_policy"], (BLACK, "*"))
+    return {"color": color, "marker": marker} | ({"markerfacecolor": "none"} if row.get("draft_weights") else {})
 
 
 def acceptance_figure(records: list[Record]) -> Figure:

@@ -8,13 +8,14 @@ python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axi
 
 import common.startup
 
+from bisect import bisect
 from operator import itemgetter
 
 from common import cli
 from common.tables import Column
 from reproduce.paper import columns, tables
 from reproduce.paper.columns import COLUMNS, KINDS, over
-from reproduce.paper.figures import BLACK, PUBLISHED, Figure, Key, Panel, Series, lines
+from reproduce.paper.figures import BLACK, PUBLISHED, Figure, Key, Panel, Series, Style, lines
 from reproduce.paper.published import SELF, Record, draft_name, grouped, pairs_of, published, target_name
 from reproduce.paper.reproduction import SPEEDUPS, showing
 
@@ -25,6 +26,10 @@ NOTE = f"""{columns.SLOWER}: slower than plain decoding. Measured: while all row
   about 0.02; published ratios are theoretical, measured ones medians of timed rounds. Of throughput against latency no
   numbers are published: ms a token is what a row waits, tokens/s are of all rows while all are busy."""
 WEIGHTS = COLUMNS["draft_weights"]
+# viridis up to 0.9 of its range: also without colour vision the order can be seen.
+SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
+# The contexts that each next shade begins at.
+LONGER = (1_500, 3_000, 6_000, 12_000, 20_000, 28_000, 48_000, 80_000)
 FLOW_AXES = "ms per token of a row", "tokens per second of all rows"
 
 
@@ -54,9 +59,14 @@ def cost_figure(records: list[Record]) -> Figure:
 
 def over_rows(title: str, facts: list[Record], records: list[Record], y: Key, y_label: str) -> Panel:
     """Over the rows decoded together: a line for each context that was published, and each way to draft measured."""
-    series = lines(facts, "published, {prefix_len} tokens".format_map, "B", "value", style=PUBLISHED)
-    series += lines(records, way, "B", y)
+    series = lines(facts, "published, {prefix_len} tokens".format_map, "B", "value", shade, style=PUBLISHED)
+    series += lines(records, way, "B", y, shade)
     return Panel(title, "rows decoded together", y_label, series, is_speedup=y_label == "speedup")
+
+
+def shade(row: Record) -> Style:
+    """The darker the shorter the context, in every panel."""
+    return {"color": SHADES[bisect(LONGER, row["prefix_len"])]}
 
 
 def way(record: Record) -> str:

@@ -87,12 +87,14 @@ class RecordedGraph:
 class RecordedGraphs:
     """Has the interface of `engine.graphs.CudaGraphs`; `recorded` lists all that were captured."""
 
+    Graph = RecordedGraph
+
     def __init__(self, device: torch.device, recorded: list[RecordedGraph] | None = None) -> None:
         self.recorded = [] if recorded is None else recorded
         self._alive: list[RecordedGraph] = []
 
     def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        graph = RecordedGraph()
+        graph = self.Graph()
         outputs = graph.capture(part)
         self.recorded.append(graph)
         self._alive.append(graph)

@@ -182,6 +182,13 @@ def test_the_baseline_drafts_nothing(call) -> None:
     assert record["decode_tokens_per_second"] == record["baseline_tokens_per_second"]
 
 
+def test_a_baseline_under_torchrun_of_one_process(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    flags = f"--model {checkpoint} --dataset {books} --num_prompts 3 --printoutput {SIZES}"
+    record = python(*launcher, ROOT / BASELINE, *flags.split(), cwd=tmp_path).record
+    assert record["tokens_generated"] == 3 * GEN_LEN and record["decode_tokens_per_second"] > 0
+
+
 def test_a_full_disk_loses_nothing_of_a_run(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and record are printed, the record last; one warning while it runs, and one error at its end."""
 

@@ -134,5 +134,7 @@ def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
 
 
 def test_a_command_that_is_none_may_be_near_one():
-    assert "seen:     Expected one of {compare, latency" in (said := run("foretoken.py", ["compar", "--B", "1"]).err)
+    assert "seen:     compar\n  required: a command: compare, " in (
+        said := run("foretoken.py", ["compar", "--B", "1"]).err
+    )
     assert said.endswith("fix:      perhaps you meant compare; see --help\n")

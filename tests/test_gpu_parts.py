@@ -1,15 +1,18 @@
-"""What reproduce/gpu.py measures: checks that need a GPU, cells that are listed, rows that fit."""
+"""What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
+
+from functools import partial
 
 import gpu_correctness as correctness
 import pytest
 import torch
-from recorded_graph import RecordedGraphs
+from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
 from engine.bench.config import Sizes
 from engine.bench.session import Session
 from engine.noise import in_passes
+from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
 from reproduce.gpu_parts import speculation
 from reproduce.gpu_parts.cells import Options
@@ -24,16 +27,68 @@ class OnCuda(Options):
     on_cuda = True
 
 
-def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch):
+class Wrong(TorchAttention):
+    """Of 4 tokens by a tenth, of 8 tokens not at all."""
+
+    def attend(self, q, kv, prepared):
+        if q.shape[1] == 8:
+            raise RuntimeError("no such kernel")
+        return super().attend(q, kv, prepared) * (1.1 if q.shape[1] == 4 else 1)
+
+
+class StaleGraphs(RecordedGraphs):
+    """Replays are dropped after some of each."""
+
+    class Graph(RecordedGraph):
+        def replay(self):
+            if self.replays < 3:
+                super().replay()
+
+
+class SharedGraphs(RecordedGraphs):
+    """Replays are dropped once graphs of another owner are gone."""
+
+    gone = False
+
+    class Graph(RecordedGraph):
+        def replay(self):
+            if not SharedGraphs.gone:
+                super().replay()
+
+    def __del__(self):
+        SharedGraphs.gone = True
+
+
+@pytest.mark.parametrize(("backend", "status"), [(TorchAttention(), "done"), (Wrong(), "failed")])
+def test_an_error_beyond_the_tolerance_fails_and_a_shape_that_raises(monkeypatch, backend, status):
+    monkeypatch.setattr(correctness, "open_backend", lambda name, device, spec: backend)
+    result = correctness.attention(CPU, "tested", "cpu", torch.float32, None, False)
+    assert result["status"] == status and (result["worst_error"] > result["tolerance"]) == (status == "failed")
+    assert [line[:3] for line in result["broken"]] == ["T 8"] * 2 * (status == "failed")
+    assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+IDENTITY, SURVIVAL = partial(correctness.identity, mode="coupled"), correctness.survival
+
+
+@pytest.mark.parametrize(
+    ("check", "graphs", "status"),
+    [
+        (IDENTITY, RecordedGraphs, "done"),
+        (IDENTITY, StaleGraphs, "failed"),
+        (SURVIVAL, RecordedGraphs, "done"),
+        (SURVIVAL, SharedGraphs, "failed"),
+    ],
+)
+def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch, check, graphs, status):
     """Of a tiny model; nothing can be compiled below the stand-in, which watches every operation."""
     model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
-    instead = {"CudaGraphs": RecordedGraphs, "compiled": lambda: EAGER, "compiled_source": lambda: in_passes}
+    instead = {"CudaGraphs": graphs, "compiled": lambda: EAGER, "compiled_source": lambda: in_passes}
     instead |= {"LIMITS": [9, 4, 12, 7, 6, 10], "RUBBISH_BYTES": 64}
     for name, value in instead.items():
         monkeypatch.setattr(correctness, name, value)
     monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
-    for check in (lambda options: correctness.identity(options, "coupled"), correctness.survival):
-        assert check(OnCuda("cpu", True))["status"] == "done"
+    assert check(OnCuda("cpu", True))["status"] == status
 
 
 def test_cells_on_a_gpu_can_be_listed_without_one():

@@ -98,8 +98,8 @@ class Footprint:
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. Of entries
-        in 4 bits, where attention cannot read them: both unpacked, and one's codes as bytes and as numbers with
-        its grids, or both in `dtype`."""
+        in 4 bits, which some attention has to unpack: both unpacked, and one's codes as bytes and as numbers with its
+        grids, or both in `dtype`."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
@@ -237,7 +237,7 @@ def left_in_container(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/
         for group in (groups / path, *(groups / path).parents):
             with suppress(OSError, ValueError):  # ValueError: no limit here, but the word max
                 limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                of_files = re.findall(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                of_files = re.findall(r"^(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
                 left = min(left, limit - used + sum(map(int, of_files)))
     return left
 

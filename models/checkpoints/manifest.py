@@ -1,14 +1,18 @@
 """The manifest.json of a checkpoint's folder: sizes and SHA-256 sums of its files, and what a conversion made."""
 
+import glob
 import hashlib
 import json
 import os
 import re
+import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+
+import psutil
 
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import TOKENIZER_FILES
@@ -23,16 +27,24 @@ SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path of that name in a temporary folder beside it; on success what is there is flushed and moved. Errors:
-    CheckpointError."""
+    """Yield a path of that name in a folder of this process beside it; on success what is there is flushed and moved.
+    What processes of this machine left there that were killed is removed. Errors: CheckpointError."""
+    own = f".{path.name}.{socket.gethostname()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as folder:
-            partial = Path(folder) / path.name
+        for left in path.parent.glob(f"{glob.escape(own)}.*"):
+            if not psutil.pid_exists(int(left.suffix[1:])):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = path.with_name(f"{own}.{os.getpid()}")
+        folder.mkdir(exist_ok=True)
+        try:
+            partial = folder / path.name
             yield partial
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         required, fix = "a writable folder with enough free space", "free some space, or choose another --out_dir"
