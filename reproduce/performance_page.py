@@ -38,7 +38,7 @@ def tables(folder: Path) -> dict[str, str]:
     """What stands at each place of the template."""
     copies, shown = read(folder, GPU, "gpu_copy_bandwidth"), dict[str, str]()
     for place, said in PLACES.items():
-        records = read(folder, said["file"], *said["benchmarks"])
+        records = read(folder, said["file"], *said["benchmarks"])[-1 if said.get("newest") else 0 :]
         if not said.get("broken"):  # an error is no measurement
             records = [record for record in records if record.get("status") != "error"]
         peers = dict.fromkeys(key for record in records for key in record if key.startswith("step_ms: "))

@@ -50,7 +50,7 @@ def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def metadata_of(config: ModelConfig, arch: str, tokens: list[str]) -> dict[str, Any]:
+def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
     of_model = {
         "context_length": config.max_context,
         "embedding_length": config.dim,
@@ -62,7 +62,7 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str]) -> dict[str, 
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
     }
-    of_tokenizer = {"model": "gpt2", "tokens": tokens, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
+    of_tokenizer = {"model": "gpt2", "tokens": tokens, "merges": merges, "eos_token_id": config.eos_tokens[0]}
     of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
@@ -134,7 +134,7 @@ def write_tiny_gguf(
         for name, shape in stacked
     }
     own = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
-    own = metadata_of(config, arch, tokens) | own | (metadata or {})
+    own = metadata_of(config, arch, tokens, MERGES) | own | (metadata or {})
     write_gguf(folder / "tiny.gguf", config, weights, own, arch, **options)
     return weights
 

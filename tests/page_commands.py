@@ -42,10 +42,10 @@ STUBS = {
 }
 # Programs without a plan of memory and ranks, or whose prompts need a tokenizer: only their flags are read.
 UNPLANNED = (
-    *("reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
+    *("reproduce/plot.py", "reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
     *("download.py", "convert_hf_checkpoint.py", "foretoken.py", "tests/mutants.py"),
-    *("reproduce/gpu.py", "reproduce/performance_page.py", "reproduce/published_page.py"),
-    "reproduce/roofline_error.py",
+    *("reproduce/gpu.py", "reproduce/kernel_report.py"),
+    *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")
 SERVER = "serving"
@@ -159,9 +159,11 @@ class Planner:
     """Follows commands to their plans, on machines that are made up: GPUs of 80 GB, or a CPU.
 
     folder: where they run. It gets an empty checkpoint of every published shape, and of the built-in model.
+    n_gpus: of each machine; None for one a process.
     """
 
     folder: Path
+    n_gpus: int | None = None
     gpu_bytes: int = 78 * 2**30  # what is free of 80 GB
     cpu_bytes: int = 5 * 10**9  # README.md, "Two commands"
     checked: set[tuple[str, ...]] = field(default_factory=set)
@@ -194,8 +196,8 @@ class Planner:
     def follow(
         self, program: str, flags: Sequence[str], n_nodes: int = 1, n_local: int = 1
     ) -> Plan | Sequence[Cell] | dict[str, Any]:
-        """A published model runs on a GPU for each process, the built-in one on a CPU."""
-        n_gpus = n_local if is_published(flags) else 0
+        """A published model runs on GPUs, where there are any; the built-in one on a CPU."""
+        n_gpus = (n_local if self.n_gpus is None else self.n_gpus) if is_published(flags) else 0
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
         n_bytes = self.gpu_bytes if n_gpus else self.cpu_bytes // n_local
         replaced = {

@@ -1,11 +1,13 @@
 """Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
 
-import json
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_damage import edit
 from checkpoint_folders import write_source
 
 from common.errors import CheckpointError, ConfigError, UserError
@@ -41,14 +43,15 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def edit_header(path: Path, old: bytes, new: bytes) -> None:
     content = path.read_bytes()
     assert old in content and len(old) == len(new)
     path.write_bytes(content.replace(old, new, 1))
+
+
+def remove_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
 
 
 SOURCE_DAMAGE: Damage = {
@@ -60,20 +63,21 @@ SOURCE_DAMAGE: Damage = {
     "header dtype": (lambda d: edit_header(d / SHARD, b'"F32"', b'"I32"'), SHARD),
     "header shape": (lambda d: edit_header(d / SHARD, b"[24,16]", b"[16,24]"), SHARD),
     "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
-    "index names a missing shard": (lambda d: edit(d / INDEX, weight_map={"extra": "9.safetensors"}), "9.safetensors"),
-    "index points outside": (lambda d: edit(d / INDEX, weight_map={"extra": "../x.safetensors"}), "index.json"),
+    "index names a missing shard": (lambda d: edit(d / INDEX, "weight_map/extra", "9.safetensors"), "9.safetensors"),
+    "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
     "index too deep": (lambda d: (d / INDEX).write_text("[" * 10**5), "index.json"),
     "index of another kind": (lambda d: (d / INDEX).write_text('{"weight_map": 5}'), "index.json"),
     "index cut": (lambda d: truncate(d / INDEX, 0.5), "index.json"),
     "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: truncate(d / "config.json", 0.5), "config.json"),
-    "config of another model": (lambda d: edit(d / "config.json", num_hidden_layers=3), "model.layers.2"),
-    "config with fewer layers": (lambda d: edit(d / "config.json", num_hidden_layers=1), "model.layers.1"),
+    "config of another model": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
+    "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer of another kind": (lambda d: (d / "tokenizer.json").write_text('{"model": 5}'), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
-    "manifest of another kind": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
-    "manifest too deep": (lambda d: (d / "manifest.json").write_text("[" * 10**5), "manifest.json"),
+    "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "no weights": (remove_weights, "gguf"),
+    "no folder": (shutil.rmtree, "no such folder"),
 }
 
 
@@ -81,11 +85,11 @@ SOURCE_DAMAGE: Damage = {
 def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str) -> None:
     apply, named = SOURCE_DAMAGE[damage]
     apply(source)
-    before = sorted(source.iterdir())
+    before = sorted(source.iterdir()) if source.exists() else []
     with pytest.raises((CheckpointError, ConfigError)) as refusal:
         convert(source, source)
     assert named in str(refusal.value)
-    assert sorted(source.iterdir()) == before
+    assert (sorted(source.iterdir()) if source.exists() else []) == before
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
@@ -132,6 +136,12 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     save_checkpoint(path, config, {name: tensor for name, tensor in state_dict.items() if tensor is not None})
 
 
+def of_another_config(folder: Path) -> None:
+    path = without_manifest(folder)
+    config, state_dict = read_checkpoint(folder)
+    save_checkpoint(path, ModelConfig.from_dict({**asdict(config), "rope_theta": 5e5}), state_dict)
+
+
 MODEL_DAMAGE: Damage = {
     "missing": (lambda d: (d / "model.pth").unlink(), "missing"),
     "cut to nothing": (lambda d: truncate(d / "model.pth", 0), "manifest"),
@@ -142,6 +152,7 @@ MODEL_DAMAGE: Damage = {
     "bit flip": (lambda d: flip_bit(d / "model.pth"), "sha256|manifest"),
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "another config beside it": (of_another_config, "rope_theta 500000.0"),
     "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight', \(15,\)"),
     "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
     "a tensor too many": (lambda d: rewrite(d, **{"q_norm.weight": torch.ones(4)}), "q_norm.weight"),

@@ -41,6 +41,7 @@ def test_commands_write_where_git_does_not_look(tmp_path: Path) -> None:
     pages = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
     told = [call for page in pages for block in blocks(page) for call in block.calls(tmp_path)]
     told += [["python", f"reproduce/{file.name}"] for file in (ROOT / "reproduce").glob("*.py")]
+    told.remove(["python", "reproduce/plot.py"])  # which needs records
     written: set[object] = set()
     for program, flags, *_ in filter(None, map(started, told)):
         read = fields_read(program, flags)

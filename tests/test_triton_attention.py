@@ -1,6 +1,7 @@
 """The Triton backend: its results in Triton's interpreter, its launches, and what its kernels compile to."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,8 @@ from programs import python
 
 pytest.importorskip("triton")
 
-import compiled_kernels
-from compiled_kernels import SHARED_LIMIT, compile_launch, variants
-
 from models.attention.triton_backend import chunk_length, min_chunk_length, tile_config
+from reproduce.gpu_parts import kernels
 
 CASES = Path(__file__).with_name("triton_cases.py")
 
@@ -47,32 +46,38 @@ def test_the_last_wave_is_not_left_nearly_empty():
     for n_kv_head, batch, n_slot in ((8, 8, 64000), (8, 16, 16000), (8, 32, 16000), (8, 64, 8000), (1, 64, 16000)):
         chunk = chunk_length(n_slot, n_kv_head * batch, tile, 132, shortest)
         assert filled(n_slot, n_kv_head * batch, chunk) >= 0.96, (n_kv_head, batch, n_slot)
+    for n_program in range(1, 2112):
+        for n_slot in (4000, 16000, 128000):
+            chunk = chunk_length(n_slot, n_program, tile, 132, shortest)
+            for n_chunk in (max(1, 1056 // n_program), -(-1056 // n_program)):
+                other = max(-(-n_slot // n_chunk), shortest)
+                other += -other % tile.slots
+                assert filled(n_slot, n_program, chunk) >= filled(n_slot, n_program, other)
 
 
 @pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])
 def test_kernels_compile_for_hopper_without_spilling(entries, cache):
-    launches = compiled_kernels.launches(torch.bfloat16, entries, 128, 16, cache)
+    launches = kernels.launches(torch.bfloat16, entries, 128, 16, cache)
     assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv", "combine"]
     for launch in launches:
-        assert_fits(compile_launch(launch, 90), 90)
+        compiled = kernels.compile_launch("tested", launch, 90)
+        assert compiled["registers"] > 16 and compiled["shared"] > 0
+        assert kernels.problem_of(compiled) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED_LIMIT)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_variant_spills_or_needs_too_much_shared_memory(arch, dtype, head_dim):
-    found = variants(arch, dtype, head_dim)
-    assert len(found) == {80: 33, 90: 49}[arch]
-    for name, launch in found.items():
-        assert_fits(compile_launch(launch, arch), arch, name)
-
-
-def assert_fits(compiled, arch, name=""):
-    assert compiled.registers > 16 and 0 < compiled.shared <= SHARED_LIMIT[arch] and not compiled.spilled, name
-
-
-def test_a_tile_that_is_far_too_large_is_seen_to_spill():
-    split = compiled_kernels.launches(torch.bfloat16, torch.int8, 128, 64, "in order")[0]
+def test_the_report_names_variants_that_spill_or_do_not_fit():
+    """Made up; and a tile far too large for the registers, compiled for real."""
+    fine = {"variant": "a variant", "arch": 80, "shared": 163 * 1024, "spill_stores": 0, "spill_loads": 0}
+    for changes, named in (
+        ({}, None),
+        ({"spill_stores": 8}, "sm_80, a variant: .* 8 spilled"),
+        ({"spill_loads": 8}, "8 spilled"),
+        ({"shared": 163 * 1024 + 1}, "166913 bytes of shared memory of 166912"),
+        ({"shared": 163 * 1024 + 1, "arch": 90}, None),
+    ):
+        problem = kernels.problem_of(fine | changes)
+        assert re.search(named, problem) if named else problem is None
+    split = kernels.launches(torch.bfloat16, torch.int8, 128, 64, "in order")[0]
     split = split._replace(arguments=split.arguments | {"SLOTS": 128}, num_warps=4, num_stages=2)
-    assert compile_launch(split, 90).spilled > 0
+    compiled = kernels.compile_launch("too large", split, 90)
+    assert compiled["spill_stores"] > 0 and "too large" in kernels.problem_of(compiled)

@@ -72,7 +72,7 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
     """The tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
 
     As many stages as keep some 64 KiB in flight on a multiprocessor, among the one to four programs whose
-    registers fit there. Nothing spills on sm_80 or sm_90 (`tests/test_triton_attention.py`).
+    registers fit there. Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
     """
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
     num_stages = 3 if head_dim * kv_itemsize >= 256 else 4
@@ -108,7 +108,7 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
 
 
 class Launch(NamedTuple):
-    """One kernel launch; `tests/compiled_kernels.py` compiles the same ones without a GPU."""
+    """One kernel launch; `reproduce/kernel_report.py` compiles the same ones without a GPU."""
 
     kernel: Any
     grid: tuple[int, ...]

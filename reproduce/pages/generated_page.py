@@ -52,7 +52,10 @@ def source(records: Sequence[Record]) -> str:
     """Which files, commits and machines a table comes from."""
     files = dict.fromkeys(f"[{record['file']}](results/{record['file']})" for record in records)
     commits = dict.fromkeys(f"`{(record.get('git_commit') or 'unknown')[:12]}`" for record in records)
-    machines = dict.fromkeys(f"{machine_name(record)}, PyTorch {record.get('torch_version')}" for record in records)
+    machines = {}
+    for record in records:
+        triton = f", Triton {record['triton_version']}" if record.get("triton_version") else ""
+        machines[f"{machine_name(record)}, PyTorch {record.get('torch_version')}{triton}"] = None
     return f"Record: {', '.join(files)}; commit {', '.join(commits)}; {'; '.join(machines)}."
 
 

@@ -65,8 +65,11 @@ COMPUTED = {
     "inner_rate": lambda row: (row.get("inner") or {}).get("acceptance_rate"),
     "outcome": lambda row: "passed" if row["status"] == "done" else "FAILED",
     "kv_megabytes": lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}",
+    "shared_bytes": lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
+    "n_problems": lambda row: len(row["problems"]),
     "usual": lambda row: _choice(row["usual"]),
     "best": lambda row: _choice(row["best"]),
+    "spills": lambda row: row["spill_stores"] + row["spill_loads"],
 }
 FORMATS = {
     "speedup": speedup_text,

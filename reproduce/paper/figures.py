@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError
 from kv_cache.policy import policies
 from reproduce.paper.columns import TEXTS
-from reproduce.paper.published import Record, grouped
+from reproduce.paper.published import SELF, Record, draft_name, grouped, target_name
 
 # Of the draft's cache, in the order of their colours.
 POLICIES = (*dict.fromkeys(("full", "streaming", "snapkv", *policies())),)
@@ -20,6 +20,8 @@ Style = Mapping[str, Any]
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 BLACK = "#000000"
 CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", BLACK)
+# viridis up to 0.9 of its range, dark to light: also without colour vision the order can be seen.
+SHADES = ("#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 MARKERS = "osD^vP"
 PANEL_INCHES, LEGEND_LINE_INCHES = (5.0, 3.6), 0.145
 MOST_COLUMNS = 4
@@ -93,6 +95,13 @@ def diagonal(rows: Sequence[Record], *names: str) -> Series:
     return Series("equal", ends, ends, MEASURED | {"color": "#999999"})
 
 
+def shades(values: Iterable[float]) -> dict[float, str]:
+    """A colour for each of these, dark to light in their order."""
+    ordered = sorted(set(values))
+    step = (len(SHADES) - 1) / max(1, len(ordered) - 1)
+    return {value: SHADES[round(place * step)] for place, value in enumerate(ordered)}
+
+
 def require_matplotlib() -> Any:
     """The package. Errors: ConfigError if it is not installed, so that this is known before anything is measured."""
     try:
@@ -155,6 +164,39 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.series:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+# A panel's title, published numbers, and of these records what stands beside them, which its label says.
+Pair = tuple[str, Sequence[Record], Sequence[Record], Key, str]
+
+
+def over_rows(title: str, pairs: Sequence[Pair]) -> Figure:
+    """Over the rows decoded together: a line for each context and way to draft. What all share is said above."""
+    colours = shades(row["prefix_len"] for _, facts, records, *_ in pairs for row in (*facts, *records))
+    ways = [_way(record) for _, _, records, *_ in pairs for record in records]
+    shared = [part for part, *others in zip(*ways, strict=True) if {part} >= {*others}]
+
+    def colour(row: Record) -> Style:
+        return {"color": colours[row["prefix_len"]]}
+
+    def look(row: Record) -> Style:
+        return colour(row) | {"marker": "o" if draft_name(row) == SELF else "s"}
+
+    def name(record: Record) -> str:
+        own = [part for part in _way(record) if part not in shared]
+        return ", ".join(["measured", f"{record['prefix_len']} tokens", *own])
+
+    panels, label = [], "published, {prefix_len} tokens".format_map
+    for panel, facts, records, y, y_label in pairs:
+        series = lines(facts, label, "B", "value", colour, style=PUBLISHED) + lines(records, name, "B", y, look)
+        panels.append(Panel(panel, "rows decoded together", y_label, series, is_speedup=y_label == "speedup"))
+    return Figure(title + (f"\nmeasured: {', '.join(shared)}" if shared else ""), panels)
+
+
+def _way(record: Record) -> tuple[str, ...]:
+    """The target, and how it is drafted for."""
+    draft = f"{draft_name(record)} draft in {record.get('draft_weights') or record.get('draft_dtype')}"
+    return target_name(record), draft, f"gamma {record['gamma']}", f"budget {record['draft_budget']}"
 
 
 def by_budget(

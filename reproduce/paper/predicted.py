@@ -47,3 +47,11 @@ def alpha_of(fact: Record) -> float:
     """The acceptance published for that context, of whatever pair, on straight lines between contexts."""
     by_context = sorted((one["prefix_len"], one["value"]) for one in published().acceptance)
     return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))
+
+
+def halves(facts: list[Record]) -> tuple[list[Record], list[Record]]:
+    """To fit and to test: every other setting, by machine, context and rows; numbers of one setting stay together."""
+    settings = [("8xH100" in fact["origin"], fact["prefix_len"], fact["B"]) for fact in facts]
+    order = sorted({*settings})
+    fitted = [fact for fact, setting in zip(facts, settings, strict=True) if order.index(setting) % 2 == 0]
+    return fitted, [fact for fact in facts if fact not in fitted]

@@ -1,12 +1,12 @@
-"""What the Triton backend's launches compile to, with the ptxas that comes with Triton: no GPU is needed."""
+"""What a launch of a Triton kernel compiles to: registers, shared memory, spills. Needs Triton, and no GPU."""
 
 import io
 import itertools
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from kv_cache.entries import KV, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
+from reproduce.gpu_parts.cells import Record
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -34,12 +35,11 @@ CACHES = {
 }
 
 
-class Compiled(NamedTuple):
-    """Registers of a thread; bytes that it spills, and bytes of shared memory of a block."""
-
-    registers: int
-    spilled: int
-    shared: int
+def problem_of(one: Record) -> str | None:
+    """What is wrong with a compiled kernel: it spills registers, or needs too much shared memory."""
+    most, spilled = SHARED_LIMIT[one["arch"]], one["spill_stores"] + one["spill_loads"]
+    said = f"sm_{one['arch']}, {one['variant']}: {one['shared']} bytes of shared memory of {most}, {spilled} spilled"
+    return said if spilled or one["shared"] > most else None
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
@@ -56,21 +56,23 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
 
 
-def variants(arch: int, dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
-    """Every launch of its own kind. The merge of chunks depends on dtype and head_dim alone."""
-    found = {}
-    stored = [dtype, torch.int8, torch.float8_e4m3fn]
-    runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
-    for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
-        split, *merge = launches(dtype, entries, head_dim, n_row, cache)
-        found[f"{dtype_name(entries)} KV, {n_row} rows, {cache}"] = split
-        if merge:
-            found["merge"] = merge[0]
-    return found
+def variants(arch: int) -> Iterator[tuple[str, Launch]]:
+    """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        stored = [dtype, torch.int8, torch.float8_e4m3fn]
+        runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
+        merge = None
+        for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
+            split, *rest = launches(dtype, entries, head_dim, n_row, cache)
+            merge = next(iter(rest), merge)
+            yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", split
+        if merge is not None:
+            yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
 
 
-def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says."""
+def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
+    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: registers of a
+    thread, threads of a block, and bytes."""
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)
     bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**launch.arguments)
@@ -80,9 +82,8 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
         knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-
-    def most(said: str) -> int:
-        return max(map(int, re.findall(said, log.getvalue())))
-
-    spilled = most(r"(\d+) bytes spill stores") + most(r"(\d+) bytes spill loads")
-    return Compiled(most(r"Used (\d+) registers"), spilled, compiled.metadata.shared)
+    said = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
+    said |= {"spill_loads": r"(\d+) bytes spill loads"}
+    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in said.items()}
+    sizes = {"shared": compiled.metadata.shared, "threads": 32 * launch.num_warps}
+    return {"variant": variant, "arch": arch, **found, **sizes}

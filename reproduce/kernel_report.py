@@ -1,0 +1,49 @@
+"""What the Triton kernels compile to: registers, shared memory and spills of every variant, without a GPU.
+
+    python reproduce/kernel_report.py --output reproduce/results/kernel_report.jsonl
+
+Compiles the launches that the backend would make, with the ptxas that comes with Triton. Exits with code 1
+and names the variants if one of them spills registers or needs more shared memory than a block may have.
+"""
+
+import sys
+
+from common import cli
+from common.errors import ConfigError
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from common.tables import console
+from engine.bench.config import Output
+from reproduce.paper.columns import of
+
+
+def main(flags: Output) -> None:
+    try:
+        import triton
+    except ImportError:
+        what, where, required = "the kernels cannot be compiled", "reproduce/kernel_report.py", "triton 3.6 or newer"
+        fix = "pip install -r requirements-dev.txt"
+        raise ConfigError(what, where, "no triton package", required, fix) from None
+    from reproduce.gpu_parts.kernels import SHARED_LIMIT, compile_launch, problem_of, variants
+
+    require_appendable(flags.output)
+    kernels = []
+    for arch in SHARED_LIMIT:
+        for variant, launch in variants(arch):
+            kernels.append(compile_launch(variant, launch, arch))
+            say(f"compiled {variant} for sm_{arch}")
+    most_shared = {f"sm_{arch}": max(one["shared"] for one in kernels if one["arch"] == arch) for arch in SHARED_LIMIT}
+    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(one["registers"] for one in kernels)
+    record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
+    record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
+    summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"
+    table = console(kernels, of("compiled"), indent="")
+    publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Output)

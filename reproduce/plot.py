@@ -1,0 +1,104 @@
+"""Plots your own records over the setting that varies most, a line for each combination of the others.
+
+    python reproduce/plot.py results.jsonl
+    python reproduce/plot.py sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
+
+Reads what the benchmarks append to --output, and the rows of sweeps. Of repeats the median is drawn; records without
+one of the two numbers are left out, which is said.
+"""
+
+import common.startup
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from textwrap import fill
+from typing import Annotated, ClassVar
+
+from tyro.conf import Positional, arg
+
+from common import cli
+from common.errors import ConfigError
+from common.jsonl import read_lines
+from reproduce.paper import figures
+from reproduce.paper.figures import Figure, Panel, lines
+from reproduce.paper.published import Record, grouped
+from reproduce.paper.reproduction import REPRODUCTION
+
+DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # rather than counted up
+AXES = (*DOUBLED, "gamma", "temperature")
+SETTINGS = (
+    *("benchmark", "model", "draft", "draft_model", "draft_policy", "draft_layers", "n_sink", "draft_dtype"),
+    *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
+    *("attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
+)
+LABEL_WIDTH = 48
+LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
+MEASURED = ("speedup", "decode_tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"records": "RECORDS"}
+
+    records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]  # files of JSON lines
+    x: Annotated[str | None, arg(help_behavior_hint="(default: the one with the most values)")] = None
+    """the setting to draw over, such as prefix_len, B, draft_budget, gen_len, gamma or temperature"""
+    y: tuple[str, ...] = MEASURED  # what to draw
+    figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
+
+
+def main(flags: Flags) -> None:
+    """A figure with a panel for each of the flags' `y`, and what is in it said."""
+    figures.require_matplotlib()
+    records = read_records(flags.records)
+    measured = [record for record in records if any(_is_number(record.get(y)) for y in flags.y)]
+    counts = {axis: len({one[axis] for one in measured if _is_number(one.get(axis))}) for axis in AXES}
+    x = flags.x or max(AXES, key=counts.__getitem__)
+    drawn = {y: [one for one in measured if _is_number(one.get(y)) and _is_number(one.get(x))] for y in flags.y}
+    panels = [panel(kept, x, y) for y, kept in drawn.items() if kept and (flags.x or counts[x] > 1)]
+    if not panels:
+        what, seen = "there is nothing to draw", f"{len(measured)} records with a number to draw"
+        required = f"numbers that differ under {flags.x or ' or '.join(AXES)}"
+        raise ConfigError(what, "RECORDS", seen, required, "measure more, or give --x, --y")
+    for y, kept in drawn.items():
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records; others lack a number")
+    name = Path(flags.records[0]).stem
+    for path in figures.save(Figure(name, panels), name, Path(flags.figures)):
+        print(f"  {path}")
+
+
+def read_records(paths: Sequence[str]) -> list[Record]:
+    """The files' records, empty ones of failed cells. Errors: ConfigError naming a file or line that has none."""
+    records = []
+    for path in paths:
+        for number, line in read_lines(path) if Path(path).is_file() else [(0, "no such file")]:
+            record = line.get("record", line) if isinstance(line, dict) else line
+            if not isinstance(record, dict | None):
+                where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
+                raise ConfigError("this is no record", where, str(line)[:80], "a JSON object in each line", fix)
+            records.append(record or {})
+    return records
+
+
+def panel(records: Sequence[Record], x: str, y: str) -> Panel:
+    """Median `y` over `x`, a line for each combination of the other settings that vary."""
+    varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
+
+    def line(record: Record) -> tuple[str, float]:
+        label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        return fill(label.replace("$", "\\$"), LABEL_WIDTH), record[x]  # a dollar sign would begin a formula
+
+    points = grouped(records, line).items()
+    medians = [{"label": label, x: at, y: median(one[y] for one in same)} for (label, at), same in points]
+    is_log = x in DOUBLED and min(record[x] for record in records) > 0
+    return Panel(y, x, y, lines(medians, "label", x, y), is_log_x=is_log, is_speedup=y.endswith("speedup"))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

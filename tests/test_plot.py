@@ -1,0 +1,94 @@
+"""A user's own records, drawn: what is on which axis, which points make a line, what is left out and said to be."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from programs import Ended, run
+
+from reproduce import plot
+from reproduce.paper import figures
+from reproduce.paper.figures import Figure
+
+
+def record(B: int, speedup: float | None, **changes: object) -> dict[str, object]:
+    of = {"benchmark": "selfspec", "model": "M", "B": B, "prefix_len": 1000, "gamma": 3, "speedup": speedup}
+    return of | {"decode_tokens_per_second": 10.0 * B} | changes
+
+
+@pytest.fixture
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the script on lines of JSON: how it ended, and the figure that it would have drawn."""
+
+    def draw(lines: list[object], *flags: str) -> tuple[Ended, Figure | None]:
+        file = tmp_path / "own.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        drawn: list[Figure] = []
+        monkeypatch.setattr(figures, "save", lambda figure, name, folder: drawn.append(figure) or [])
+        return run("reproduce/plot.py", [str(file), *flags]), next(iter(drawn), None)
+
+    return draw
+
+
+def points(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
+    return [{one.label: list(zip(one.x, one.y, strict=True)) for one in panel.series} for panel in figure.panels]
+
+
+def test_a_line_for_each_combination_of_what_else_varies(draw):
+    """Of three repeats the median; a row of a sweep is its record; a failed cell and a null are left out."""
+    lines = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (1, 2, 4)]
+    lines += [record(1, 9.0), record(1, 2.5), record(8, None)]
+    lines[1] = {"key": "k", "status": "ok", "record": lines[1]}
+    lines.append({"key": "l", "status": "failed", "record": None})
+    ended, figure = draw(lines)
+    speedup, tokens = points(figure)
+    assert speedup == {
+        "prefix_len 1000": [(1, 2.5), (2, 3.0), (4, 5.0)],
+        "prefix_len 4000": [(1, 2.0), (2, 3.0), (4, 5.0)],
+    }
+    assert tokens["prefix_len 1000"] == [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0)]
+    assert [(panel.x_label, panel.y_label) for panel in figure.panels] == [("B", y) for y in plot.MEASURED]
+    assert "speedup over B: 8 of 10 records" in ended.out and "per_second over B: 9 of 10 records" in ended.out
+
+
+def test_axes_can_be_named(draw):
+    lines = [record(B, None, gamma=gamma, acceptance_rate=0.5) for B in (1, 2, 4) for gamma in ("auto", 0, 5)]
+    _, figure = draw(lines, "--x", "gamma", "--y", "acceptance_rate", "speedup")
+    assert points(figure) == [{f"B {B}": [(0, 0.5), (5, 0.5)] for B in (1, 2, 4)}]
+    assert not figure.panels[0].is_log_x
+
+
+def test_the_figure_lies_where_it_is_asked_for(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text("\n".join(json.dumps(record(B, 1.1)) for B in (1, 2)))
+    ended = run("reproduce/plot.py", [str(file), "--y", "speedup", "--figures", str(tmp_path / "figures")])
+    said = ended.out.splitlines()[1:]
+    paths = [tmp_path / "figures" / f"own.{kind}" for kind in ("png", "svg")]
+    assert [line.strip() for line in said] == list(map(str, paths)) and all(path.stat().st_size for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "what"),
+    [
+        ([record(1, 1.1), record(1, 1.2)], (), "nothing to draw\n.*\n  seen: +2 records"),
+        ([record(1, None), record(2, None)], ("--y", "speedup"), "nothing to draw\n.*\n  seen: +0 records with"),
+        (
+            [record(1, 1.1), record(2, 1.2)],
+            ("--x", "rows"),
+            "nothing to draw\n.*\n.*\n.*differ under rows",
+        ),
+        ([record(1, 1.1), "text"], (), "this is no record\n  where: .*own.jsonl, line 2\n"),
+        ([], ("nowhere.jsonl",), "no record\n.*nowhere.jsonl.*\n  seen: +no such file"),
+    ],
+    ids=["nothing varies", "nothing was measured", "no such setting", "no record", "no file"],
+)
+def test_what_cannot_be_drawn_is_told(draw, lines, flags, what):
+    assert re.search(what, draw(lines, *flags)[0].refusal)
+
+
+def test_without_matplotlib_it_says_what_to_install(draw, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended, _ = draw([record(1, 1.1), record(2, 1.2)])
+    assert "pip install -r requirements-dev.txt" in ended.refusal

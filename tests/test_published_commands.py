@@ -1,0 +1,123 @@
+"""The command lines for 8 GPUs of docs/ranks.md: tiny models where theirs lie, on PG-19 in a hub cache, made small."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hf_tiny import SHAPE
+from page_commands import Planner, blocks
+from programs import ROOT, benchmark
+from rank_jobs import SIZES as SMALL  # all that is changed: behind the command's own flags, the last of a flag counts
+from rank_jobs import Models, on_two_ranks, results
+from test_data import write_pg19
+
+from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
+from engine.noise import in_passes
+from models.pointwise import EAGER
+from models.presets import PRESETS
+
+SCRIPTS = ("baseline", "selfspec", "longspec")
+TARGETS = ("meta-llama/Meta-Llama-3.1-8B", "togethercomputer/LLaMA-2-7B-32K")
+DRAFT = "TinyLlama/TinyLlama_v1.1"
+ALONE = {"baseline": "--rank_group 0", "selfspec": "--rank_group 0", "longspec": "--rank_group 0 --draft_ranks 0"}
+TINY = SHAPE | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The page's flags for 8 ranks of one machine, by script."""
+    folder, found = tmp_path_factory.mktemp("bash"), {}
+    for block in blocks(ROOT / "docs/ranks.md"):
+        for program, *words in block.calls(folder):
+            if program == "torchrun" and words[:2] == ["--standalone", "--nproc_per_node=8"]:
+                found[Path(words[2]).stem.removesuffix("_benchmark")] = words[3:]
+    assert set(found) == set(SCRIPTS)
+    return found
+
+
+@pytest.fixture
+def checkout(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with models where theirs lie once they are converted. No network, an empty hub cache.
+
+    What --compile compiles is called as it is: compiling takes seconds, and has tests of its own.
+    """
+    for name, folder in {**dict.fromkeys(TARGETS, models.target), DRAFT: models.draft}.items():
+        link = tmp_path / "checkpoints" / name
+        link.parent.mkdir(parents=True)
+        link.symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # In this process, they were read when huggingface_hub was imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("engine.bench.loading.compiled", lambda **sizes: EAGER)
+    monkeypatch.setattr("engine.bench.session.compiled_source", lambda: in_passes)
+    return tmp_path
+
+
+@pytest.fixture
+def pg19(checkout: Path, models: Models) -> None:
+    """What huggingface_hub leaves of the test split in its cache: a blob, a commit, a link between them."""
+    repository = checkout / "hub" / f"datasets--{PG19_REPOSITORY.replace('/', '--')}"
+    file = write_pg19(repository / "blobs/new", [book.read_text() for book in sorted(models.books.iterdir())])
+    blob = file.rename(file.parent / hashlib.sha256(file.read_bytes()).hexdigest())
+    data = repository / "snapshots" / PG19_REVISION / "data"
+    data.mkdir(parents=True)
+    (data / "test-00000-of-00001-29a571947c0b5ccc.parquet").symlink_to(f"../../../blobs/{blob.name}")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_published_command_reads_pg19(script, published, pg19):
+    flags = published[script]
+    record = benchmark(script, [*flags, *ALONE[script].split(), *SMALL.split()]).record
+    asked = {"dataset": "pg19", "model": flags[flags.index("--model_name") + 1], "compile": True, "B": 2}
+    asked |= {} if script == "baseline" else {"gamma": 3, "draft_budget": 256, "draft_policy": "streaming"}
+    asked |= {"draft_model": "draft" if script == "longspec" else None}
+    asked |= {"identical_sequences": None if script == "baseline" else 3}
+    assert {name: record[name] for name in asked} == asked
+
+
+def test_a_published_command_emits_the_same_on_two_ranks(published, checkout, pg19):
+    """The third one, whose draft lies on one of them; there it is not compiled, which takes seconds."""
+    flags = [flag for flag in published["longspec"] if flag != "--compile"]
+    changed = f"{SMALL} --draft_dtype same --streamingllm_budget 16 --check_ranks".split()
+    undivided = benchmark("longspec", [*flags, *ALONE["longspec"].split(), *changed])
+    one = undivided.record
+    assert one["identical_sequences"] == 3
+    assert 0 < one["accepted"] < one["judged"], "some drafts are meant to be right, some wrong"
+    ended = on_two_ranks(checkout, "longspec", [*flags, *["--rank_group", "0", "1", "--draft_ranks", "0"], *changed])
+    two = ended.record
+    assert results(two) == results(one), ended.err
+    assert (two["tensor_parallel"], two["draft_ranks"], two["check_ranks"]) == (2, [0], True)
+    assert two["dataset"] == one["dataset"] == "pg19"
+    for said_once in ("loading ", "note: ", "looking for "):
+        assert ended.err.count(said_once) == undivided.err.count(said_once)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_published_command_runs_on_random_weights(script, published, checkout, monkeypatch):
+    """Without a text, of a tiny shape under the published name."""
+    for name in TARGETS:
+        monkeypatch.setitem(PRESETS, name, TINY)
+    flags = [*published[script], "--load_format", "dummy", *ALONE[script].split(), *SMALL.split()]
+    record = benchmark(script, flags).record
+    assert (record["dataset"], record["load_format"], record["sequences"]) == (None, "dummy", 3)
+
+
+@pytest.mark.parametrize("n_gpus,says", [(0, "does not fit into memory"), (1, "8 processes on a machine with 1 GPUs")])
+def test_a_published_command_gets_as_far_as_the_gpus(n_gpus, says, published, tmp_path):
+    """Unchanged, where there are none or too few; `test_page_commands.py` plans it on 8."""
+    planner = Planner(tmp_path, n_gpus=n_gpus)
+    for script, flags in published.items():
+        with pytest.raises(AssertionError, match=says):
+            planner.follow(f"tests/{script}_benchmark.py", flags, n_local=8)
+
+
+def test_without_pg19_a_text_is_asked_for_at_once(checkout, monkeypatch):
+    """Before a tokenizer or a weight is read."""
+    for loads in ("load_tokenizer", "load_model"):
+        monkeypatch.setattr(f"models.checkpoints.model_source.{loads}", lambda *_, **__: pytest.fail("it is loaded"))
+    message = benchmark("baseline", ["--model", f"checkpoints/{DRAFT}/model.pth", *SMALL.split()]).refusal
+    for part in ("PG-19", "--dataset FOLDER_OR_FILE", "--dataset default"):
+        assert part in message
