@@ -34,7 +34,7 @@ def bandwidth(backend: str, share: float, **other: Any) -> dict[str, Any]:
 def test_without_records_everything_is_said_to_be_missing(tmp_path):
     text = page(tmp_path)
     titles = re.findall("^## (.*)$", text, re.MULTILINE)
-    assert len(titles) == 10 and all(NONE in section(text, title) for title in titles)
+    assert len(titles) == 11 and all(NONE in section(text, title) for title in titles)
     assert not [line for line in text.splitlines() if line.startswith("|")]
 
 
@@ -87,3 +87,11 @@ def test_the_last_record_of_a_cell_counts_and_quick_or_broken_ones_do_not(tmp_pa
     broken = {"benchmark": "gpu_attention_bandwidth", "cell": "flash", "status": "error", "error": "broken"}
     text = page_of(tmp_path, *cells, broken)
     assert "88%" in text and not [share for share in ("11%", "99%", "77%", "broken") if share in text]
+
+
+def test_of_kernels_the_last_report_counts(tmp_path):
+    report = {"benchmark": "kernel_report", "variants": 3, "max_registers": 104, "problems": ["one spills"]}
+    reports = [report | {"variants": 4}, report | {"max_shared_bytes": {"sm_80": 4096, "sm_90": 8192}}]
+    write(tmp_path / "kernel_report.jsonl", *(MACHINE | one for one in reports))
+    text = page(tmp_path)
+    assert "| 3 | 104 | 4096 on sm_80 and 8192 on sm_90 | 1 |" in text and "| 4 |" not in text
