@@ -36,7 +36,8 @@ class RetrievalKVCache(VerifyTopKCache):
             fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
             raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
         # Whole chunks, as all that is chosen.
-        policy = replace(policy, n_sink=-(-policy.n_sink // chunk) * chunk)
+        if policy.n_sink > 0:
+            policy = replace(policy, n_sink=-(-policy.n_sink // chunk) * chunk)
         super().__init__(config, max_batch, policy, device, dtype)
         self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)

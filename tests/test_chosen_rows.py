@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chosen_rows import CHOSEN, CHUNK, GAMMA, LENGTHS, LONGEST, WINDOW, Rows, retrieval_cache, topk_cache
+from chosen_rows import CHOSEN, GAMMA, LENGTHS, LONGEST, WINDOW, Rows, retrieval_cache, topk_cache
 from tiny import TINY, tiny_model, tiny_runner
 
 from common.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_draft_of_some_layers_chooses_by_those(new_cache):
 
 @of_both_policies
 def test_what_cannot_work_is_refused(new_cache):
-    options = [({"refresh": 0}, "refresh"), *[({"n_sink": n}, "no room for chosen entries") for n in (CHOSEN, -CHUNK)]]
+    options = [({"refresh": 0}, "refresh"), *[({"n_sink": n}, "no room for chosen entries") for n in (CHOSEN, -1)]]
     if new_cache is retrieval_cache:
         options += [({"chunk": n}, "a chunk has no place") for n in (0, WINDOW + 1)]
     for option, message in options:
