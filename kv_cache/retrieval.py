@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import Observed
@@ -30,11 +30,12 @@ class RetrievalKVCache(VerifyTopKCache):
     ) -> None:
         chunk, window = policy.chunk, policy.snapkv_window
         # Whatever lies before the window has to lie in a chunk that the text fills.
-        if not 1 <= chunk <= window:
+        require_at_least("chunk", chunk, 1)
+        if chunk > window:
             what = "a chunk has no place in the draft's recent tokens"
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
             fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
-            raise ConfigError(what, where, seen, "1 <= chunk <= window", fix)
+            raise ConfigError(what, where, seen, "chunk <= window", fix)
         # Whole chunks, as all that is chosen.
         if policy.n_sink > 0:
             policy = replace(policy, n_sink=-(-policy.n_sink // chunk) * chunk)

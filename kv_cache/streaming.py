@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
 
@@ -35,11 +35,12 @@ class StreamingKVCache(KVCache):
         dtype: torch.dtype | None = None,
         rotate_on_read: bool = False,
     ) -> None:
-        if n_sink < 0 or budget < n_sink + 1:
+        require_at_least("n_sink", n_sink, 0)
+        if budget < n_sink + 1:
             what = "the draft's KV budget has no room for a window behind its attention sinks"
             where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
-            seen, required = f"budget {budget}, n_sink {n_sink}", "n_sink >= 0 and budget >= n_sink + 1"
-            fix = f"raise the budget to {max(n_sink, 0) + 1} or more (256 is usual), or lower n_sink"
+            seen, required = f"budget {budget}, n_sink {n_sink}", "budget >= n_sink + 1"
+            fix = f"raise the budget to {n_sink + 1} or more (256 is usual), or lower n_sink"
             raise ConfigError(what, where, seen, required, fix)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read

@@ -98,7 +98,8 @@ def main(flags: Flags) -> None:
     for draft, text in pairs + [(draft, text) for text in asked for draft in drafts]:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(bench.rounded(_row(own, text)))
-        say(f"{rows[-1]['draft_policy']}, {text}: {rows[-1]['acceptance_rate']}")
+        kept = " ".join(str(rows[-1][name]) for name in ("draft_policy", "draft_budget") if rows[-1][name])
+        say(f"{kept}, {text}: {rows[-1]['acceptance_rate']}")
     say(console(rows, of("texts")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))

@@ -68,7 +68,7 @@ def test_a_draft_of_some_layers_chooses_by_those(new_cache):
 def test_what_cannot_work_is_refused(new_cache):
     options = [({"refresh": 0}, "refresh"), *[({"n_sink": n}, "no room for chosen entries") for n in (CHOSEN, -1)]]
     if new_cache is retrieval_cache:
-        options += [({"chunk": n}, "a chunk has no place") for n in (0, WINDOW + 1)]
+        options += [({"chunk": 0}, "chunk is too small"), ({"chunk": WINDOW + 1}, "a chunk has no place")]
     for option, message in options:
         with pytest.raises(ConfigError, match=message):
             new_cache(**option)
