@@ -33,7 +33,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(own)}.*"):
-            if not psutil.pid_exists(int(left.suffix[1:])):
+            if (pid := left.suffix[1:]).isdigit() and not psutil.pid_exists(int(pid)):
                 shutil.rmtree(left, ignore_errors=True)
         folder = path.with_name(f"{own}.{os.getpid()}")
         folder.mkdir(exist_ok=True)
