@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import shutil
 import threading
 import time
@@ -103,6 +104,12 @@ class Served:
     def metrics(self) -> dict[str, float]:
         lines = [line for line in self.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def counted_failures(self, **headers: str) -> dict[str, float]:
+        """How many of each kind the metrics tell."""
+        lines = self.get("/metrics", **headers).body.decode()
+        found = re.findall(r'^tgi_request_failure{err="(\w+)"} (\S+)$', lines, re.MULTILINE)
+        return {kind: float(n) for kind, n in found}
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds

@@ -1,0 +1,124 @@
+"""Drafters that take turns: what fell behind catches up, and no token changes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pacings import Ending, Scripted
+from recorded_graph import RecordedGraph, RecordedGraphs
+from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
+
+from common.errors import ConfigError
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Shown
+from engine.pacing import PLAIN, Choice
+from engine.parallel.ranks import Ranks
+from kv_cache import StreamingKVCache
+
+
+def drafters_of(runner: ModelRunner) -> list:
+    """One of each kind that can fall behind: two budgets, a model of its own, and the row's own text."""
+    sizes = {"max_batch": runner.max_batch, "n_sink": 2, "dtype": torch.float64}
+    small, large = (StreamingKVCache(TINY, budget=n, **sizes) for n in (10, 24))
+    own = StreamingKVCache(TINY, budget=24, **sizes, rotate_on_read=True)
+    return [
+        SelfSpeculation(runner, large, gamma=4),
+        SelfSpeculation(runner, small, gamma=4),
+        StandaloneDraft(ModelRunner(tiny_model(seed=1), own), gamma=4),
+        NGram(runner, gamma=4),
+    ]
+
+
+SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 4), Choice(3, 1), Choice(1, 0), Choice(2, 4)]
+SCRIPT += [PLAIN, Choice(0, 1), Choice(2, 1), PLAIN, Choice(3, 4)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured(mode):
+    """Ragged, refilled rows; what fell behind catches up. Each choice has graphs of its own."""
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
+    graphs: list[RecordedGraph] = []
+    new_graphs = partial(RecordedGraphs, recorded=graphs)
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
+    sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
+    drafters, limits = drafters_of(runner), [40, 9, 33, 30, 41]
+    expected = recomputed(model, prompts, limits, sampling)
+    for _ in range(3):
+        pacing = Scripted(drafters, SCRIPT)
+        out = generate(runner, prompts, max_new_tokens=limits, pacing=pacing, sampling=sampling, verification=mode)
+        assert out.tokens == expected
+    assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
+    # Four graphs of every choice, three of a plain step; for two rows, and for the one that is left.
+    assert len(graphs) == 2 * (4 * (len(set(SCRIPT)) - 1) + 3)
+
+
+def two_rows(*lengths: int, **settings: Any) -> tuple[ModelRunner, list[list[int]]]:
+    return tiny_runner(2, **settings), random_prompts(lengths)
+
+
+def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
+    """The target itself over a full cache is always right: also after rounds without it."""
+    runner, prompts = two_rows(30, 11)
+    perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2)), gamma=3)
+    shadow = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=3)
+    script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
+    out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
+    assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
+
+
+def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
+    """A draft model that is first asked behind plain rounds runs the prompts then; all ranks wait for those that do."""
+    now, admitted = ["no phase"], []
+
+    class Waiting(Ranks):
+        def gathered(self, value: Any) -> list[Any]:
+            admitted.append("all ranks")
+            return super().gathered(value)
+
+    ranks = Waiting()
+    runner, prompts = two_rows(30, 11, ranks=ranks)
+    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2), ranks=ranks), gamma=3)
+    follow = own.follow
+
+    def watched(rows: Sequence[Shown]) -> None:
+        admitted.extend(now[0] for one in rows if one.known == 0)  # a prompt
+        follow(rows)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        now[0] = name
+        yield
+        now[0] = "no phase"
+
+    own.follow = watched  # type: ignore[method-assign]
+    pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
+    assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
+    assert admitted == ["no phase"] * 2 + ["all ranks"] and out.stats.draft_prefill_seconds > 0
+    assert out.tokens == recomputed(runner.model, prompts, 20)
+
+
+def test_a_pacing_can_end_the_decode():
+    """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
+    runner, prompts = two_rows(30, 11, 20)
+    (drafter, *_) = drafters_of(runner)
+    pacing = Ending([drafter], [Choice(0, 2), PLAIN], 6)
+    out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
+    assert [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
+    assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
+    lengths = [len(tokens) for tokens in out.tokens[:2]]
+    assert all(7 <= n <= 13 for n in lengths) and out.tokens[:2] == recomputed(runner.model, prompts[:2], lengths)
+    again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
+    assert again.tokens == recomputed(runner.model, prompts, 10)
+
+
+def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
+    runner, prompts = two_rows(30, 11)
+    (drafter, *_) = drafters_of(runner)
+    with pytest.raises(ConfigError, match="more than its drafter can"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
+    with pytest.raises(ConfigError, match="brings its own drafters"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [PLAIN]), drafter=drafter)
