@@ -84,14 +84,12 @@ class KV(NamedTuple):
     noted: torch.Tensor | None = None
     packed: Packed | None = None
 
-    def unpacked(self) -> KV:
-        """Packed and recent tokens in the order of their positions, with a row for each of the queries', so that `rows`
-        is None; entries without packed ones as they are."""
-        if self.packed is None:
-            return self
+    def unpacked(self, dtype: torch.dtype) -> KV:
+        """Packed and recent tokens as entries of `dtype` in the order of their positions, with a row for each of the
+        queries', so that `rows` is None."""
+        assert self.packed is not None
         assert self.noted is None, "what is noted is a target's attention, whose entries are not packed"
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
-        dtype = self.keys.dtype if self.key_scales is None else torch.bfloat16
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
         _, n_row, _, n_head, head_dim = recent.shape
         # Slots of the ring that hold nothing go to a last one, which nobody reads.
@@ -106,7 +104,7 @@ class KV(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""
         if self.packed is not None:
-            return self.unpacked().dequantized(dtype)
+            return self.unpacked(dtype)[:2]
         if self.rows is not None:
             of_keys, of_values = (None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales))
             return KV(self.keys[self.rows], self.values[self.rows], of_keys, of_values).dequantized(dtype)

@@ -132,16 +132,30 @@ def make_case(
     )
 
 
-def quantised_rows(head_dim: int, group: int, storage=torch.float32, capacity: int = 1324, which=(0, 1, 2)):
-    """A cache in 4 bits with rows of several parts and of none, those that are asked for by name, and their ends."""
+def packed_case(
+    n_token: int,
+    head_dim: int = 64,
+    quant_group: int = 16,
+    *,
+    storage: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    capacity: int = 500,
+    which: tuple[int, ...] = (0, 1, 2),
+) -> Case:
+    """Rows by name of a cache in 4 bits, of several parts and of none; recent tokens, and the block, in `storage`."""
     config = ModelConfig(8, 2, 64, 6, 2, head_dim, 8, 9999)
-    cache = QuantizedKVCache(config, 4, capacity, group, 48, dtype=storage)
+    cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
     full = FullKVCache(config, 4, capacity, dtype=storage)
-    lengths, rows = [capacity - 40, 30, 411], torch.tensor([3, 0, 1])
-    for row, length in zip(rows.tolist(), lengths, strict=True):
-        view = full.view(slice(row, row + 1))
-        slots = view.begin(torch.arange(length)[None])
+    lengths, rows = torch.tensor([capacity - 40, 30, 411]), torch.tensor([3, 0, 1])
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        one = full.view(slice(row, row + 1))
+        slots = one.begin(torch.arange(length)[None])
         for layer in range(2):
-            view.write(layer, slots, torch.randn(1, length, 2, 2, head_dim))
+            one.write(layer, slots, torch.randn(1, length, 2, 2, head_dim))
         cache.fill_row(row, full, length)
-    return cache.view(rows[[*which]], max(lengths) + 8), torch.tensor(lengths)[[*which]]
+    asked = [*which]
+    view, queries = cache.view(rows[asked], capacity - 40 + n_token), lengths[asked, None] + torch.arange(n_token)
+    view.write(1, view.begin(queries), torch.randn(len(which), n_token, 2, 2, head_dim))
+    spec, q = AttentionSpec(6, 2, head_dim, sliding_window, dtype), torch.randn(len(which), n_token, 6, head_dim)
+    return Case(spec, q.to(dtype), view.read(1), queries, FakeSlots(view.positions, view.in_order, view.rows))

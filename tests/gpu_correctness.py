@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from attention_cases import Case, make_case
+from attention_cases import Case, make_case, packed_case
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +22,7 @@ from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
 from engine.noise import Source, Stream, compiled_source, in_passes, uniform
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.entries import KV, quantize
+from kv_cache.entries import KV, Packed, quantize
 from models import Transformer, load_model
 from models.attention import TorchAttention
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT, DEFAULT_NAME
@@ -36,6 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 TOKENS = (1, 2, 4, 8, 16)
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
+IN_4_BITS = "4 bits beside a ring"
 # Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
 QUANTISED_TOLERANCE = 2e-2
 
@@ -52,36 +54,42 @@ def cells(options: Options) -> list[Cell]:
     devices = dict.fromkeys(backends(options), options.device) | ({"cpp": "cpu"} if options.on_cuda else {})
     for backend, device in devices.items():
         dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16, torch.float16)
-        for kind in itertools.product(dtypes, STORAGES, (False, True)):
-            dtype, storage, ring = kind
+        for kind in itertools.product(dtypes, STORAGES, ("in order", "ring", IN_4_BITS)):
+            dtype, storage, order = kind
             if dtype == torch.float16 and storage is not None:
                 continue  # the same code as in bfloat16
-            what = f"{dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {'ring' if ring else 'in order'}"
+            what = f"{dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {order}"
             found.append(("gpu_attention_error", f"{backend}, {what}", attention, backend, device, *kind))
     return [Cell("a", benchmark, name, partial(run, options, *kind)) for benchmark, name, run, *kind in found]
 
 
 def attention(
-    options: Options, name: str, device: str, dtype: torch.dtype, storage: torch.dtype | None, ring: bool
+    options: Options, name: str, device: str, dtype: torch.dtype, storage: torch.dtype | None, order: str
 ) -> Record:
     """The worst error of one backend in one dtype over one kind of cache, over all shapes of blocks."""
     lengths, groups, head_dims = (options.sizes[name] for name in ("lengths", "groups", "head_dims"))
-    kind = {"capacity": max(lengths), "storage": storage or dtype, "dtype": dtype, "ring": ring}
+    kind: dict[str, Any] = {"storage": storage or dtype, "dtype": dtype}
     errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
-        case = make_case(lengths, n_token, group=group, head_dim=head_dim, **kind)
+        if order == IN_4_BITS:
+            cases = [packed_case(n_token, head_dim, **kind)]
+        else:
+            one = {"capacity": max(lengths), "ring": order == "ring", "group": group, "head_dim": head_dim}
+            case = make_case(lengths, n_token, **one, **kind)
+            cases = [case, case.among_other_rows()]
+        case = cases[0]
         backend, shape = open_backend(name, device, case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
         try:
-            both = [on(one, device).run(backend).cpu().double() for one in (case, case.among_other_rows())]
+            each = [on(one, device).run(backend).cpu().double() for one in cases]
         except Exception as error:
             if breaks_device(error):
                 raise
             broken.append(shape + ": " + describe(error)["error"])
             continue
-        errors.append((max(error_of(out, case.reference()) for out in both), shape))
+        errors.append((max(error_of(out, case.reference()) for out in each), shape))
     worst, where = max(errors)
     record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": name, "dtype": dtype_name(dtype)}
-    record |= {"kv_dtype": dtype_name(storage or dtype), "ring": ring, "worst_error": float(f"{worst:.3g}")}
+    record |= {"kv_dtype": dtype_name(storage or dtype), "order": order, "worst_error": float(f"{worst:.3g}")}
     return record | {"worst_case": where, "tolerance": TOLERANCE[dtype], "shapes": len(errors) - 1, "broken": broken}
 
 
@@ -92,7 +100,8 @@ def error_of(out: Tensor, wanted: Tensor) -> float:
 
 def on(case: Case, device: str) -> Case:
     """The same case with its tensors on another device, in the same layout."""
-    kv = KV(*(None if x is None else x.to(device) for x in case.kv))
+    packed = case.kv.packed and Packed(*(x.to(device) if isinstance(x, Tensor) else x for x in case.kv.packed))
+    kv = KV(*(None if x is None else x.to(device) for x in case.kv[:-1]), packed=packed)
     slots = replace(case.slots, positions=case.slots.positions.to(device), rows=kv.rows)
     return replace(case, q=case.q.to(device), kv=kv, queries=case.queries.to(device), slots=slots)
 

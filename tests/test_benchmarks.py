@@ -232,7 +232,7 @@ def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dt
     """A backend that reads int8 in a model that computes in bfloat16, and dequantises all else."""
     backend = TorchAttention()
     reads = entries == torch.int8 and spec.dtype == torch.bfloat16
-    backend.dequantizes = lambda n_token: not reads  # type: ignore[method-assign]
+    backend.dequantizes = lambda n_token, group=None: not reads  # type: ignore[method-assign]
     return Selection(backend, "patched")
 
 

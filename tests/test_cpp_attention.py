@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from attention_cases import Case, FakeSlots, make_case, quantised_rows
+from attention_cases import Case, FakeSlots, make_case, packed_case
 
 from kv_cache import KV, FullKVCache
 from kv_cache.entries import largest
@@ -184,25 +184,20 @@ def test_a_build_is_shared_and_never_seen_half_done(nothing_built, backend, monk
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("head_dim,group", [(64, 16), (64, 48), (128, 32)])
 def test_reads_4_bits_as_they_are(backend, monkeypatch, storage, head_dim, group):
-    view, lengths = quantised_rows(head_dim, group, storage)
-    tolerance = 5e-6 if storage == torch.float32 else 2e-2  # of 8 bits recent tokens are unpacked to bfloat16
     for n_token, sliding_window in ((1, None), (5, None), (5, 100)):
-        queries, reference = lengths[:, None] + torch.arange(n_token), TorchAttention()
-        view.write(1, view.begin(queries), torch.randn(3, n_token, 2, 2, head_dim))
-        kv, q = view.read(1), torch.randn(3, n_token, 6, head_dim)
-        spec = AttentionSpec(6, 2, head_dim, sliding_window, torch.float32)
-        expected = reference.attend(q, kv, reference.prepare(spec, queries, view))
+        sizes = n_token, head_dim, group
+        case = packed_case(*sizes, storage=storage, sliding_window=sliding_window, capacity=PART + 300)
+        expected = case.reference()
+        assert not backend.dequantizes(n_token, group)
         with monkeypatch.context() as patch:
             patch.setattr(KV, "unpacked", lambda self: pytest.fail("it is read as it is"))
-            found = backend.attend(q, kv, backend.prepare(spec, queries, view))
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-        view.rollback(lengths)
+            found = case.run(backend)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("group", [8, 24])
 def test_unpacks_4_bits_in_groups_that_no_vector_is_of(backend, group):
-    view, lengths = quantised_rows(64, group, capacity=500)
-    queries, reference, q = lengths[:, None], TorchAttention(), torch.randn(3, 1, 6, 64)
-    view.write(1, view.begin(queries), torch.randn(3, 1, 2, 2, 64))
-    found = [one.attend(q, view.read(1), one.prepare(SPEC, queries, view)) for one in (reference, backend)]
-    torch.testing.assert_close(*found, rtol=0, atol=5e-6)
+    case = packed_case(1, 64, group)
+    torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
+    assert backend.dequantizes(1, group)
+    assert backend.dequantizes(1, group)

@@ -62,7 +62,7 @@ class SharedGraphs(RecordedGraphs):
 @pytest.mark.parametrize(("backend", "status"), [(TorchAttention(), "done"), (Wrong(), "failed")])
 def test_an_error_beyond_the_tolerance_fails_and_a_shape_that_raises(monkeypatch, backend, status):
     monkeypatch.setattr(correctness, "open_backend", lambda name, device, spec: backend)
-    result = correctness.attention(CPU, "tested", "cpu", torch.float32, None, False)
+    result = correctness.attention(CPU, "tested", "cpu", torch.float32, None, "in order")
     assert result["status"] == status and (result["worst_error"] > result["tolerance"]) == (status == "failed")
     assert [line[:3] for line in result["broken"]] == ["T 8"] * 2 * (status == "failed")
     assert correctness.error_of(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
@@ -98,8 +98,8 @@ def test_cells_on_a_gpu_can_be_listed_without_one():
     in_a = [cell.name for cell in cells if cell.part == "a"]
     for first in range(3):  # without gaps
         assert [cell.name for cell in cells_of("a", GPU, (first, 3))] == in_a[first::3]
-    # bfloat16 over three kinds of entries, float16 over its own; in order and rings
-    assert sum(name.startswith("triton, ") for name in names) == 8
+    # bfloat16 over three kinds of entries, float16 over its own; in order, rings, and these beside 4 bits
+    assert sum(name.startswith("triton, ") for name in names) == 12
     assert "Llama-2-7B, B 32, S 4000, T 8, int8 KV, triton" in names
     assert "B 64, prefix 7500, coupled, gamma 3, draft weights int4" in names
     assert sum(cell.part == "c" for cell in cells) == 18

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from fake_cuda_linear import cuda_linears
 from live_bytes import LiveBytes
 from machine import needs_vnni
+from memory_plans import BLOCK, BUDGET, CAPACITY, plan_of, run_of, self_draft
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
@@ -20,7 +20,7 @@ from common.errors import OutOfMemoryError
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.bench import memory
 from engine.bench.config import RankOptions, RunConfig, Sizes, Target
-from engine.bench.memory import Footprint, MemoryPlan, plan_memory, require_memory
+from engine.bench.memory import MemoryPlan, require_memory
 from engine.bench.plan import resolve_several
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.cost_model.rehearsal import Rehearsal
@@ -28,41 +28,17 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, QuantizedKVCache, SnapKV, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
 
-CAPACITY, BUDGET, BLOCK = 96, 20, 4
-GREEDY = ResolvedSampling(SamplingParams(), "greedy")
 CONFIGS = {
     "untied": TINY,
     "tied": replace(TINY, tie_embeddings=True),
     "bias": replace(TINY, qkv_bias=True),
     "given head_dim": replace(TINY, head_dim=16, n_kv_head=1),
 }
-
-
-def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Footprint:
-    """A draft that is the target over a small cache."""
-    cache = StreamingKVCache(config, 1, BUDGET, device="meta", dtype=changes.pop("kv_dtype", None) or dtype)
-    return Footprint(config, dtype, **{"caches": (cache,), "shares_weights": True, "prefills": False} | changes)
-
-
-def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, /, **changes: Any) -> MemoryPlan:
-    """Of that target, and of a self-draft unless another is given; changes: of its footprint, or of the run."""
-    stored = {name: changes.pop(name) for name in ("quantize", "dequantizes") if name in changes}
-    cache = FullKVCache(config, 1, CAPACITY, "meta", changes.pop("kv_dtype", None) or dtype)
-    draft = changes.pop("footprint", self_draft(config, dtype))
-    drafts = [draft] if draft else []
-    return plan_memory(run_of(config, **changes), Footprint(config, dtype, (cache,), **stored), *drafts)
-
-
-def run_of(config: ModelConfig, /, **changes: Any) -> Any:
-    """What of a run its memory depends on, beside its models."""
-    run = {"target": SimpleNamespace(config=config), "draft": None, "gamma": BLOCK - 1, "sampling": GREEDY}
-    run |= {"config": RunConfig(), "device": "cpu", "n_rows": 1, "capacity": CAPACITY, "group": (0,), "draft_group": ()}
-    return SimpleNamespace(**run | changes)
 
 
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype, prepack: bool) -> int:
@@ -135,83 +111,6 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
     assert planned < plan_of(config, footprint=None).fixed["weights"]
 
 
-def always(n_token: int) -> bool:
-    return True
-
-
-def longer_blocks(n_token: int) -> bool:
-    return n_token > BLOCK
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "kind,stored,slack",
-    [
-        *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
-        *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
-    ],
-)
-def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):
-    """Of all rows; fewer of them take less."""
-    cache, of_row = kind(TINY, 3, 700, dtype=stored), kind(TINY, 1, 700, device="meta", dtype=stored)
-    planned = 3 * Footprint(TINY, dtype, (of_row,), dequantizes=always).dequantized(1)
-    peaks = []
-    for rows in (slice(None), torch.tensor([2, 0])):
-        view = cache.view(rows)
-        with LiveBytes() as live:
-            view.read(0).dequantized(dtype)
-        peaks.append(live.peak)
-    assert peaks[1] < peaks[0] <= planned <= slack * peaks[0]
-
-
-def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
-    each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
-    read, all_rows, one_row, longer = (
-        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, gamma=block - 1) for dequantizes, block in each
-    )
-    assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token: False) == read
-    assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
-    assert longer.per_row["dequantised KV"] == all_rows.per_row["dequantised KV"] > 0
-    assert longer.fixed["activations"] == all_rows.fixed["activations"] == read.fixed["activations"]
-    assert one_row.fixed["activations"] == read.fixed["activations"] + all_rows.per_row["dequantised KV"]
-
-
-def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
-    """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
-    own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
-    chunks_only = replace(own, dequantizes=longer_blocks)
-    prefills = replace(chunks_only, prefills=True)
-    read, of_target = (plan_of(TINY, dequantizes=dequantizes, footprint=None) for dequantizes in (None, always))
-    of_draft = of_target.per_row["dequantised KV"] * BUDGET // CAPACITY
-    assert plan_of(TINY, footprint=own).per_row["dequantised KV"] == of_draft > 0
-    both = plan_of(TINY, footprint=own, dequantizes=always)
-    assert both.per_row["dequantised KV"] == of_target.per_row["dequantised KV"]
-    assert plan_of(TINY, footprint=own, dequantizes=longer_blocks).fixed["activations"] == (
-        read.fixed["activations"] + of_target.per_row["dequantised KV"] - of_draft
-    )
-    for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
-        assert plan_of(TINY, footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
-    observing = replace(prefills, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.int8),))
-    selects, reads = (plan_of(TINY, footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
-    assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
-    # What verification chooses takes scores and keys of a layer.
-    chooses = plan_of(
-        TINY, footprint=replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
-    )
-    assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
-    # Of several budgets' caches one is read at a time, but all are held.
-    caches = (StreamingKVCache(TINY, 1, n, 4, "meta", torch.int8) for n in (BUDGET, BUDGET // 2, BUDGET // 2))
-    several = plan_of(TINY, footprint=replace(own, caches=tuple(caches)))
-    assert several.per_row["dequantised KV"] == of_draft
-    assert several.per_row["draft KV"] == 2 * plan_of(TINY, footprint=own).per_row["draft KV"]
-
-
-def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
-    caches = QuantizedKVCache(TINY, 1, 700, device="meta"), StreamingKVCache(TINY, 1, 40, 4, "meta")
-    alone, *both = (Footprint(TINY, torch.float32, each).dequantized(1) for each in (caches[:1], caches, caches[::-1]))
-    assert both == [alone] * 2 and alone > 0
-
-
 @pytest.mark.parametrize("dtype,size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
 def test_logits_are_planned_in_float32_at_least_beside_what_the_head_gives(dtype: torch.dtype, size: int) -> None:
     assert plan_of(TINY, dtype).per_row["logits"] == BLOCK * TINY.vocab_size * (size + max(4, size))
@@ -255,18 +154,6 @@ def test_what_a_layer_in_8_bits_gives_is_planned_for_on_its_way(monkeypatch: pyt
     assert int8.fixed["activations"] - plain.fixed["activations"] == CAPACITY * 2 * TINY.ffn_dim * INT8_OUTPUT_BYTES
     head = BLOCK * TINY.vocab_size * (INT8_OUTPUT_BYTES - 4)
     assert int8.per_row["logits"] - plain.per_row["logits"] == int4.per_row["logits"] - plain.per_row["logits"] == head
-
-
-def test_selecting_entries_is_planned_for() -> None:
-    """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
-    plain = plan_of(TINY).fixed["activations"]
-    of_target = self_draft(TINY, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
-    own = replace(of_target, shares_weights=False, prefills=True)
-    scores = 4 * 6 * TINY.n_head * CAPACITY
-    keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
-    needed, with_prompt = (plan_of(TINY, footprint=draft).fixed["activations"] - plain for draft in (of_target, own))
-    assert needed >= 2 * scores + keys
-    assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
 
 
 def test_of_several_drafts_there_is_room_for_as_many_as_are_held_at_once() -> None:

@@ -66,7 +66,7 @@ def write(cache, entries: torch.Tensor, starts: list[int], n: int) -> None:
 def assert_reads(cache, entries: torch.Tensor, lengths: list[int], n_packed: list[int]) -> None:
     rows = range(len(lengths)) if cache.rows is None else cache.rows.tolist()
     layer = LAYERS - 1
-    kv = cache.read(layer).unpacked()
+    kv = cache.read(layer).unpacked(torch.float32)
     assert kv.rows is None
     for i, (row, length, packed) in enumerate(zip(rows, lengths, n_packed, strict=True)):
         found = torch.stack([kv.keys[i, :length], kv.values[i, :length]])
@@ -115,7 +115,7 @@ def test_written_block_by_block_a_row_is_what_it_is_filled_with(n):
     ):
         own, again = (getattr(one, name).narrow(of_token, 0, count).movedim(of_row, 0) for one in (cache, filled))
         assert torch.equal(own[[0, 2]], again[[0, 2]]) and not own[1].any()
-    found, wanted = (one.view(rows, starts[0]).read(1).unpacked() for one in (cache, filled))
+    found, wanted = (one.view(rows, starts[0]).read(1).unpacked(torch.float32) for one in (cache, filled))
     for tokens in (slice(0, out_of_ring(starts[0])), slice(-WINDOW, None)):
         for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
             assert torch.equal(own[:, tokens], again[:, tokens])
@@ -163,7 +163,7 @@ def test_a_row_takes_over_what_it_missed(known, length, n):
         write(caught_up.view(torch.tensor([1])), entries, [position], n)
     caught_up.fill_row(1, source, length, known=known)
     filled.fill_row(1, source, length)
-    found, wanted = (one.view(extent=length).read(1).unpacked() for one in (caught_up, filled))
+    found, wanted = (one.view(extent=length).read(1).unpacked(torch.float32) for one in (caught_up, filled))
     for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
         assert torch.equal(own[1], again[1])
     assert torch.equal(caught_up.positions, filled.positions)

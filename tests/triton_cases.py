@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, make_case
+from attention_cases import Case, make_case, packed_case
 
-from kv_cache.entries import largest
+from kv_cache.entries import KV, largest
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
 
@@ -100,6 +100,28 @@ def test_queries_that_do_not_follow_each_other(in_order):
 def test_one_chunk_needs_no_merge(ring):
     for storage in (None, torch.int8):
         check(after([0, 90, 141], 4, 150, n_kv_head=2, storage=storage, ring=ring), min_chunk=256)
+
+
+@pytest.mark.parametrize(
+    "head_dim,quant_group,storage,dtype",
+    [
+        *((64, group, torch.float32, torch.float32) for group in (7, 16, 64)),
+        (64, 48, torch.int8, torch.float32),
+        (128, 16, torch.float16, torch.float16),
+    ],
+)
+def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group, storage, dtype):
+    """Read as they are, of rows by name: groups within a tile, larger ones, and of one token in a run."""
+    backend = TritonAttention(sm_count=1000, min_chunk=CHUNK)
+    for n_token, sliding_window in ((1, None), (5, None), (2, 100)):
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window}
+        case = packed_case(n_token, head_dim, quant_group, **kind)
+        expected = case.reference()
+        assert not backend.dequantizes(n_token, quant_group)
+        with monkeypatch.context() as patch:
+            patch.setattr(KV, "unpacked", lambda self: pytest.fail("it is read as it is"))
+            found = case.run(backend)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @over_both_caches

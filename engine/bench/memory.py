@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,6 @@ from engine.bench.resolved import ResolvedDraft
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
 from kv_cache import FullKVCache, KVCache, QuantizedKVCache, VerifyTopKCache
-from kv_cache.entries import largest
 from models import ModelConfig
 from models.heads.loading import HeadSource
 from models.packed_linear import can_pack
@@ -61,14 +61,14 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Footprint:
     """A model, or the largest shard of one, and its caches of one row ("meta"), of which one is read at a time.
-    dequantizes: whether attention over blocks of so many tokens turns 8-bit entries into `dtype` first; None of others.
-    shares_weights: with the target. prefills: whether it runs prompts."""
+    dequantizes: as of `AttentionBackend`; None: never. shares_weights: with the target. prefills: whether it runs
+    prompts."""
 
     config: ModelConfig
     dtype: torch.dtype
     caches: tuple[KVCache, ...]
     quantize: str | None = None
-    dequantizes: Callable[[int], bool] | None = None
+    dequantizes: Callable[[int, int | None], bool] | None = None
     shares_weights: bool = False
     prefills: bool = True
 
@@ -98,15 +98,17 @@ class Footprint:
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. Of entries
-        in 4 bits, which some attention has to unpack: both unpacked, and one's codes as bytes and as numbers with its
-        grids, or both in `dtype`."""
+        in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
+            group = cache.group if isinstance(cache, QuantizedKVCache) else None
+            is_stored = group is None and cache.scales is None
+            if is_stored or self.dequantizes is None or not self.dequantizes(n_token, group):
+                continue
             if isinstance(cache, QuantizedKVCache):
-                stored = max(2, cache.entries.itemsize)
-                each.append((cache.capacity + cache.ring) * max(3 * stored + 2, 2 * (stored + size)))
-            elif self.dequantizes is not None and self.dequantizes(n_token):
+                each.append((cache.capacity + cache.ring) * (3 * size + 2))
+            else:
                 each.append((entries or cache.capacity) * (size + 4 + max(4, size)))
         return max(each) * values
 
@@ -115,7 +117,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     """What the rank with the largest shard needs, of the target, and of what drafts where that is a model."""
     config = _largest_shard(plan.target.config, plan.group)
     cache = FullKVCache(config, 1, plan.capacity, "meta", plan.kv_dtype)
-    dequantizes = _dequantizes(plan, config, plan.dtype, plan.kv_dtype)
+    dequantizes = partial(_dequantizes, plan, config, plan.dtype, plan.kv_dtype)
     target = Footprint(config, plan.dtype, (cache,), plan.config.target.quantize, dequantizes)
     levels = plan.draft.levels if plan.draft else ()
     return plan_memory(plan, target, *(own for level in levels if (own := _draft_footprint(plan, level, config))))
@@ -130,7 +132,9 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
         config = draft.source.config if is_head else _largest_shard(draft.source.config, plan.draft_group)
     if draft.layers is not None:
         config = replace(config, n_layer=len(draft.layers))
-    dequantizes = _dequantizes(plan, config, draft.dtype, draft.kv_dtype, draft.policy.in_cache_positions)
+    of_backend = partial(_dequantizes, plan, config, draft.dtype, draft.kv_dtype)
+    # Keys that are rotated as they are read are dequantised for whatever attention.
+    dequantizes = _always if draft.policy.in_cache_positions else of_backend
     prefills = draft.source is not None and not is_head
     n_kept = 2 if prefills and plan.chooses else 1  # what a prompt left is kept
     n_kept *= len(plan.draft.policies) if is_inner and plan.draft else 1  # each draft has its own
@@ -205,15 +209,13 @@ def captured_rows(plan: Plan) -> int:
 
 
 def _dequantizes(
-    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, rotates_keys: bool = False
-) -> Callable[[int], bool] | None:
-    """As of `Footprint`. rotates_keys: as they are read, dequantised for whatever attention."""
-    if entries not in largest():
-        return None
-    return _always if rotates_keys else plan.attention(config, dtype, entries).backend.dequantizes
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, n_token: int, group: int | None
+) -> bool:
+    """Of the backend, which is asked for only where there are entries to dequantise: this machine may not have it."""
+    return plan.attention(config, dtype, entries).backend.dequantizes(n_token, group)
 
 
-def _always(n_token: int) -> bool:
+def _always(n_token: int, group: int | None) -> bool:
     return True
 
 

@@ -36,11 +36,11 @@ class AttentionBackend(Protocol):
     of a cache. `attend`, once per layer: `q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by
     `D ** -0.5`. Neither reads a tensor's content on the host, so both can be captured in a CUDA graph that stays valid
     whatever the rows' lengths become. `dequantizes`: whether blocks of that length turn 8-bit entries that the backend
-    was selected for into the model's dtype first.
+    was selected for, or tokens in 4 bits of groups of so many, into the model's dtype first.
     """
 
     name: str
 
-    def dequantizes(self, n_token: int) -> bool: ...
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool: ...
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any: ...
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor: ...

@@ -58,8 +58,8 @@ class CppAttention:
     def __init__(self) -> None:
         self._kernel = load_kernel()
 
-    def dequantizes(self, n_token: int) -> bool:
-        return False
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
+        return group is not None and group % LANES > 0
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         newest = queries.repeat_interleave(spec.group_size, dim=1)
@@ -69,8 +69,8 @@ class CppAttention:
         return Prepared(newest, oldest, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        if kv.packed is not None and kv.packed.group % LANES:
-            kv = kv.unpacked()
+        if kv.packed is not None and self.dequantizes(q.shape[1], kv.packed.group):
+            kv = kv.unpacked(q.dtype)
         grouped, slots, n_part = _grouped(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
         of_packed: tuple[Tensor | None, ...] = (None,) * 5
         if kv.packed is not None:

@@ -107,8 +107,8 @@ class FlashAttention:
     def __init__(self, flavour: Flavour, fallback: AttentionBackend) -> None:
         self.flavour, self.fallback = flavour, fallback
 
-    def dequantizes(self, n_token: int) -> bool:
-        return self.fallback.dequantizes(n_token)
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
+        return self.fallback.dequantizes(n_token, group)
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
         """The kernel's arguments for queries at `[B, T]`: its own causal mask, in which the last query sees the last of
@@ -127,16 +127,12 @@ class FlashAttention:
         return Prepared(options, *map(cache, of_others))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
-        unpacked, options = kv.packed is not None, prepared.options
-        kv = kv.unpacked()
-        if options is None or kv.keys.dtype != q.dtype:
+        if prepared.options is None or kv.packed is not None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
         if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are
             keys = kv.keys if kv.rows is None else kv.keys[kv.rows]
             note(q, keys.transpose(1, 2), prepared.bias(), kv)
-        if unpacked:  # has the queries' own rows
-            options = {name: value for name, value in options.items() if name != "cache_batch_idx"}
-        return self.flavour.kernel(q, kv.keys, kv.values, **options)
+        return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
 
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]

@@ -84,7 +84,7 @@ def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> S
     fallback = triton.backend if isinstance(triton, Selection) else TorchAttention()
     if reason := flavour.unsupported(spec):
         return Selection(fallback, reason)
-    return Selection(FlashAttention(flavour, fallback), f"{why}; rings and 8-bit caches on {fallback.name}")
+    return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
 
 
 _MAKERS = {"cpp": _cpp, "triton": _triton, "flash": _flash}

@@ -24,7 +24,7 @@ class TorchAttention:
 
     name = "torch"
 
-    def dequantizes(self, n_token: int) -> bool:
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return True
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kv_cache.entries import KV
+from kv_cache.entries import KV, Packed
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
 from models.attention.triton_kernels import combine, note, split_kv
@@ -84,6 +84,12 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
     return TileConfig(rows, 32 if kv_itemsize == 1 else 64, num_warps=8, num_stages=num_stages + 1)
 
 
+def packed_tile_config(n_row: int) -> TileConfig:
+    """The same for tokens in 4 bits: what unpacks them takes the registers of more rows, slots or other stages."""
+    rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), 2 * MIN_ROWS)
+    return TileConfig(rows, 32, 4, num_stages=3 if rows == MIN_ROWS else 5)
+
+
 def min_chunk_length(n_row: int) -> int:
     """Slots below which a chunk of `n_row` query rows costs more than the balance it brings is worth."""
     return max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
@@ -146,13 +152,17 @@ def plan(
     n_slot, n_kv_head = kv.keys.shape[1:3]
     group = n_head // n_kv_head
     n_row = n_token * group
-    tile = tile_config(n_row, head_dim, kv.keys.element_size())
-    row_blocks = triton.cdiv(n_row, tile.rows)
-    n_program = row_blocks * batch * n_kv_head
-    chunk = chunk_length(n_slot, n_program, tile, sm_count, min_chunk or min_chunk_length(n_row))
-    n_chunk = triton.cdiv(n_slot, chunk)
-    is_split = n_chunk > 1
-    is_noted = kv.noted is not None
+    sources = [(_stored(q, kv, block), tile_config(n_row, head_dim, kv.keys.element_size()))]
+    if kv.packed is not None:
+        sources.append((_packed(kv.packed), packed_tile_config(n_row)))
+    chunks, counts = [], []
+    for source, tile in sources:
+        n_program = triton.cdiv(n_row, tile.rows) * batch * n_kv_head
+        shortest = min_chunk or min_chunk_length(n_row)
+        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, shortest))
+        counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
+    n_chunk = sum(counts)
+    is_split, is_noted = n_chunk > 1, kv.noted is not None
     out = partial = log_sums = kept = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
         partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
@@ -161,43 +171,64 @@ def plan(
     if is_noted:
         assert block.slots.in_order, "noted by position"
         kept = q.new_empty(batch, n_token, n_head, n_slot, dtype=torch.float32)
-    # Pointers that a variant never follows still need a tensor.
-    key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
-    positions, window = block.positions, block.spec.sliding_window
-    entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
-    others = {"q": q, "queries": block.queries, "positions": positions, "out": partial, "log_sums": log_sums}
-    others["kept"] = kept
+    window = block.spec.sliding_window
+    others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
-    strides = _strides(q=q) | _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
-    sizes = {"n_token": n_token, "n_kv_head": n_kv_head, "n_slot": n_slot, "chunk": chunk, "n_chunk": n_chunk}
-    shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK, "ROWS": tile.rows, "SLOTS": tile.slots}
-    arguments: dict[str, Any] = {
-        **entries | others | strides | sizes | shape,
-        "positions_row": positions.stride(0),
-        "window": window or 0,
-        "scale": head_dim**-0.5 * math.log2(math.e),
-        "MAPPED": kv.rows is not None,
-        "QUANTIZED": kv.key_scales is not None,
-        "NOTED": is_noted,
-        "IN_ORDER": block.slots.in_order,
-        "WINDOWED": window is not None,
-        "SPLIT": is_split,
-    }
-    grid = (row_blocks, n_chunk, batch * n_kv_head)
-    launches = [Launch(split_kv, grid, arguments, tile.num_warps, tile.num_stages)]
+    numbers = {"n_token": n_token, "n_kv_head": n_kv_head, "n_chunk": n_chunk, "window": window or 0}
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
+    variant = {"MAPPED": kv.rows is not None, "NOTED": is_noted, "WINDOWED": window is not None, "SPLIT": is_split}
+    of_all: dict[str, Any] = others | _strides(q=q) | numbers | shape | variant
+    of_all["scale"] = head_dim**-0.5 * math.log2(math.e)
+    launches, first = [], 0
+    for (source, tile), chunk, count in zip(sources, chunks, counts, strict=True):
+        arguments = of_all | source | {"chunk": chunk, "ROWS": tile.rows, "SLOTS": tile.slots}
+        arguments["RUN"] = math.gcd(source["PACKED"], tile.slots)
+        if is_split:  # each launch has chunks of its own
+            arguments |= {"out": partial[..., first:, :], "log_sums": log_sums[..., first:]}
+        grid = (triton.cdiv(n_row, tile.rows), count, batch * n_kv_head)
+        launches.append(Launch(split_kv, grid, arguments, tile.num_warps, tile.num_stages))
+        first += count
     if is_split:
         arguments = {"partial": partial, "log_sums": log_sums, "out": out, "n_chunk": n_chunk}
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
     if kv.noted is not None:
-        names = "kept", "log_sums", "stored_rows", "queries", "window", "GROUP", "MAPPED", "WINDOWED", *sizes
-        arguments = {name: launches[0].arguments[name] for name in names if name != "chunk"}
+        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "MAPPED", "WINDOWED", "n_slot", *numbers
+        arguments = {name: launches[0].arguments[name] for name in names}
         row, token, head, _ = kv.noted.stride()
         arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
         arguments |= {"SLOTS": NOTE_SLOTS}
         blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SLOTS)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
+
+
+def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
+    """What `split_kv` takes of entries as they are stored, all of them or a ring beside packed ones."""
+    # Pointers that a variant never follows still need a tensor.
+    key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
+    positions = block.positions if kv.packed is None else kv.packed.recent
+    entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
+    strides = _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    none = dict.fromkeys(("n_ring", "PACKED", "PARTS"), 0)
+    is_in_order, is_quantized = block.slots.in_order and kv.packed is None, kv.key_scales is not None
+    of_slots = {"n_slot": kv.keys.shape[1], "positions": positions, "positions_row": positions.stride(0)}
+    return entries | strides | none | of_slots | {"IN_ORDER": is_in_order, "QUANTIZED": is_quantized}
+
+
+def _packed(packed: Packed) -> dict[str, Any]:
+    """The same of tokens in 4 bits."""
+    keys, values, key_grids, value_grids = packed[:4]
+    codes_and_grids = {"keys": keys, "values": values, "key_scales": key_grids, "value_scales": value_grids}
+    strides: dict[str, int] = {}
+    for name, codes in (("k", keys), ("v", values)):
+        strides |= {f"{name}_row": codes.stride(0), f"{name}_head": codes.stride(1)}
+    for name, grids in (("ks", key_grids), ("vs", value_grids)):
+        strides |= {f"{name}_row": grids.stride(1), f"{name}_head": grids.stride(2), f"{name}_slot": grids.stride(0)}
+    strides |= {"k_slot": 0, "v_slot": value_grids.stride(3)}
+    of_slots = {"n_slot": packed.n_token, "positions": packed.recent, "positions_row": packed.recent.stride(0)}
+    variant = {"PACKED": packed.group, "PARTS": packed.value_grids.shape[3], "IN_ORDER": True, "QUANTIZED": False}
+    return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
 
 
 def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
@@ -214,7 +245,7 @@ class TritonAttention:
     def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
         self.torch, self.sm_count, self.min_chunk = TorchAttention(), sm_count, min_chunk
 
-    def dequantizes(self, n_token: int) -> bool:
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
@@ -226,7 +257,6 @@ class TritonAttention:
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
         if not isinstance(prepared, Block):
             return self.torch.attend(q, kv, prepared)
-        kv = kv.unpacked()
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
             return self.torch.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()

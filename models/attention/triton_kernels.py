@@ -8,10 +8,55 @@ UNSEEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def _dequantized(codes, low_at, step_at, exists):
+    """Codes of 4 bits as numbers, float32, by grids at whatever broadcasts to them."""
+    low = tl.load(low_at, mask=exists, other=0.0).to(tl.float32)
+    return codes.to(tl.float32) * tl.load(step_at, mask=exists, other=0.0).to(tl.float32) + low
+
+
+@triton.jit
+def _unpacked_tile(
+    slot, stop, pointers, strides,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values `[SLOTS, HEAD_DIM]` float32 of what `kv_cache.entries.Packed` holds from `slot` on.
+
+    A byte has one code of each half of the head dim: both are joined behind all other dims, and then moved.
+    """
+    keys, values, key_grids, value_grids, _ = pointers
+    _, value_part, key_step, value_step = strides
+    HALF: tl.constexpr = HEAD_DIM // 2
+    # Runs of tokens lie in one group, whatever that is a multiple of: [runs, HALF, RUN].
+    first = slot + tl.arange(0, SLOTS // RUN)[:, None, None] * RUN
+    in_run, dims = tl.arange(0, RUN)[None, None, :], tl.arange(0, HALF)[None, :, None]
+    byte_at = keys + (first // PACKED * HALF + dims) * PACKED + first % PACKED + in_run
+    byte = tl.load(byte_at, mask=first + in_run < stop, other=0)
+    low_at, exists = key_grids + first // PACKED * HEAD_DIM + dims, first < stop
+    lower = _dequantized(byte & 15, low_at, low_at + key_step, exists)
+    upper = _dequantized(byte >> 4, low_at + HALF, low_at + HALF + key_step, exists)
+    k = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 3, 1)), (SLOTS, HEAD_DIM))
+
+    # Parts of the head dim share a grid, of which each half has some: [SLOTS, parts, channels].
+    IN_HALF: tl.constexpr = (PARTS + 1) // 2
+    CHANNELS: tl.constexpr = HALF // IN_HALF
+    slots = slot + tl.arange(0, SLOTS)[:, None, None]
+    part, channel = tl.arange(0, IN_HALF)[None, :, None], tl.arange(0, CHANNELS)[None, None, :]
+    exists = slots < stop
+    byte = tl.load(values + slots * HALF + part * CHANNELS + channel, mask=exists, other=0)
+    low_at = value_grids + part * value_part + slots
+    lower = _dequantized(byte & 15, low_at, low_at + value_step, exists)
+    low_at += PARTS // 2 * value_part
+    upper = _dequantized(byte >> 4, low_at, low_at + value_step, exists)
+    v = tl.reshape(tl.permute(tl.join(lower, upper), (0, 3, 1, 2)), (SLOTS, HEAD_DIM))
+    return k, v
+
+
+@triton.jit
 def _attend_tile(
-    state, slot, q, query, stop, pointers, strides, scale, window, kept,
+    state, slot, q, query, stop, pointers, strides, n_ring, scale, window, kept,
     HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr,
-    IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
 
@@ -25,15 +70,19 @@ def _attend_tile(
     offsets = tl.arange(0, SLOTS)
     dims = tl.arange(0, HEAD_DIM)
     first = tl.cast(slot, tl.int64)
-    key_at = keys + first * k_slot + (offsets[:, None] * k_slot + dims[None, :])
-    value_at = values + first * v_slot + (offsets[:, None] * v_slot + dims[None, :])
-    if MASKED:
+    if PACKED:
         exists = slot + offsets < stop
-        k = tl.load(key_at, mask=exists[:, None], other=0.0)
-        v = tl.load(value_at, mask=exists[:, None], other=0.0)
+        k, v = _unpacked_tile(slot, stop, pointers, strides, HEAD_DIM, SLOTS, PACKED, RUN, PARTS)
     else:
-        k = tl.load(key_at)
-        v = tl.load(value_at)
+        key_at = keys + first * k_slot + (offsets[:, None] * k_slot + dims[None, :])
+        value_at = values + first * v_slot + (offsets[:, None] * v_slot + dims[None, :])
+        if MASKED:
+            exists = slot + offsets < stop
+            k = tl.load(key_at, mask=exists[:, None], other=0.0)
+            v = tl.load(value_at, mask=exists[:, None], other=0.0)
+        else:
+            k = tl.load(key_at)
+            v = tl.load(value_at)
 
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if QUANTIZED:
@@ -52,6 +101,9 @@ def _attend_tile(
     if MASKED:
         if IN_ORDER:
             position = tl.where(exists, slot + offsets, UNSEEN)
+            if PACKED:  # a token that the ring has counts there
+                recent = tl.load(positions + position % n_ring, mask=exists, other=-1)
+                position = tl.where(recent == position, UNSEEN, position)
         else:
             position = tl.load(positions + slot + offsets, mask=exists, other=-1).to(tl.int32)
             position = tl.where(position >= 0, position, UNSEEN)
@@ -77,15 +129,15 @@ def _attend_tile(
 
 
 # What changes from call to call must not compile another variant in the middle of a run.
-@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "window"])
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "n_ring", "window"])
 def split_kv(
     q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums, kept,
     q_row, q_token, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head,
     ks_row, ks_slot, ks_head, vs_row, vs_slot, vs_head, positions_row,
-    n_token, n_kv_head, n_slot, chunk, n_chunk, window, scale,
+    n_token, n_kv_head, n_slot, chunk, n_chunk, n_ring, window, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
 
@@ -95,6 +147,11 @@ def split_kv(
     takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
     where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result. With
     NOTED, `kept` float32 `[B, n_token, H, n_slot]` takes the scores of what was looked at, and `log_sums` is filled.
+
+    Of tokens in 4 bits, PACKED is how many share a key's grid, RUN its greatest common divisor with SLOTS, and PARTS
+    how many grids a value has; keys and values are then the codes, their scales the lowest numbers, and `positions [B,
+    n_ring]` those of the ring. The scales' strides by slot are then how far steps lie behind lowest numbers, and the
+    values' how far their grids lie from each other. Two launches share `out` and `log_sums`, each has its own chunks.
     """
     chunk_index = tl.program_id(1)
     b = (tl.program_id(2) // n_kv_head).to(tl.int64)
@@ -129,7 +186,7 @@ def split_kv(
     keys += stored * k_row + h * k_head
     values += stored * v_row + h * v_head
     positions += b * positions_row
-    if QUANTIZED:
+    if QUANTIZED or PACKED:
         key_scales += stored * ks_row + h * ks_head
         value_scales += stored * vs_row + h * vs_head
 
@@ -140,17 +197,22 @@ def split_kv(
     pointers = (keys, values, key_scales, value_scales, positions)
     strides = (k_slot, v_slot, ks_slot, vs_slot)
     kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * n_slot if NOTED else token
-    shared = (q_tile, query, stop, pointers, strides, scale, window, kept_at)
+    shared = (q_tile, query, stop, pointers, strides, n_ring, scale, window, kept_at)
     masked_from = start
     if IN_ORDER and not WINDOWED:
-        # Every query of the row sees the slots up to the earliest one's position.
-        masked_from += tl.maximum(tl.minimum(stop, earliest + 1) - start, 0) // SLOTS * SLOTS
+        # Every query of the row sees the slots up to the earliest one's position, but for what the ring may have.
+        seen_by_all = earliest + 1 - n_ring if PACKED else earliest + 1
+        masked_from += tl.maximum(tl.minimum(stop, seen_by_all) - start, 0) // SLOTS * SLOTS
         for slot in tl.range(start, masked_from, SLOTS):
             state = _attend_tile(
-                state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, MASKED=False
-            )
+                state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
+                MASKED=False,
+            )  # fmt: skip
     for slot in tl.range(masked_from, stop, SLOTS):
-        state = _attend_tile(state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, MASKED=True)
+        state = _attend_tile(
+            state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
+            MASKED=True,
+        )  # fmt: skip
 
     best, total, acc = state
     sums = tl.where(total > 0, total, 1.0)

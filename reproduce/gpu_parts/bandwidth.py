@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from statistics import median
 from timeit import timeit
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +14,15 @@ from common.errors import ConfigError
 from common.say import dtype_name
 from engine.bench.dummy_prefill import randomise
 from engine.bench.record import rounded
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, QuantizedKVCache
 from models.attention import AttentionBackend, AttentionSpec, select_backend
 from models.attention.flash_backend import find_flavour
 from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
+
+# Of entries: None as the model computes.
+Storage: TypeAlias = torch.dtype | Literal["4 bits"] | None
+IN_4_BITS: Literal["4 bits"] = "4 bits"
+STORAGES: tuple[Storage, ...] = (None, torch.int8, IN_4_BITS)
 
 
 class Shape(NamedTuple):
@@ -29,9 +34,11 @@ class Shape(NamedTuple):
     head_dim: int
     n_layer: int = 1
 
-    def cache(self, options: Options, batch: int, n_slot: int, storage: torch.dtype | None = None) -> FullKVCache:
-        """A cache whose rows are full, of zeros."""
-        cache = FullKVCache(self, batch, n_slot, device=options.device, dtype=storage or options.dtype)
+    def cache(self, options: Options, batch: int, n_slot: int, storage: Storage = None) -> FullKVCache:
+        """A cache whose rows are full, of zeros; none of them in the ring beside 4 bits."""
+        kind = QuantizedKVCache if storage == IN_4_BITS else FullKVCache
+        dtype = storage if isinstance(storage, torch.dtype) else options.dtype
+        cache = kind(self, batch, n_slot, device=options.device, dtype=dtype)
         cache.positions.copy_(torch.arange(n_slot, device=options.device).expand(batch, -1))
         return cache
 
@@ -55,9 +62,9 @@ def cells(options: Options) -> list[Cell]:
     found = [Cell("b", "gpu_copy_bandwidth", "copy", partial(copy, options))]
     for each in options.sizes["shapes"]:
         shape = Shape(each["model"], *each["heads"])
-        for (batch, n_slot), storage in itertools.product(each["batches"], (None, torch.int8)):
-            kind = dtype_name(storage) if storage else "same"
-            # 8-bit entries are read by our own kernels alone; the others dequantise the whole cache first.
+        for (batch, n_slot), storage in itertools.product(each["batches"], STORAGES):
+            kind = dtype_name(storage) if isinstance(storage, torch.dtype) else storage or "same"
+            # 8 and 4 bits are read by our own kernels alone; the others dequantise the whole cache first.
             for backend in backends(options) if storage is None else backends(options)[:1]:
                 for n_token in options.sizes["block_tokens"] if backend != "torch" else (1, 4):
                     name = f"{shape.model}, B {batch}, S {n_slot}, T {n_token}, {kind} KV, {backend}"
@@ -76,7 +83,7 @@ def copy(options: Options) -> Record:
 
 def attention(options: Options, filled: tuple, name: str, n_token: int) -> Record:
     """The time of one layer's attention over full rows, and the bytes of KV that it has to read."""
-    shape, batch, n_slot, _ = filled
+    shape, batch, n_slot, storage = filled
     spec, calls = shape.spec(options), []
     backend, caches = open_backend(name, options.device, spec), _caches(options, *filled)
     for cache in caches:
@@ -86,7 +93,8 @@ def attention(options: Options, filled: tuple, name: str, n_token: int) -> Recor
     seconds, timed_by = time_calls((calls * 8)[: max(len(calls), 8)], options)
     kv_bytes, bandwidth = caches[0].n_bytes, caches[0].n_bytes / seconds
     record = {"model": shape.model, "heads": shape[1:4], "B": batch, "S": n_slot, "T": n_token, "backend": name}
-    record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": dtype_name(caches[0].entries.dtype), "kv_bytes": kv_bytes}
+    kv_dtype = IN_4_BITS if storage == IN_4_BITS else dtype_name(caches[0].entries.dtype)
+    record |= {"dtype": dtype_name(spec.dtype), "kv_dtype": kv_dtype, "kv_bytes": kv_bytes}
     record |= {"is_large": kv_bytes >= LARGE_BYTES, "buffers": len(caches), "timed_by": timed_by}
     record |= {"microseconds": 1e6 * seconds, "bytes_per_second": bandwidth}
     return rounded(record | {"share_of_copy": bandwidth / copy_bandwidth(options)})
@@ -94,7 +102,7 @@ def attention(options: Options, filled: tuple, name: str, n_token: int) -> Recor
 
 @shared
 @torch.inference_mode()
-def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: torch.dtype | None) -> list[FullKVCache]:
+def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: Storage) -> list[FullKVCache]:
     """Full caches of one layer, so many that no call finds its KV in the second-level cache."""
     caches: list[FullKVCache] = []
     wanted = L2_MULTIPLE * l2_bytes(options)

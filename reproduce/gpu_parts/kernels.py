@@ -15,10 +15,11 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from common.say import dtype_name
-from kv_cache.entries import KV, largest
+from kv_cache.entries import KV, Packed, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
+from models.attention.triton_kernels import split_kv
 from reproduce.gpu_parts.cells import Record
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
@@ -32,6 +33,7 @@ CACHES = {
     "in order, window": (True, 4096, 32768),
     "positions": (False, None, 32768),
     "one chunk": (False, None, 256),
+    "4 bits": (True, None, 32768),
 }
 
 
@@ -53,7 +55,16 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     positions = empty(BATCH, n_slot, dtype=torch.int64)
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
     block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
-    return triton_backend.plan(q, KV(stored, stored, scales, scales), block)[0]
+    kv = KV(stored, stored, scales, scales)
+    if cache == "4 bits":  # as of `kv_cache.quantized` by default, beside a ring
+        group, of_head = 16, (BATCH, N_KV_HEAD)
+        codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
+        grids = empty(2, *of_head, n_slot // group, head_dim, dtype=torch.bfloat16)
+        value_grids = empty(2, *of_head, head_dim // group, n_slot, dtype=torch.bfloat16)
+        ring = empty(BATCH, 64 + 3 * group, dtype=torch.int64)
+        packed = Packed(codes, codes.view(*of_head, n_slot, -1), grids, value_grids, n_slot, ring)
+        kv = KV(*(x[:, : ring.shape[1]] for x in (stored, stored)), packed=packed)
+    return triton_backend.plan(q, kv, block)[0]
 
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
@@ -63,9 +74,12 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
-            split, *rest = launches(dtype, entries, head_dim, n_row, cache)
-            merge = next(iter(rest), merge)
-            yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", split
+            if cache == "4 bits" and entries != dtype:
+                continue  # what stands beside them is a ring as any other
+            each = launches(dtype, entries, head_dim, n_row, cache)
+            splits = [one for one in each if one.kernel is split_kv]
+            merge = next(iter(each[len(splits) :]), merge)
+            yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", splits[-1]
         if merge is not None:
             yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
 

@@ -1,0 +1,104 @@
+"""The memory estimate of entries that are turned into others, or chosen: what that takes at its peak."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from memory_plans import BLOCK, BUDGET, CAPACITY, plan_of, self_draft
+from tiny import TINY
+
+from engine.bench.memory import Footprint
+from kv_cache import FullKVCache, QuantizedKVCache, SnapKV, StreamingKVCache, VerifyTopK
+
+
+def always(n_token: int, group: int | None) -> bool:
+    return True
+
+
+def longer_blocks(n_token: int, group: int | None) -> bool:
+    return n_token > BLOCK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "kind,stored,slack",
+    [
+        *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
+        *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
+    ],
+)
+def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):
+    """Of all rows; fewer of them take less."""
+    cache, of_row = kind(TINY, 3, 700, dtype=stored), kind(TINY, 1, 700, device="meta", dtype=stored)
+    planned = 3 * Footprint(TINY, dtype, (of_row,), dequantizes=always).dequantized(1)
+    peaks = []
+    for rows in (slice(None), torch.tensor([2, 0])):
+        view = cache.view(rows)
+        with LiveBytes() as live:
+            view.read(0).dequantized(dtype)
+        peaks.append(live.peak)
+    assert peaks[1] < peaks[0] <= planned <= slack * peaks[0]
+
+
+def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
+    each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
+    read, all_rows, one_row, longer = (
+        plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, gamma=block - 1) for dequantizes, block in each
+    )
+    assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token, group: False) == read
+    assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
+    assert longer.per_row["dequantised KV"] == all_rows.per_row["dequantised KV"] > 0
+    assert longer.fixed["activations"] == all_rows.fixed["activations"] == read.fixed["activations"]
+    assert one_row.fixed["activations"] == read.fixed["activations"] + all_rows.per_row["dequantised KV"]
+
+
+def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
+    """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
+    plan = partial(plan_of, TINY, kv_dtype=torch.int8)
+    own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
+    chunks_only = replace(own, dequantizes=longer_blocks)
+    prefills = replace(chunks_only, prefills=True)
+    read, of_target = (plan(dequantizes=dequantizes, footprint=None) for dequantizes in (None, always))
+    of_draft = of_target.per_row["dequantised KV"] * BUDGET // CAPACITY
+    assert plan(footprint=own).per_row["dequantised KV"] == of_draft > 0
+    both = plan(footprint=own, dequantizes=always)
+    assert both.per_row["dequantised KV"] == of_target.per_row["dequantised KV"]
+    assert plan(footprint=own, dequantizes=longer_blocks).fixed["activations"] == (
+        read.fixed["activations"] + of_target.per_row["dequantised KV"] - of_draft
+    )
+    for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
+        assert plan(footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
+    observing = replace(prefills, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.int8),))
+    selects, reads = (plan(footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
+    assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
+    # What verification chooses takes scores and keys of a layer.
+    chooses = plan(footprint=replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),)))
+    assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
+    # Of several budgets' caches one is read at a time, but all are held.
+    caches = (StreamingKVCache(TINY, 1, n, 4, "meta", torch.int8) for n in (BUDGET, BUDGET // 2, BUDGET // 2))
+    several = plan(footprint=replace(own, caches=tuple(caches)))
+    assert several.per_row["dequantised KV"] == of_draft
+    assert several.per_row["draft KV"] == 2 * plan(footprint=own).per_row["draft KV"]
+
+
+def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
+    caches = QuantizedKVCache(TINY, 1, 700, device="meta"), StreamingKVCache(TINY, 1, 40, 4, "meta")
+    each = (caches[:1], caches, caches[::-1])
+    alone, *both = (Footprint(TINY, torch.float32, one, dequantizes=always).dequantized(1) for one in each)
+    assert both == [alone] * 2 and alone > 0
+    read = Footprint(TINY, torch.float32, caches, dequantizes=lambda n_token, group: group != 16)
+    assert read.dequantized(1) == 0
+
+
+def test_selecting_entries_is_planned_for() -> None:
+    """Scores of the observed queries over a whole context, keys in order, and a draft's whole prompt."""
+    plain = plan_of(TINY).fixed["activations"]
+    of_target = self_draft(TINY, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
+    own = replace(of_target, shares_weights=False, prefills=True)
+    scores = 4 * 6 * TINY.n_head * CAPACITY
+    keys = 4 * TINY.n_kv_head * TINY.head_dim * CAPACITY
+    needed, with_prompt = (plan_of(TINY, footprint=draft).fixed["activations"] - plain for draft in (of_target, own))
+    assert needed >= 2 * scores + keys
+    assert with_prompt == needed + FullKVCache(TINY, 1, CAPACITY).n_bytes
