@@ -37,7 +37,8 @@ def context_figure(records: list[Record]) -> Figure:
 
 
 def budget_figure(records: list[Record]) -> Figure:
-    rows = [row for row in columns.rows_of(records) if row["draft_policy"] != "full"]
+    """A panel for each context that was measured with a budget, or else for the first published one."""
+    rows = [row for row in columns.rows_of(records) if row["draft_policy"] != "full"] or published().acceptance[:1]
     rows.sort(key=itemgetter("prefix_len"))
     return by_budget("Acceptance by budget", rows, "context of {prefix_len} tokens", Y, budget_curves)
 

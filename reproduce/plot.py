@@ -63,7 +63,7 @@ def main(flags: Flags) -> None:
         required = f"numbers that differ under {flags.x or ' or '.join(AXES)}"
         raise ConfigError(what, "RECORDS", seen, required, "measure more, or give --x, --y")
     for y, kept in drawn.items():
-        print(f"  {y} over {x}: {len(kept)} of {len(records)} records that have both numbers")
+        print(f"  {y} over {x}: {len(kept)} of {len(records)} records have both numbers")
     name = Path(flags.records[0]).stem
     for path in figures.save(Figure(name, panels), name, Path(flags.figures)):
         print(f"  {path}")

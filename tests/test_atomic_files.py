@@ -1,22 +1,35 @@
 """Files that are written whole or not at all, whoever writes and whoever is killed meanwhile."""
 
+import errno
+import fcntl
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import pytest
 from programs import ROOT
 
 from models.checkpoints.manifest import atomic_path, write_text
 
-KILLED = """
+START = """
 import os, signal, sys
 from pathlib import Path
 from models.checkpoints.manifest import atomic_path
 with atomic_path(Path(sys.argv[1])) as partial:
     partial.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
 """
+KILLED = START + "    os.kill(os.getpid(), signal.SIGKILL)"
+WRITING = (
+    START
+    + """    print("writing", flush=True)
+    sys.stdin.read()
+    partial.write_text(partial.read_text() + ", whole")
+"""
+)
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 def test_a_killed_writer_leaves_what_was_there_and_the_next_one_its_file_alone(tmp_path: Path):
@@ -30,15 +43,60 @@ def test_a_killed_writer_leaves_what_was_there_and_the_next_one_its_file_alone(t
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_text() == "after"
 
 
-def test_what_another_process_writes_is_left_alone(tmp_path: Path):
-    """Of one that lives: this test's parent stands for it."""
+def test_two_writers_at_once_both_write_a_whole_file(tmp_path: Path):
+    """Neither finds the other by its process id or host name, which in two containers are often the same."""
     path = tmp_path / "file.txt"
-    with atomic_path(path) as partial:
+    with atomic_path(path) as slow:
+        slow.write_text("half")
+        with subprocess.Popen([sys.executable, "-c", WRITING, str(path)], cwd=ROOT, **PIPES) as other:
+            assert other.stdout.readline() == "writing\n"
+            write_text(path, "a third one")
+            assert path.read_text() == "a third one"
+            other.communicate("go on")
+        assert other.returncode == 0 and path.read_text() == "half, whole"
+        with atomic_path(path) as quick:
+            quick.write_text("quick")
+        assert path.read_text() == "quick" and slow.read_text() == "half"
+    assert path.read_text() == "half" and [*tmp_path.iterdir()] == [path]
+
+
+def removes(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def makes_anew(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / ".lock").touch()
+
+
+def locks(folder: Path) -> None:
+    raise BlockingIOError
+
+
+@pytest.mark.parametrize("meanwhile", [removes, makes_anew, locks])
+def test_a_folder_that_another_writer_takes_for_left_over_is_made_again(tmp_path: Path, monkeypatch, meanwhile):
+    folders, flock = [], fcntl.flock
+
+    def late(file: BinaryIO, how: int) -> None:
+        folders.append(Path(file.name).parent)
+        if len(folders) == 1:
+            meanwhile(folders[0])
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with atomic_path(tmp_path / "file.txt") as partial:
+        assert partial.parent == folders[1] != folders[0]
         partial.write_text("whole")
-        own = partial.parent
-        other = own.with_suffix(".1")
-        other.mkdir()
-        write_text(tmp_path / "another.txt", "x")
-        assert partial.is_file()
-    write_text(path, "again")
-    assert other.is_dir() and not own.exists() and path.read_text() == "again"
+    assert [file.name for file in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_without_locks_files_are_written_and_nothing_is_taken_for_left_over(tmp_path: Path, monkeypatch):
+    def flock(file: BinaryIO, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with atomic_path(tmp_path / "file.txt") as partial:
+        partial.write_text("slow")
+        write_text(tmp_path / "file.txt", "quick")
+    assert (tmp_path / "file.txt").read_text() == "slow" and len([*tmp_path.iterdir()]) == 1

@@ -92,9 +92,19 @@ def test_figures_are_png_and_svg_and_the_same_each_time(runs, script, tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_without_measurements_there_are_only_published_points(script):
-    panels = [panel for draw in script.FIGURES.values() for panel in draw([]).panels]
-    assert all(PUBLISHED.items() <= series.style.items() for panel in panels for series in panel.series)
+    panels = {name: draw([]).panels for name, draw in script.FIGURES.items()}
+    drawn = {name: [series for panel in of_one for series in panel.series] for name, of_one in panels.items()}
+    assert all(PUBLISHED.items() <= one.style.items() and one.x for series in drawn.values() for one in series)
+    assert {name for name, series in drawn.items() if not series} <= {"throughput_latency"}
     assert "not measured" in script.table([])
+
+
+def test_runs_without_a_budget_leave_the_figure_by_budget_to_the_published_point():
+    row = {"draft_policy": "full", "draft_budget": None, "text": "book", "acceptance_rate": 0.9, "prefix_len": 7500}
+    (panel,) = acceptance_tables.budget_figure([{"model": LLAMA, "prefix_len": 7500, "rows": [row]}]).panels
+    (known,) = panel.series
+    assert (panel.title, known.label) == ("context of 4000 tokens", "published, Llama-3.1-8B, streaming")
+    assert ([*known.x], [*known.y]) == ([512], [0.84])
 
 
 def test_records_have_a_folder_where_none_is_named(runs, tmp_path, monkeypatch):

@@ -1,18 +1,17 @@
 """The manifest.json of a checkpoint's folder: sizes and SHA-256 sums of its files, and what a conversion made."""
 
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-import psutil
 
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import TOKENIZER_FILES
@@ -21,34 +20,50 @@ from models.cpp_build import cache_folder
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
+PARTIAL = ".partial"  # ends the names of folders in which files are written
 REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path of that name in a folder of this process beside it; on success what is there is flushed and moved.
-    What processes of this machine left there that were killed is removed. Errors: CheckpointError."""
-    own = f".{path.name}.{socket.gethostname()}"
+    """Yield a path of that name in a new folder beside it; on success what is there is flushed and moved. Such folders
+    of writers that were killed are removed, those of writers at work are not. Errors: CheckpointError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(own)}.*"):
-            if (pid := left.suffix[1:]).isdigit() and not psutil.pid_exists(int(pid)):
-                shutil.rmtree(left, ignore_errors=True)
-        folder = path.with_name(f"{own}.{os.getpid()}")
-        folder.mkdir(exist_ok=True)
-        try:
-            partial = folder / path.name
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+            with suppress(OSError), _locked(left):
+                shutil.rmtree(left)
+        with ExitStack() as held:
+            while True:
+                made = TemporaryDirectory(PARTIAL, f".{path.name}.", path.parent, ignore_cleanup_errors=True)
+                partial = Path(held.enter_context(made), path.name)
+                try:
+                    held.enter_context(_locked(partial.parent))
+                except (BlockingIOError, FileNotFoundError):  # removed as left over before it was locked
+                    continue
+                except OSError:  # a file system without locks, on which nobody can remove it either
+                    pass
+                break
             yield partial
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         required, fix = "a writable folder with enough free space", "free some space, or choose another --out_dir"
         raise CheckpointError("a file cannot be written", path, seen, required, fix) from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else holds the folder until this ends, or the process. Raises OSError: somebody does, or removed it."""
+    name = folder / ".lock"  # NFS locks for all machines only files that are open for writing
+    with name.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock.fileno()), name.stat()):
+            raise FileNotFoundError
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

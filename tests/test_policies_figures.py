@@ -1,0 +1,65 @@
+"""The figures of policies, from the committed records, and the committed figures."""
+
+from collections import Counter
+
+import pytest
+
+from reproduce import policies
+from reproduce.paper.reproduction import ROOT
+from reproduce.sweeping.runner import read_rows
+
+FEW, MANY = [200, 400], [75, 225, 375, 525, 750]
+CHOSEN = ("snapkv", "verify_topk", "retrieval")
+
+
+def judged(prefix_len: int, budgets: list[int]) -> dict[str, list[int]]:
+    """Budgets by label; a quantised cache keeps the whole context."""
+    return dict.fromkeys(("streaming", *CHOSEN), budgets) | {"quantized": [prefix_len]}
+
+
+def timed(kept: int, budgets: list[int], *others: str) -> dict[str, list[int]]:
+    """The same of what is timed, where a quantised cache keeps what is generated, too."""
+    whole = {"quantized": [kept], "quantized, int4 weights": [kept]}
+    return dict.fromkeys(("streaming", "verify_topk", "retrieval", *others), budgets) | whole
+
+
+DRAWN = {
+    "policies_acceptance": {
+        **{f"context of 4000 tokens, text {text}": judged(4000, FEW) for text in ("sampled", "book")},
+        **{
+            f"context of 7500 tokens, text {text}": judged(7500, MANY)
+            for text in ("sampled", "book", "passkey", "multikey", "greedy")
+        },
+    },
+    "policies_speedup": {
+        **{f"context of 4000 tokens, B {B}": timed(4068, [400]) for B in (1, 4, 16)},
+        "context of 7500 tokens, B 8": timed(7568, MANY, "snapkv") | {"auto": [375]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return [row["record"] for row in read_rows(ROOT / "reproduce" / "results" / "policies.jsonl").values()]
+
+
+@pytest.mark.parametrize("name", policies.FIGURES)
+def test_each_panel_has_a_line_for_each_policy_over_its_budgets(records, name):
+    with_own_draft = [record | {"draft_of_draft": "markov", "prefix_len": 1} for record in records]
+    panels = policies.FIGURES[name](records + with_own_draft).panels
+    assert [(panel.title, {one.label: one.x for one in panel.series}) for panel in panels] == [*DRAWN[name].items()]
+
+
+@pytest.mark.parametrize("name", policies.FIGURES)
+def test_a_policy_looks_the_same_in_every_panel_and_open_with_quantised_weights(records, name):
+    series = [one for panel in policies.FIGURES[name](records).panels for one in panel.series]
+    looks = {(one.label.partition(",")[0], one.style["color"], one.style["marker"]) for one in series}
+    assert len(looks) == len({policy for policy, *_ in looks}) == len({tuple(look) for _, *look in looks})
+    assert all(("markerfacecolor" in one.style) == one.label.endswith(" weights") for one in series)
+
+
+@pytest.mark.parametrize("name", policies.FIGURES)
+def test_the_committed_figure_names_all_that_is_drawn(name):
+    svg = (ROOT / "reproduce" / "figures" / f"{name}.svg").read_text()
+    said = [*DRAWN[name], *(label for curves in DRAWN[name].values() for label in curves)]
+    assert {text: svg.count(f"<!-- {text} -->") for text in said} == Counter(said)
