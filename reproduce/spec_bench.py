@@ -215,10 +215,11 @@ def measure(
     flags: Flags,
     configs: Mapping[str, DrafterConfig],
     cells: Mapping[str, Sequence[Prompt]],
+    firsts: Mapping[str, int],
     done: Collection[str],
     put_off: list[Exception],
 ) -> Iterable[Record]:
-    """A record of each category that is not done, appended to the output. Errors: UserError."""
+    """A record of each category that is not done, numbered from `firsts`, appended to the output. Errors: UserError."""
     options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
     template = flags.target.with_text().chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*cells.values())]
@@ -232,11 +233,10 @@ def measure(
     drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
-    n_turns = [sum(len(one.turns) for one in prompts) for prompts in cells.values()]
-    for (cell, prompts), first in zip(cells.items(), accumulate(n_turns, initial=0), strict=False):
+    for cell, prompts in cells.items():
         if cell in done:
             continue
-        found = converse(sessions, drafters, template, prompts, first)
+        found = converse(sessions, drafters, template, prompts, firsts[prompts[0].category])
         rows = [own[name] | seen for name, seen in found.items()]
         named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
         named |= {"conversations": len(prompts), "rows": rows}
@@ -251,12 +251,14 @@ def main(flags: Flags) -> None:
     require_appendable(flags.output.output)
     configs = flags.configs()
     prompts = load_prompts(flags.prompts or str(ROOT / PROMPTS))
+    n_turns = {name: sum(len(one.turns) for one in own) for name, own in by_category(prompts).items()}
+    firsts = dict(zip(n_turns, accumulate(n_turns.values(), initial=0), strict=False))
     asked = by_category(prompts, flags.categories or (), flags.per_category)
     cells, put_off = {flags.cell(prompts): prompts for prompts in asked.values()}, []
     lines = [line for _, line in read_lines(flags.output.output)] if flags.output.output else []
     done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
     if not cells.keys() <= done.keys():
-        done |= {record["cell"]: record for record in measure(flags, configs, cells, [*done], put_off)}
+        done |= {record["cell"]: record for record in measure(flags, configs, cells, firsts, [*done], put_off)}
     rows = bench.rounded(table_rows(done[cell] for cell in cells))
     summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
     said = f"{SLOWER}: slower than plain decoding"

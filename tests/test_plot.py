@@ -38,7 +38,7 @@ def points(figure: Figure) -> list[dict[str, list[tuple[float, float]]]]:
 
 def test_a_line_for_each_combination_of_what_else_varies(draw):
     """Of three repeats the median; a row of a sweep is its record; a failed cell and a null are left out."""
-    lines = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (1, 2, 4)]
+    lines = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (4, 1, 2)]
     lines += [record(1, 9.0), record(1, 2.5), record(8, None)]
     lines[1] = {"key": "k", "status": "ok", "record": lines[1]}
     lines.append({"key": "l", "status": "failed", "record": None})
@@ -50,6 +50,8 @@ def test_a_line_for_each_combination_of_what_else_varies(draw):
     }
     assert tokens["prefix_len 1000"] == [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0)]
     assert [(panel.x_label, panel.y_label) for panel in figure.panels] == [("B", y) for y in plot.MEASURED]
+    colours = figures.shades([8000, 1000, 4000, 1000])
+    assert [colours[length] for length in (1000, 8000)] == [figures.SHADES[0], figures.SHADES[-1]]
     assert "speedup over B: 8 of 10 records have both numbers" in ended.out
     assert "per_second over B: 9 of 10 records" in ended.out
 

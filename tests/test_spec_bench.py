@@ -138,7 +138,7 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
 
 
 def test_what_has_a_record_is_not_run_again(bench, decoded, tmp_path: Path) -> None:
-    """A category more is run alone, and draws what it would have behind the others; another flag is another run; a line
+    """A category is numbered by its place in the whole set, alone or beside others; another flag is another run; a line
     of something else is left as it is."""
     (tmp_path / "out.jsonl").write_text('{"benchmark": "other"}\n')
     first = bench("--drafters ngram --categories end")
@@ -146,9 +146,8 @@ def test_what_has_a_record_is_not_run_again(bench, decoded, tmp_path: Path) -> N
     both = bench("--drafters ngram --categories end letters")
     assert {name for name, *_ in decoded[n_first:]} == {"letters, plain", "letters, ngram"}
     assert both.record["rows"][0] == first.record["rows"][0]
-    assert [number for *_, number in decoded[:n_first]] == [0, 0] and decoded[n_first][3] == sum(
-        len(turns) for name, turns in ROWS if name == "end"
-    )
+    n_math, n_letters = (sum(len(turns) for own, turns in ROWS if own == name) for name in ("math", "letters"))
+    assert [number for *_, number in decoded[:n_first]] == [n_math + n_letters] * 2 and decoded[n_first][3] == n_math
     n_both = len(decoded)
     again = bench("--drafters ngram --categories letters end")
     assert len(decoded) == n_both and "loading" not in again.err

@@ -141,3 +141,8 @@ def test_a_budget_without_room_names_the_longer_of_both_rounds(gammas, field):
     config = SelfConfig(gamma=gammas[0], inner_gamma=gammas[1], draft_of_draft="streaming", policy=Streaming(512))
     with pytest.raises(ConfigError, match=rf"gamma \(--{field}\) and --inner_budget[^$]*gamma 70, room for 60"):
         config.check()
+
+
+def test_a_window_that_no_round_fits_is_refused():
+    with pytest.raises(ConfigError, match="no room for a verification block"):
+        drafters("streaming", gamma=4, inner_gamma=2, budget=6)

@@ -1,9 +1,11 @@
 """Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
 
 import pytest
+import torch
 from tiny import (
     continue_by_recomputing,
     full_cache,
+    near_model,
     random_prompts,
     recomputed,
     self_draft,
@@ -13,10 +15,11 @@ from tiny import (
 
 from common.errors import UserError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Combined, Suffix
 from engine.drafters.speculated import Speculated
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from kv_cache import SnapKV, Streaming, VerifyTopK
+from kv_cache import SnapKV, Streaming, VerifyTopK, VerifyTopKCache
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -100,6 +103,26 @@ def test_a_draft_of_the_draft_sees_the_text_too(kind):
             assert inner._text[row, : len(prompt) + 35].tolist() == [*prompt, *own[:35]]
     else:
         assert counts.accepted == counts.verified > 30
+
+
+@pytest.mark.parametrize("kind,least_match", [("verify_topk", 1), ("verify_topk", 99), ("model", 99)])
+def test_a_draft_beside_texts_holds_what_it_holds_alone(kind, least_match):
+    """Whatever was guessed, a self-draft's entries are chosen by the book; without guesses a draft's tokens stay."""
+    counts, held = [], []
+    for is_beside in (False, True):
+        runner, model = tiny_runner(3), near_model()
+        text = generate(runner, PROMPTS, max_new_tokens=40).tokens
+        if kind == "model":
+            own = full_cache(model, 3)
+            draft = StandaloneDraft(ModelRunner(model, own), GAMMA)
+        else:
+            own = VerifyTopKCache(model.config, 3, VerifyTopK(12, 5, refresh=2), "cpu", model.dtype)
+            draft = SelfSpeculation(runner, own, GAMMA, model)
+        drafter = Combined(runner, draft, [Suffix(runner, GAMMA)], least_match) if is_beside else draft
+        counts.append([row.accepted for row in forced_acceptance(runner, drafter, PROMPTS, text)])
+        held.append(own.keys)
+    assert torch.equal(*held) and min(map(sum, counts)) > 0
+    assert (counts[0] == counts[1]) == (least_match == 99)
 
 
 ALL_ROWS = "a prompt and a continuation for each row"

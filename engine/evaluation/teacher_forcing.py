@@ -68,8 +68,9 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
+        n_written = gamma + 1 if drafter.reads_current and drafter.verification_cache is not None else 0
         ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
-        shown = [Shown(row, row, text[:end], n) for row, (text, n, end) in enumerate(ends)]
+        shown = [Shown(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
         for part in (drafter,) if drafter.reads_current else drafter.parts or (drafter,):
             if part.verification_cache is None or part.reads_current:
                 part.follow(shown)

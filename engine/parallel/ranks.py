@@ -191,7 +191,8 @@ def check_rank_group(group: Sequence[int] | None, size: int, n_replicas: int = 1
         what, where = "the rank group is not the ranks that run", flag("rank_group")
         ranks = "ranks that torchrun started" if n_replicas == 1 else f"ranks of each of {n_replicas} replicas"
         required = f"each of the {size} {ranks}, once: {_listed(range(size))}"
-        fix = f"start it with torchrun --nproc_per_node={n_replicas * len(set(group))}, or leave out {where}"
+        more = f"start it with torchrun --nproc_per_node={n_replicas * len(group)}, or "
+        fix = f"{more if sorted(group) == list(range(len(group))) else ''}leave out {where}"
         raise ConfigError(what, where, _listed(group), required, fix)
     return tuple(group)
 
@@ -202,7 +203,7 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
         what, where = "the draft's ranks are not ranks of the target, each named once", flag("draft_ranks")
-        required, fix = f"some of {_listed(group)}, each once", f"name ranks of {flag('rank_group')}"
+        required, fix = f"some of {_listed(group)}, each once", f"name ranks of {flag('rank_group')}, none twice"
         raise ConfigError(what, where, _listed(draft_ranks), required, fix)
     return tuple(draft_ranks)
 
