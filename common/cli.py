@@ -84,7 +84,7 @@ def _emptied(config: Any) -> Iterator[str]:
 
 def _program() -> str:
     path = Path(sys.argv[0]).resolve()
-    if path.name == "__main__.py":
+    if path.name == "__main__.py" and path.is_relative_to(ROOT):
         return f"python -m {'.'.join(path.parent.relative_to(ROOT).parts)}"
     return path.name
 
@@ -105,7 +105,9 @@ def _unknown(kind: type, prog: str, words: Sequence[str], argv: Sequence[str]) -
     with redirect_stdout(told), suppress(SystemExit):
         tyro.cli(kind, args=["--help"], **STYLE)
     known = re.findall(r"(?<!\S)--\w+", told.getvalue())
-    return _unreadable(prog, seen, "flags of this program", _perhaps(flags, known))
+    command, early = kind.__name__.lower(), " ".join(name for name in flags if name in known)
+    fix = f"put {early} behind {command}" if early and command in argv[1:] else _perhaps(flags, known)
+    return _unreadable(prog, seen, "flags of this program", fix)
 
 
 def _perhaps(words: Sequence[str], known: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, LEVELS, Packed, dequantize, joined, stored_as
 from kv_cache.full import Full, FullKVCache
@@ -46,11 +46,8 @@ class QuantizedKVCache(FullKVCache):
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not 1 <= group <= window:
-            what = "a group of tokens does not fit the window that is not quantised"
-            where, seen = f"{flag('quant_group')} and {flag('quant_window')}", f"group {group}, window {window}"
-            fix = f"raise {flag('quant_window')} or lower {flag('quant_group')}"
-            raise ConfigError(what, where, seen, "1 <= group <= window", fix)
+        require_at_least("quant_group", group, 1)
+        require_at_least("quant_window", window, group)  # where a group waits until it is quantised
         # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
         # tokens at most: none of them is written over before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)

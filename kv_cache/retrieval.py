@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,17 +29,13 @@ class RetrievalKVCache(VerifyTopKCache):
         self, config: KVShape, max_batch: int, longest: int, policy: Retrieval, device: Device, dtype: torch.dtype
     ) -> None:
         chunk, window = policy.chunk, policy.snapkv_window
-        # Whatever lies before the window has to lie in a chunk that the text fills.
         require_at_least("chunk", chunk, 1)
+        super().__init__(config, max_batch, policy, device, dtype)
+        # Whatever lies before the window has to lie in a chunk that the text fills.
         if chunk > window:
             what = "a chunk has no place in the draft's recent tokens"
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
-            fix = f"lower {flag('chunk')}, or raise {flag('snapkv_window')}"
-            raise ConfigError(what, where, seen, "chunk <= window", fix)
-        # Whole chunks, as all that is chosen.
-        if policy.n_sink > 0:
-            policy = replace(policy, n_sink=-(-policy.n_sink // chunk) * chunk)
-        super().__init__(config, max_batch, policy, device, dtype)
+            raise ConfigError(what, where, seen, "chunk <= window", f"use {flag('chunk')} {window} or less")
         self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if dtype in largest() else dtype
@@ -123,6 +119,15 @@ class Retrieval(Refreshed):
     name: ClassVar[str] = "retrieval"
     chunk: int = 8
     """tokens of a chunk, which is read whole or not at all"""
+
+    @property
+    def n_first(self) -> int:
+        """In whole chunks, as all that is chosen."""
+        chunk = max(1, self.chunk)
+        return -(-self.n_sink // chunk) * chunk
+
+    def for_block(self, n_token: int) -> dict[str, int]:
+        return super().for_block(max(n_token, self.chunk))
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return RetrievalKVCache(config, max_batch, length, self, device, dtype)

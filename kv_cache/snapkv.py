@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
@@ -31,12 +31,12 @@ class SnapKVCache(StreamingKVCache):
 
     def __init__(self, config: KVShape, max_batch: int, policy: SnapKV, device: Device, dtype: torch.dtype) -> None:
         budget, window = policy.budget, policy.snapkv_window
-        if window < 1 or budget < window + 1:
-            what = "the draft's KV budget has no room for selected entries beside its window"
-            where = f"SnapKVCache: budget ({flag('draft_budget')}) and window ({flag('snapkv_window')})"
-            seen, required = f"budget {budget}, window {window}", "window >= 1 and budget >= window + 1"
-            fix = f"raise the budget to {max(window, 1) + 1} or more, or lower the window"
-            raise ConfigError(what, where, seen, required, fix)
+        require_at_least("snapkv_window", window, 1)
+        if budget < (least := policy.n_first + window + 1):
+            what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
+            where = f"{flag('draft_budget')} and {flag('snapkv_window')}"
+            seen = f"budget {budget}, {policy.n_first} sinks, window {window}"
+            raise ConfigError(what, where, seen, "budget > sinks + window", f"raise the budget to {least} or more")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_observed = window
 
@@ -85,8 +85,14 @@ class SnapKV(BudgetedPolicy):
 
     room = n_observed = reserved
 
+    @property
+    def n_first(self) -> int:
+        """Of a text's first entries, how many always stay."""
+        return 0
+
     def for_block(self, n_token: int) -> dict[str, int]:
-        return {"snapkv_window": n_token}
+        least = self.n_first + n_token + 1
+        return {"snapkv_window": n_token} | ({"draft_budget": least} if self.budget < least else {})
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return SnapKVCache(config, max_batch, self, device, dtype)

@@ -40,7 +40,7 @@ class StreamingKVCache(KVCache):
             what = "the draft's KV budget has no room for a window behind its attention sinks"
             where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
             seen, required = f"budget {budget}, n_sink {n_sink}", "budget >= n_sink + 1"
-            fix = f"raise the budget to {n_sink + 1} or more (256 is usual), or lower n_sink"
+            fix = f"raise the budget to {n_sink + 1} or more (256 is usual)" + ", or lower n_sink" * (budget > 0)
             raise ConfigError(what, where, seen, required, fix)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read

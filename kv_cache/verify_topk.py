@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import stored_as
 from kv_cache.over import Observed
@@ -42,15 +42,9 @@ class VerifyTopKCache(SnapKVCache):
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
-        n_first, budget, window = policy.n_sink, policy.budget, policy.snapkv_window
-        if n_first < 0 or budget - window <= n_first:
-            what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
-            where = f"{flag('draft_budget')}, {flag('n_sink')} and {flag('snapkv_window')}"
-            seen = f"budget {budget}, n_sink {n_first}, window {window}"
-            fix = f"raise the budget to {max(n_first, 0) + max(window, 1) + 1} or more, or lower the others"
-            raise ConfigError(what, where, seen, "n_sink >= 0 and < budget - window", fix)
+        require_at_least("n_sink", policy.n_sink, 0)
         super().__init__(config, max_batch, policy, device, dtype)
-        self.n_first, self.refresh = n_first, policy.refresh
+        self.n_first, self.refresh = policy.n_first, policy.refresh
         self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
         require_at_least("refresh", self.refresh, 1)
         # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
@@ -109,6 +103,10 @@ class Refreshed(SnapKV):
     """attention sinks in the budget"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
+
+    @property
+    def n_first(self) -> int:
+        return self.n_sink
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ LENGTHS = [40, 9, 29, 53]
 
 
 def topk_cache(config=TINY, n_rows: int = len(LENGTHS), dtype=torch.float64, **options) -> VerifyTopKCache:
-    options = {"n_sink": N_FIRST, "refresh": 1} | options
-    return VerifyTopKCache(config, n_rows, VerifyTopK(BUDGET, WINDOW, **options), "cpu", dtype)
+    options = {"snapkv_window": WINDOW, "n_sink": N_FIRST, "refresh": 1} | options
+    return VerifyTopKCache(config, n_rows, VerifyTopK(BUDGET, **options), "cpu", dtype)
 
 
 def retrieval_cache(config=TINY, dtype=torch.float64, **options) -> RetrievalKVCache:
-    options = {"n_sink": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
-    policy = Retrieval(BUDGET, WINDOW, **options)
+    options = {"snapkv_window": WINDOW, "n_sink": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
+    policy = Retrieval(BUDGET, **options)
     return RetrievalKVCache(config, len(LENGTHS), LONGEST, policy, "cpu", dtype)
 
 

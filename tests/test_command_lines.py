@@ -133,6 +133,20 @@ def test_help_takes_less_than_half_a_second(program: str, tmp_path: Path):
     assert min(seconds) < 0.5, seconds
 
 
+def test_a_program_outside_of_the_checkout_is_called_by_its_file(monkeypatch, tmp_path):
+    """As `python -m pytest` of a virtual environment that lies elsewhere."""
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "__main__.py")])
+    with pytest.raises(ConfigError, match=r"where:    __main__\.py\n"):
+        read(Flags, ["--zzz"])
+
+
+def test_flags_of_a_command_are_put_behind_it():
+    for argv in (["--B", "1", "compare"], ["--B=1", "--zzz", "compare"]):
+        assert run("foretoken.py", argv).err.endswith("fix:      put --B behind compare\n")
+    near = run("foretoken.py", ["--gama", "2", "compare"]).err
+    assert near.endswith("fix:      perhaps you meant --gamma; see --help\n")
+
+
 def test_a_command_that_is_none_may_be_near_one():
     assert "seen:     compar\n  required: a command: compare, " in (
         said := run("foretoken.py", ["compar", "--B", "1"]).err

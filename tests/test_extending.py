@@ -76,6 +76,13 @@ def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint:
     assert DRAFTS[flags].items() <= record.items()
 
 
+@pytest.mark.parametrize("stride", [1, 0, -4])
+def test_a_stride_that_keeps_every_token_is_refused(stride: int, extended: Path) -> None:
+    """By `check` alone, too, which is asked of a budget that is chosen while decoding."""
+    code = f"from kv_cache.strided import Strided; Strided(stride={stride}).check()"
+    assert "ConfigError: --stride is too small" in python("-c", code, cwd=extended).err
+
+
 def test_help_lists_both(extended: Path) -> None:
     listed = python("tests/selfspec_benchmark.py", "--help", cwd=extended).out
     assert all(name in listed for name in ("strided", "--stride", "bigram", "--min_seen"))

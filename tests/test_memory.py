@@ -205,7 +205,7 @@ def test_the_least_that_a_container_and_those_around_it_leave(tmp_path: Path) ->
     def group(path: str, limit: str, used: int, of_files: int) -> None:
         folder = tmp_path / path
         folder.mkdir(parents=True, exist_ok=True)
-        stat = f"anon 7\nactive_file 3\ninactive_file {of_files - 3}"
+        stat = f"anon 7\nactive_anon 5\nactive_file 3\ninactive_file {of_files - 3}"
         for name, text in (("max", limit), ("current", used), ("stat", stat)):
             (folder / f"memory.{name}").write_text(f"{text}\n")
 

@@ -232,8 +232,8 @@ def test_what_is_written_anew_further_back_is_quantised_again():
 
 
 def test_what_cannot_work_is_refused():
-    for group, window in ((0, 8), (8, 7)):
-        with pytest.raises(ConfigError, match="does not fit the window"):
+    for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
+        with pytest.raises(ConfigError, match=f"use --{named} or more$"):
             QuantizedKVCache(TINY, 1, 50, group, window)
 
 

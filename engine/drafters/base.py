@@ -219,5 +219,5 @@ def check_gamma(gamma: int, window: int, least: Mapping[str, int] | None = None,
         what, names = "the draft's cache has no room for a verification block", [*map(flag, least or ())]
         where = " and ".join([f"gamma ({flag(field)})", *(names or ["the draft's cache"])])
         raised = " and ".join(f"{name} {n} or more" for name, n in zip(names, (least or {}).values(), strict=True))
-        fix = f"use {raised or 'a cache with a longer window'}, or a lower {flag(field)}"
+        fix = f"use {raised or 'a cache with a longer window'}" + f", or a lower {flag(field)}" * (window > 1)
         raise ConfigError(what, where, f"gamma {gamma}, room for {max(window, 0)} tokens", "gamma + 1 tokens", fix)

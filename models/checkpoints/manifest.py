@@ -51,7 +51,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        required, fix = "a writable folder with enough free space", "free some space, or choose another --out_dir"
+        required, fix = "a writable folder with enough free space", "free some space, or choose another folder"
         raise CheckpointError("a file cannot be written", path, seen, required, fix) from None
 
 
