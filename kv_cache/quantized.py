@@ -16,8 +16,8 @@ from kv_cache.full import Full, FullKVCache
 
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
-# Tokens that are quantised together when a row is filled, as float32: a long prompt's would outgrow what is planned.
-FILLED_AT_ONCE = 4096
+# Tokens that are quantised together when a row is filled, as float32: more would outgrow what is planned.
+FILLED_AT_ONCE = 1024
 
 
 class QuantizedKVCache(FullKVCache):
@@ -65,16 +65,17 @@ class QuantizedKVCache(FullKVCache):
         self._value_grids = grid.new_zeros(layers, 2, *rows, config.head_dim // along, n_slot)
 
     @property
-    def _packed(self) -> list[torch.Tensor]:
+    def packed(self) -> list[torch.Tensor]:
+        """What holds 4 bits: codes and grids, of keys and of values."""
         return [self._key_codes, self._value_codes, self._key_grids, self._value_grids]
 
     @property
     def n_bytes(self) -> int:
-        return super().n_bytes + sum(x.numel() * x.element_size() for x in self._packed)
+        return super().n_bytes + sum(x.numel() * x.element_size() for x in self.packed)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, *self._packed, self._ring_positions, self._last_group]
+        return [*super().tensors, *self.packed, self._ring_positions, self._last_group]
 
     @property
     def max_block(self) -> int:
@@ -156,17 +157,19 @@ class QuantizedKVCache(FullKVCache):
         groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
         recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
         at_once = -(-FILLED_AT_ONCE // self.group)
+
+        def stored(layer: int, of: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+            scales = None if source.scales is None else source.scales[layer, :, from_row][:, :, slots[of]]
+            return source.entries[layer, :, from_row][:, :, slots[of]], scales
+
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, slots]
-            entries = source.entries[from_layer, :, from_row][:, :, slots]
             for start in range(0, n_group - first, at_once):
                 some = groups[:, start : start + at_once]
                 of = slice(start * self.group, (start + some.shape[1]) * self.group)
-                tokens = dequantize(entries[:, :, of], None if scales is None else scales[:, :, of], torch.float32)
-                tokens = tokens.permute(2, 0, 1, 3).unflatten(0, (-1, self.group))
+                tokens = dequantize(*stored(from_layer, of), torch.float32).permute(2, 0, 1, 3)
+                tokens = tokens.unflatten(0, (-1, self.group))
                 self._quantize(to_layer, own, some, tokens[None], is_held)
-            entries, scales = entries[:, :, -self.ring :], None if scales is None else scales[:, :, -self.ring :]
-            entries, scales = stored_as(entries, scales, self.entries.dtype)
+            entries, scales = stored_as(*stored(from_layer, slice(-self.ring, None)), self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
             if self.scales is not None and scales is not None:
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales

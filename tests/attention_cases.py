@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -139,12 +140,16 @@ def packed_case(
     *,
     storage: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
+    group: int = 3,
     sliding_window: int | None = None,
     capacity: int = 500,
     which: tuple[int, ...] = (0, 1, 2),
+    seed: int = 0,
 ) -> Case:
     """Rows by name of a cache in 4 bits, of several parts and of none; recent tokens, and the block, in `storage`."""
-    config = ModelConfig(8, 2, 64, 6, 2, head_dim, 8, 9999)
+    generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator)
+    config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
     cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
     full = FullKVCache(config, 4, capacity, dtype=storage)
     lengths, rows = torch.tensor([capacity - 40, 30, 411]), torch.tensor([3, 0, 1])
@@ -152,10 +157,11 @@ def packed_case(
         one = full.view(slice(row, row + 1))
         slots = one.begin(torch.arange(length)[None])
         for layer in range(2):
-            one.write(layer, slots, torch.randn(1, length, 2, 2, head_dim))
+            one.write(layer, slots, normal(1, length, 2, 2, head_dim))
         cache.fill_row(row, full, length)
     asked = [*which]
     view, queries = cache.view(rows[asked], capacity - 40 + n_token), lengths[asked, None] + torch.arange(n_token)
-    view.write(1, view.begin(queries), torch.randn(len(which), n_token, 2, 2, head_dim))
-    spec, q = AttentionSpec(6, 2, head_dim, sliding_window, dtype), torch.randn(len(which), n_token, 6, head_dim)
+    view.write(1, view.begin(queries), normal(len(which), n_token, 2, 2, head_dim))
+    spec = AttentionSpec(2 * group, 2, head_dim, sliding_window, dtype)
+    q = normal(len(which), n_token, 2 * group, head_dim)
     return Case(spec, q.to(dtype), view.read(1), queries, FakeSlots(view.positions, view.in_order, view.rows))

@@ -72,13 +72,13 @@ def attention(
     errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
         if order == IN_4_BITS:
-            cases = [packed_case(n_token, head_dim, **kind)]
+            each_group = ((7, None), (16, None), (64, 100))  # and a sliding window
+            cases = [packed_case(n_token, head_dim, n, group=group, sliding_window=w, **kind) for n, w in each_group]
         else:
             one = {"capacity": max(lengths), "ring": order == "ring", "group": group, "head_dim": head_dim}
             case = make_case(lengths, n_token, **one, **kind)
             cases = [case, case.among_other_rows()]
-        case = cases[0]
-        backend, shape = open_backend(name, device, case.spec), f"T {n_token}, group {group}, head_dim {head_dim}"
+        backend, shape = open_backend(name, device, cases[0].spec), f"T {n_token}, group {group}, head_dim {head_dim}"
         try:
             each = [on(one, device).run(backend).cpu().double() for one in cases]
         except Exception as error:
@@ -86,7 +86,7 @@ def attention(
                 raise
             broken.append(shape + ": " + describe(error)["error"])
             continue
-        errors.append((max(error_of(out, case.reference()) for out in each), shape))
+        errors.append((max(error_of(out, case.reference()) for out, case in zip(each, cases, strict=True)), shape))
     worst, where = max(errors)
     record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": name, "dtype": dtype_name(dtype)}
     record |= {"kv_dtype": dtype_name(storage or dtype), "order": order, "worst_error": float(f"{worst:.3g}")}

@@ -55,10 +55,13 @@ def test_the_last_wave_is_not_left_nearly_empty():
                 assert filled(n_slot, n_program, chunk) >= filled(n_slot, n_program, other)
 
 
-@pytest.mark.parametrize("entries,cache", [(torch.bfloat16, "in order"), (torch.int8, "positions")])
-def test_kernels_compile_for_hopper_without_spilling(entries, cache):
+@pytest.mark.parametrize(
+    "entries,cache,n_split",
+    [(torch.bfloat16, "in order", 1), (torch.int8, "positions", 1), (torch.bfloat16, "4 bits", 2)],
+)
+def test_kernels_compile_for_hopper_without_spilling(entries, cache, n_split):
     launches = kernels.launches(torch.bfloat16, entries, 128, 16, cache)
-    assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv", "combine"]
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv"] * n_split + ["combine"]
     for launch in launches:
         compiled = kernels.compile_launch("tested", launch, 90)
         assert compiled["registers"] > 16 and compiled["shared"] > 0

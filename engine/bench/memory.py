@@ -97,8 +97,8 @@ class Footprint:
 
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
-        `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time. Of entries
-        in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids."""
+        `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time; copies of
+        rows by name. Of entries in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
@@ -107,9 +107,11 @@ class Footprint:
             if is_stored or self.dequantizes is None or not self.dequantizes(n_token, group):
                 continue
             if isinstance(cache, QuantizedKVCache):
-                each.append((cache.capacity + cache.ring) * (3 * size + 2))
+                grids = 4 / math.gcd(cache.group, self.config.head_dim)
+                each.append(math.ceil((cache.capacity + cache.ring) * (3 * size + 2 + grids)))
             else:
-                each.append((entries or cache.capacity) * (size + 4 + max(4, size)))
+                named = 2 + 8 / self.config.head_dim
+                each.append(math.ceil((entries or cache.capacity) * (size + 4 + max(4, size) + named)))
         return max(each) * values
 
 
@@ -167,7 +169,8 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += FullKVCache(draft.config, 1, capacity, "meta", draft.caches[0].entries.dtype).n_bytes
     # Target and drafts never attend at once.
-    dequantized = max([target.dequantized(block), *(one.dequantized(DRAFT_BLOCK) for one in drafts)])
+    inner = plan.draft.inner.gamma + 1 if plan.draft and plan.draft.inner else 0  # which the draft verifies
+    dequantized = max([target.dequantized(block), *(one.dequantized(max(DRAFT_BLOCK, inner)) for one in drafts)])
     caches = [cache for one in drafts for cache in one.caches]
     choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
     if choosing:  # one layer's keys, and scores as above

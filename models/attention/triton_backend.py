@@ -85,7 +85,8 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
 
 
 def packed_tile_config(n_row: int) -> TileConfig:
-    """The same for tokens in 4 bits: what unpacks them takes the registers of more rows, slots or other stages."""
+    """The same for tokens in 4 bits: what unpacks them takes the registers of more rows, slots or other stages. Groups
+    of 16 do not spill; others may, some 300 bytes at most."""
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), 2 * MIN_ROWS)
     return TileConfig(rows, 32, 4, num_stages=3 if rows == MIN_ROWS else 5)
 
@@ -169,7 +170,7 @@ def plan(
     if is_split or is_noted:
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     if is_noted:
-        assert block.slots.in_order, "noted by position"
+        assert block.slots.in_order and kv.packed is None, "noted by position"
         kept = q.new_empty(batch, n_token, n_head, n_slot, dtype=torch.float32)
     window = block.spec.sliding_window
     others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}

@@ -109,6 +109,9 @@ def _caches(options: Options, shape: Shape, batch: int, n_slot: int, storage: St
     while not caches or (len(caches) * caches[0].n_bytes < wanted and len(caches) < MOST_BUFFERS):
         caches.append(shape.cache(options, batch, n_slot, storage))
         randomise(caches[-1])
+        if isinstance(cache := caches[-1], QuantizedKVCache):
+            for codes_or_grids in cache.packed:
+                codes_or_grids.random_(0, 16)
     return caches
 
 
