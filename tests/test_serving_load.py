@@ -1,5 +1,6 @@
 """Many requests at once: their tokens are those that each gets alone, and whoever leaves frees a row."""
 
+import gc
 import json
 import random
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
 from serving_cases import Alone, Served, serving, slow
 
@@ -79,14 +81,29 @@ class Mixed:
         assert served.ask(TGI, self.rng.choice(bad)).status in (400, 422)
 
 
-def test_answers_under_load_are_those_that_each_gets_alone(served: Served, alone: Alone):
-    mixed = Mixed(alone)
+def ask_mixed(mixed: Mixed, served: Served, n_request: int) -> None:
+    """Of every ten, seven that are answered, two that leave and one that is refused, 16 at a time."""
     kinds = [mixed.check] * 7 + [mixed.leave] * 2 + [mixed.misuse]
-    with ThreadPoolExecutor(12) as pool:
-        done = [pool.submit(kinds[number % 10], served) for number in range(60)]
+    with ThreadPoolExecutor(16) as pool:
+        done = [pool.submit(kinds[number % 10], served) for number in range(n_request)]
         for one in done:
             one.result(120)
     served.until_idle()
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_five_hundred_requests(served: Served, alone: Alone):
+    mixed, process = Mixed(alone), psutil.Process()
+    ask_mixed(mixed, served, 100)
+    gc.collect()
+    before = process.memory_info().rss
+    ask_mixed(mixed, served, 500)
+    gc.collect()
+    assert process.memory_info().rss - before < 30e6
+
+
+def test_answers_under_load_are_those_that_each_gets_alone(served: Served, alone: Alone):
+    ask_mixed(Mixed(alone), served, 60)
     metrics = served.metrics()
     for name in ("tgi_batch_current_size", "tgi_queue_size", "foretoken_kv_use"):
         assert metrics[name] == 0, name
