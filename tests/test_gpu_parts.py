@@ -1,5 +1,6 @@
 """What reproduce/gpu.py measures: checks that notice what is wrong, cells that are listed, rows that fit."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import gpu_correctness as correctness
@@ -10,11 +11,12 @@ from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
 from engine.bench.config import Sizes
+from engine.bench.memory import GIB, require_room
 from engine.bench.session import Session
 from engine.noise import in_passes
 from models.attention.torch_backend import TorchAttention
 from models.pointwise import EAGER
-from reproduce.gpu_parts import speculation
+from reproduce.gpu_parts import launch_gaps, speculation
 from reproduce.gpu_parts.cells import Options
 from reproduce.gpu_parts.supervisor import PARTS, cells_of
 
@@ -106,6 +108,38 @@ def test_cells_on_a_gpu_can_be_listed_without_one():
     assert any(cell.part == "d" and "Llama-3.1-8B, B 8, S 64000" in cell.name for cell in cells)
     sizes = {tuple(cell.run.args[1][0][1:4]) for cell in cells if cell.benchmark == "gpu_attention_bandwidth"}
     assert sizes == {(32, 8, 128), (32, 32, 128), (9, 3, 64)}
+
+
+class Planned(Exception):
+    """A set-up was planned, and is not made."""
+
+
+def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_that_fit(monkeypatch):
+    """All were skipped, because their full batches take 79.8 GiB and more."""
+    planned = {}
+
+    def never_opened(plan):
+        require_room(plan)
+        target, asked = plan.config.target, plan.config.sizes
+        planned[target.model_name, asked.B, asked.prefix_len, target.kv_dtype] = plan.n_rows
+        raise Planned
+
+    monkeypatch.setattr(Session, "of_plan", never_opened)
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("engine.bench.resolved.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("engine.bench.memory._dequantizes", lambda *arguments: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(speculation, "copy_bandwidth", lambda options: 1.0)
+    monkeypatch.setattr(launch_gaps, "profile", lambda **what: nullcontext())
+    options = OnCuda("cpu", False)
+    for cell in cells_of("d", options) + cells_of("e", options):
+        with pytest.raises(Planned):
+            cell.run()
+    assert len(planned) == len(options.sizes["costs"]) + 1  # the launch gaps of 8B are over the same context
+    for (_, asked, _, _), batch in planned.items():
+        assert 1 <= batch <= asked and batch >= 0.3 * asked
+    assert planned["HuggingFaceTB/SmolLM2-135M-Instruct", 64, 7500, "same"] == 64
+    assert planned["meta-llama/Meta-Llama-3.1-8B", 32, 16000, "same"] in range(20, 32)
 
 
 def test_rows_that_do_not_fit_are_left_out_and_said(monkeypatch):
