@@ -216,6 +216,9 @@ class Quantized(Full):
     def room(self) -> int:
         return self.quant_group
 
+    def holds_all(self, length: int) -> bool:
+        return self.quant_window >= length
+
     def for_block(self, n_token: int) -> dict[str, int]:
         group = -(-n_token // 16) * 16  # what the CPU's kernel reads as it is
         return {"quant_group": group} | ({"quant_window": group} if self.quant_window < group else {})

@@ -30,12 +30,13 @@ class RetrievalKVCache(VerifyTopKCache):
     ) -> None:
         chunk, window = policy.chunk, policy.snapkv_window
         require_at_least("chunk", chunk, 1)
-        super().__init__(config, max_batch, policy, device, dtype)
+        require_at_least("snapkv_window", window, 1)
         # Whatever lies before the window has to lie in a chunk that the text fills.
         if chunk > window:
             what = "a chunk has no place in the draft's recent tokens"
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
             raise ConfigError(what, where, seen, "chunk <= window", f"use {flag('chunk')} {window} or less")
+        super().__init__(config, max_batch, policy, device, dtype)
         self.chunk, self._longest, self.n_observed = chunk, longest, 1
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if dtype in largest() else dtype

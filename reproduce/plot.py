@@ -10,7 +10,7 @@ one of the two numbers are left out, which is said.
 import common.startup
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -21,6 +21,8 @@ from tyro.conf import Positional, arg
 from common import cli
 from common.errors import ConfigError
 from common.jsonl import read_lines
+from engine.drafters.config import drafters
+from kv_cache.policy import policies
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure, Panel, lines
 from reproduce.paper.published import Record, grouped
@@ -32,6 +34,7 @@ SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "draft_layers", "n_sink", "draft_dtype"),
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
     *("attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
+    *(option.name for kind in (*policies().values(), *drafters().values()) for option in fields(kind)),
 )
 LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
@@ -84,7 +87,11 @@ def read_records(paths: Sequence[str]) -> list[Record]:
 
 def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     """Median `y` over `x`, a line for each combination of the other settings that vary."""
-    varied = [name for name in SETTINGS if name != x and len({repr(record.get(name)) for record in records}) > 1]
+    varied = [
+        name
+        for name in dict.fromkeys(SETTINGS)
+        if name != x and len({repr(record.get(name)) for record in records}) > 1
+    ]
 
     def line(record: Record) -> tuple[str, float]:
         label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"

@@ -56,6 +56,12 @@ def test_a_line_for_each_combination_of_what_else_varies(draw):
     assert "per_second over B: 9 of 10 records" in ended.out
 
 
+def test_options_of_policies_and_drafters_are_settings_too(draw):
+    lines = [record(B, 2.0, draft_of_draft=inner, refresh=4) for inner in ("ngram", "streaming") for B in (1, 2)]
+    _, figure = draw(lines)
+    assert [*points(figure)[0]] == ["draft_of_draft ngram", "draft_of_draft streaming"]
+
+
 def test_axes_can_be_named(draw):
     lines = [record(B, None, gamma=gamma, acceptance_rate=0.5) for B in (1, 2, 4) for gamma in ("auto", 0, 5)]
     _, figure = draw(lines, "--x", "gamma", "--y", "acceptance_rate", "speedup")

@@ -247,3 +247,7 @@ def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
     larger = replace(policy, **named)
     larger.check()
     assert larger.room >= n_token
+
+
+def test_a_window_that_holds_the_whole_text_is_known_to():
+    assert Quantized(quant_window=70).holds_all(70) and not Quantized(quant_window=70).holds_all(71)
