@@ -89,9 +89,12 @@ class BudgetedPolicy(Policy):
     AUTO_BUDGETS: ClassVar[tuple[int, ...]] = (64, 128, 256, 512, 1024)
 
     @property
-    @abstractmethod
     def reserved(self) -> int:
-        """Entries that `auto` leaves as much room beside as they take."""
+        """Entries that always stay, such as sinks: a budget that `auto` chooses is more than twice as many."""
+        return 0
+
+    def for_block(self, n_token: int) -> dict[str, int]:
+        return {"draft_budget": self.budget - self.room + n_token}
 
     def with_entries(self, n: int) -> BudgetedPolicy:
         return replace(self, draft_budget=n)

@@ -17,7 +17,7 @@ from kv_cache.full import Full, FullKVCache
 # A group whose numbers are all the same must not divide by 0.
 SMALLEST_STEP = 1e-8
 # Tokens that are quantised together when a row is filled, as float32: more would outgrow what is planned.
-FILLED_AT_ONCE = 1024
+FILLED_AT_ONCE = 512
 
 
 class QuantizedKVCache(FullKVCache):

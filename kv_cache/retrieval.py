@@ -30,7 +30,7 @@ class RetrievalKVCache(VerifyTopKCache):
     ) -> None:
         chunk, window = policy.chunk, policy.snapkv_window
         require_at_least("chunk", chunk, 1)
-        require_at_least("snapkv_window", window, 1)
+        require_at_least("snapkv_window", window, 1)  # first, as a chunk is held to it
         # Whatever lies before the window has to lie in a chunk that the text fills.
         if chunk > window:
             what = "a chunk has no place in the draft's recent tokens"

@@ -34,7 +34,8 @@ class SnapKVCache(StreamingKVCache):
         require_at_least("snapkv_window", window, 1)
         if budget < (least := policy.n_first + window + 1):
             what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
-            where = ", ".join(map(flag, ["draft_budget", "snapkv_window", *(["n_sink"] if policy.n_first else [])]))
+            sizes = "draft_budget", "snapkv_window", "n_sink", "chunk"
+            where = ", ".join(flag(name) for name in sizes if hasattr(policy, name))
             seen = f"budget {budget}, {policy.n_first} sinks, window {window}"
             raise ConfigError(what, where, seen, "budget > sinks + window", f"raise the budget to {least} or more")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)

@@ -95,9 +95,6 @@ class Streaming(BudgetedPolicy):
     def room(self) -> int:
         return self.budget - self.n_sink
 
-    def for_block(self, n_token: int) -> dict[str, int]:
-        return {"draft_budget": self.n_sink + n_token}
-
     @property
     def in_cache_positions(self) -> bool:
         return self.draft_positions == "cache"

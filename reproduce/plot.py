@@ -10,19 +10,18 @@ one of the two numbers are left out, which is said.
 import common.startup
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import fill
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
 
 from common import cli
 from common.errors import ConfigError
 from common.jsonl import read_lines
-from engine.drafters.config import drafters
-from kv_cache.policy import policies
+from engine import bench
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure, Panel, lines
 from reproduce.paper.published import Record, grouped
@@ -34,8 +33,9 @@ SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "draft_layers", "n_sink", "draft_dtype"),
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
     *("attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
-    *(option.name for kind in (*policies().values(), *drafters().values()) for option in fields(kind)),
 )
+# Options that mean nothing without another one, which older records have nevertheless.
+NEEDS = {"inner_gamma": "draft_of_draft", "inner_budget": "draft_of_draft", "text_match": "text_drafts"}
 LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second")
@@ -89,18 +89,25 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
     """Median `y` over `x`, a line for each combination of the other settings that vary."""
     varied = [
         name
-        for name in dict.fromkeys(SETTINGS)
-        if name != x and len({repr(record.get(name)) for record in records}) > 1
+        for name in dict.fromkeys([*SETTINGS, *bench.option_names()])
+        if name != x and len({repr(_setting(record, name)) for record in records}) > 1
     ]
 
     def line(record: Record) -> tuple[str, float]:
-        label = ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        label = (
+            ", ".join(f"{name} {_setting(record, name)}" for name in varied if _setting(record, name) is not None)
+            or "all"
+        )
         return fill(label.replace("$", "\\$"), LABEL_WIDTH), record[x]  # a dollar sign would begin a formula
 
     points = grouped(records, line).items()
     medians = [{"label": label, x: at, y: median(one[y] for one in same)} for (label, at), same in points]
     is_log = x in DOUBLED and min(record[x] for record in records) > 0
     return Panel(y, x, y, lines(medians, "label", x, y), is_log_x=is_log, is_speedup=y.endswith("speedup"))
+
+
+def _setting(record: Record, name: str) -> Any:
+    return record.get(name) if record.get(NEEDS.get(name, name)) is not None else None
 
 
 def _is_number(value: object) -> bool:

@@ -25,7 +25,7 @@ from models.checkpoints.loading import read_checkpoint, save_checkpoint
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 JOB = "FORETOKEN_TEST_JOB"
-LIMIT_SECONDS = 120  # of any command
+LIMIT_SECONDS = 300  # of any command
 N_PADDED = N_TOKENS + 7
 N_PROMPTS = 3
 SIZES = f"--B 2 --num_prompts {N_PROMPTS} --prefix_len 60 --gen_len 12 --dtype float64"

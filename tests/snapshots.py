@@ -206,7 +206,7 @@ def main(words: Sequence[str]) -> bool:
             seen = {one: see(one, kept.get(one, ())) if one in programs else kept.get(one) for one in PROGRAMS}
             texts = [dump(one, depth).splitlines() for one in (kept, seen)]
             difference = list(difflib.unified_diff(*texts, f"{kind}.json, kept", f"{kind}.json, seen", "", "", 2, ""))
-            print("\n".join([*difference, f"{kind}: {len(difference)} lines differ"]), flush=True)
+            print("\n".join([*difference, f"{kind}.json: {len(difference)} lines differ"]), flush=True)
             differs |= bool(difference)
             if not only_check:
                 (KEPT / f"{kind}.json").write_text(dump(seen, depth) + "\n", encoding="utf-8")

@@ -200,4 +200,3 @@ def test_unpacks_4_bits_in_groups_that_no_vector_is_of(backend, group):
     case = packed_case(1, 64, group)
     torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
     assert backend.dequantizes(1, group)
-    assert backend.dequantizes(1, group)

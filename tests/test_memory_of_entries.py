@@ -29,6 +29,7 @@ def longer_blocks(n_token: int, group: int | None) -> bool:
         *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
         *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
         *((partial(QuantizedKVCache, group=group), torch.bfloat16, 1.5) for group in (1, 2, 7)),
+        (partial(QuantizedKVCache, window=5000), torch.int8, 1.8),
     ],
 )
 def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):

@@ -58,7 +58,9 @@ class DraftFlags:
             else:
                 known = every.keys() | vars(self).keys()
                 needed = f"draft {draft} takes only {', '.join(flag(name) for name in takes if name in known)}"
-            fix = f"leave out {' and '.join(map(flag, useless))}"
+            ways = dict.fromkeys(config.unused[name] for config in configs for name in useless if name in config.unused)
+            takes_effect = (f", or add {flag(option)} {value}" for option, value in map(str.split, ways))
+            fix = f"leave out {' and '.join(map(flag, useless))}{''.join(takes_effect)}"
             raise ConfigError("a draft flag has no effect on this draft", ", ".join(where), seen, needed, fix)
         for config in configs:
             config.check()

@@ -66,7 +66,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{target.quantize} weights" if target.quantize else "",
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
-        _drafting(session.draft) if session.draft else "",
+        _drafting(session.draft) if session.draft and session.draft.gamma else "",
     ]
     return (
         f"{', '.join(filter(None, parts))}: {rows} at a time, {prompts} prompt tokens, "
@@ -156,7 +156,8 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
         found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
     if held_up := record["held_up_rounds"]:
-        found.append(f"{held_up} rounds took over twice what they cost: something else kept the machine busy")
+        rounds = "1 round" if held_up == 1 else f"{held_up} rounds"
+        found.append(f"{rounds} took over twice what they cost: something else kept the machine busy")
     n_rounds, n_all = record["steady_rounds"], sum(choice["rounds"] for choice in record["choices"])
     compared = record["speedup"] is not None
     if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in record["choices"]):

@@ -98,7 +98,8 @@ class Footprint:
     def dequantized(self, n_token: int, entries: int | None = None) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time; copies of
-        rows by name. Of entries in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids."""
+        rows by name. Of entries in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids.
+        Of entries that are stored as they are nothing, though torch's attention copies a layer's rows by name."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
@@ -108,7 +109,8 @@ class Footprint:
                 continue
             if isinstance(cache, QuantizedKVCache):
                 grids = 4 / math.gcd(cache.group, self.config.head_dim)
-                each.append(math.ceil((cache.capacity + cache.ring) * (3 * size + 2 + grids)))
+                n = cache.ring + max(cache.ring, cache.capacity)
+                each.append(math.ceil(n * (3 * size + 2 + grids)))
             else:
                 named = 2 + 8 / self.config.head_dim
                 each.append(math.ceil((entries or cache.capacity) * (size + 4 + max(4, size) + named)))

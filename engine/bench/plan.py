@@ -261,7 +261,11 @@ def remarks(plan: Plan) -> list[str]:
     """What a user should know of the run. Errors: ConfigError if the draft's vocabulary is another."""
     draft, said = plan.draft, []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
-        said.append(f"a budget of {draft.capacity} entries holds the whole context, so the draft misses nothing")
+        said.append(
+            f"the draft's cache keeps the whole context ({draft.capacity} entries), so the draft misses nothing"
+        )
+    if draft and not draft.auto_gamma and draft.gamma > plan.gen_len:
+        said.append(f"a round drafts {draft.gamma} tokens, of which a row takes at most {plan.gen_len - 1}")
     for one in draft.levels if draft else ():
         if one.policy is None or one.source is None:
             continue

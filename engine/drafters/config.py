@@ -73,9 +73,9 @@ class DrafterConfig(ABC):
         return "draft_model" in vars(self) or (self.inner is not None and self.inner.has_model)
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        """Options that have no effect beside the others."""
-        return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
+    def unused(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and the option with which they would have one."""
+        return {} if self.gamma_schedule == "confidence" else dict.fromkeys(OF_CONFIDENCE, "gamma_schedule confidence")
 
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
@@ -138,8 +138,8 @@ class ModelDrafterConfig(DrafterConfig):
         return isinstance(self.policy, BudgetedPolicy) and self.policy.draft_budget == "auto"
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        return super().unused if self.texts else (*super().unused, "text_match")
+    def unused(self) -> dict[str, str]:
+        return super().unused if self.texts else {**super().unused, "text_match": "text_drafts ngram"}
 
     def check(self) -> None:
         super().check()

@@ -127,9 +127,10 @@ class SelfConfig(ModelDrafterConfig):
         return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> dict[str, str]:
         by_kind = {None: ("inner_gamma", "inner_budget"), "ngram": ("inner_budget",)}
-        return (*super().unused, *by_kind.get(self.draft_of_draft, ()))
+        idle = by_kind.get(self.draft_of_draft, ())
+        return {**super().unused, **dict.fromkeys(idle, "draft_of_draft streaming")}
 
     @property
     def layers(self) -> tuple[int, ...] | None:

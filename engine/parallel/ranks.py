@@ -192,7 +192,7 @@ def check_rank_group(group: Sequence[int] | None, size: int, n_replicas: int = 1
         ranks = "ranks that torchrun started" if n_replicas == 1 else f"ranks of each of {n_replicas} replicas"
         required = f"each of the {size} {ranks}, once: {_listed(range(size))}"
         more = f"start it with torchrun --nproc_per_node={n_replicas * len(group)}, or "
-        fix = f"{more if sorted(group) == list(range(len(group))) else ''}leave out {where}"
+        fix = f"{more if group and sorted(group) == list(range(len(group))) else ''}leave out {where}"
         raise ConfigError(what, where, _listed(group), required, fix)
     return tuple(group)
 

@@ -21,7 +21,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
 PROGRAMS_PER_WAVE, WAVES = 2, 4
 MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipeline
-# Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of the KV.
+# Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of
+# a KV of 16 bits.
 SLOTS_PER_ROW = 16
 DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it

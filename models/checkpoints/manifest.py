@@ -5,6 +5,7 @@ import glob
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -28,21 +29,23 @@ SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path of that name in a new folder beside it; on success what is there is flushed and moved. Such folders
-    of writers that were killed are removed, those of writers at work are not. Errors: CheckpointError."""
+    of writers of this machine that were killed are removed, those of writers at work are not. Errors: CheckpointError.
+    """
+    own = f".{path.name}.{platform.node()}."  # what another machine has locked may seem free here
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        for left in path.parent.glob(f"{glob.escape(own)}*{PARTIAL}"):
             with suppress(OSError), _locked(left):
                 shutil.rmtree(left)
         with ExitStack() as held:
             while True:
-                made = TemporaryDirectory(PARTIAL, f".{path.name}.", path.parent, ignore_cleanup_errors=True)
+                made = TemporaryDirectory(PARTIAL, own, path.parent, ignore_cleanup_errors=True)
                 partial = Path(held.enter_context(made), path.name)
                 try:
                     held.enter_context(_locked(partial.parent))
                 except (BlockingIOError, FileNotFoundError):  # removed as left over before it was locked
                     continue
-                except OSError:  # a file system without locks, on which nobody can remove it either
+                except OSError:  # a file system without locks, on which this machine cannot remove it either
                     pass
                 break
             yield partial

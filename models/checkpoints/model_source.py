@@ -86,9 +86,11 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
         check_files(folder, (weights.name, CONFIG))
         if not zipfile.is_zipfile(weights):
             required, fix = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder", "run `make demo`"
-            if not is_default:
-                how = "" if folder.is_dir() else f" --repo_id REPO_ID --out_dir {folder}"
-                fix = f"download it (download.py{how}), then run: python {CONVERT} --checkpoint_dir {folder}"
+            if (folder / WEIGHTS).is_file() and weights.name != WEIGHTS:
+                fix = f"use {folder / WEIGHTS}"
+            elif not is_default:
+                fetch = f"check the spelling, or run download.py --repo_id REPO_ID --out_dir {folder}, then "
+                fix = f"{'' if (folder / CONFIG).is_file() else fetch}run: python {CONVERT} --checkpoint_dir {folder}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
     config = ModelConfig.from_json(folder / CONFIG)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)

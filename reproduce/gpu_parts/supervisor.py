@@ -32,7 +32,7 @@ RESTART = 75
 N_PROCESS = 8
 # Seconds that a cell may run past its part's share, and past the end, before its process is ended; seconds
 # that a process has in any case, to record the cells that it skips.
-PART_GRACE, END_GRACE, START_SECONDS = 60, 8, 15
+PART_GRACE, END_GRACE, START_SECONDS = 60, 8, 30
 
 
 @dataclass(frozen=True)
