@@ -48,6 +48,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
 
 
 @pytest.fixture(autouse=True)
+def the_same_numbers() -> None:
+    """Are drawn by a test, whatever ran before it in its process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a test's costs are kept: nothing of the user's."""
     monkeypatch.setattr("engine.cost_model.stored.cache_folder", lambda: tmp_path / "cache")
