@@ -11,6 +11,8 @@ import torch
 SMALLEST_SCALE = 1e-12
 # The largest code of 4 bits.
 LEVELS = 15
+# Entries next to each other whose attention is noted as one.
+NOTED = 4
 
 
 @cache
@@ -70,8 +72,9 @@ class KV(NamedTuple):
     Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
     `[B, C, n_kv_head]` float32; None where the entries are the values. rows: `[B']` int64, the row of the entries that
     each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
-    entries in the order of their positions also notes, in those rows, the share that each entry gets of each token's
-    attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C]` float32; else None.
+    entries in the order of their positions also notes, in those rows, the largest share that one of NOTED entries gets
+    of each token's attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C / NOTED]`
+    float32; else None.
     packed: older tokens, in the slots that the cache's `positions` are of, and `unpacked` for a backend that cannot
     read them so.
     """

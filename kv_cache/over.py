@@ -37,8 +37,8 @@ class Observed:
     they are; a shorter block fills the first tokens.
 
     starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none. noted: its
-    queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what each entry got of a token's
-    attention, averaged over the heads that share the KV head, `[n_layer, max_batch, n_token, n_kv_head, capacity]`.
+    queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what `KV.noted` takes of each layer,
+    `[n_layer, max_batch, n_token, n_kv_head, capacity / NOTED]`.
     """
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:

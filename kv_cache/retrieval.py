@@ -13,7 +13,7 @@ from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import Observed
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Copy, Refreshed, VerifyTopKCache
+from kv_cache.verify_topk import Choosing, Refreshed, VerifyTopKCache, entries_of
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -61,7 +61,7 @@ class RetrievalKVCache(VerifyTopKCache):
             return kept
         assert queries is not None, "a prompt's chunks are chosen by its last query"
         means, lengths = self._means(keys()), torch.tensor([length], device=kept.device)
-        chosen = self._chosen(queries()[None], means[None], lengths)[0].sort(dim=1).values
+        chosen = self._chosen(queries()[None], means[None], lengths, Choosing())[0].sort(dim=1).values
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
@@ -69,7 +69,7 @@ class RetrievalKVCache(VerifyTopKCache):
         return Observed(shape, self.device, dtype, as_shares=False)
 
     def choose(
-        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], how: Choosing
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
         n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
@@ -78,7 +78,7 @@ class RetrievalKVCache(VerifyTopKCache):
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
         ahead = torch.arange(2 + self.refresh * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
-        slots = self._entries_of(filled).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
+        slots = entries_of(filled, self.chunk).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
         for to_layer, from_layer in enumerate(layers):
             (keys, _), scales = source.gather(from_layer, slots)
             means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
@@ -86,31 +86,22 @@ class RetrievalKVCache(VerifyTopKCache):
             if extent > self.capacity:
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
                 means = self.means[to_layer][self.own_rows, :, : extent // self.chunk]
-                copy(self, to_layer, source, from_layer, self._chosen(queries, means, lengths), is_new)
+                chosen = self._chosen(queries, means, lengths, how)
+                how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:
         """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""
         n_whole = keys.shape[-2] // self.chunk * self.chunk
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
-    def _entries_of(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The positions in `chunks [..., n]`: `[..., n * chunk]`."""
-        return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=self.device)).flatten(-2)
-
-    def _chosen(self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _chosen(
+        self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor, how: Choosing
+    ) -> torch.Tensor:
         """The positions `[B, n_kv_head, n_sink]` before the window that `queries [B, n_head, 1, D]` choose, by `means
         [B, n_kv_head, n_chunk, D]` of texts of `lengths [B]` tokens; of one within the capacity they mean nothing."""
-        n_before = (lengths - self.window)[:, None, None]
-        last = ((n_before - 1) // self.chunk).clamp(min=0)
-        share = attention_received(queries, means, last[:, 0])
-        share[..., : self.n_first // self.chunk].fill_(float("inf"))
-        share.masked_fill_(torch.arange(means.shape[2], device=self.device) > last, -1)
-        # Of one chunk, which the window cuts, there are fewer.
-        best = share.topk(min(means.shape[2], -(-self.n_sink // self.chunk) + 1)).indices
-        entries = self._entries_of(best)
-        # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
-        in_order = (entries >= n_before).byte().sort(dim=-1, stable=True).indices
-        return entries.gather(-1, in_order[..., : self.n_sink])
+        ends = lengths - self.window
+        share = attention_received(queries, means, ((ends - 1) // self.chunk).clamp(min=0)[:, None])
+        return how.best_chunks(share, self.chunk, ends, self.n_first, self.n_sink)
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,8 @@ class Retrieval(Refreshed):
     """tokens of a chunk, which is read whole or not at all"""
 
     @property
-    def n_first(self) -> int:
-        """In whole chunks, as all that is chosen."""
-        chunk = max(1, self.chunk)
-        return -(-self.n_sink // chunk) * chunk
+    def n_together(self) -> int:
+        return max(1, self.chunk)
 
     def for_block(self, n_token: int) -> dict[str, int]:
         return super().for_block(max(n_token, self.chunk))

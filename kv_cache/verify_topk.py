@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal
 
 import torch
 
 from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import stored_as
+from kv_cache.entries import NOTED, stored_as
 from kv_cache.over import Observed
-from kv_cache.snapkv import POOL, SnapKV, SnapKVCache
+from kv_cache.snapkv import SnapKV, SnapKVCache
 
-# Into a layer of a cache, of a layer of another: its entries at slots `[B, n_kv_head, n]`, which take the first n slots
-# of the rows that a mask `[B]` names, in any order.
-Copy: TypeAlias = "Callable[[VerifyTopKCache, int, KVCache, int, torch.Tensor, torch.Tensor], None]"
+class Choosing:
+    """How entries are chosen and copied, in PyTorch; a backend of attention may have kernels for it."""
+
+    def best_chunks(
+        self, share: torch.Tensor, chunk: int, ends: torch.Tensor, n_first: int, n_chosen: int
+    ) -> torch.Tensor:
+        """Of a text's entries before `ends [B]`, which lie in chunks with `share [B, n_kv_head, n_chunk]` float32, the
+        first `n_first`, which are whole chunks, and those of the best others: `[B, n_kv_head, n_chosen]`, of which the
+        last chunk may be cut. Of texts with fewer entries any."""
+        at = torch.arange(share.shape[-1], device=share.device)
+        ranks = share.masked_fill(at < n_first // chunk, float("inf"))
+        ranks = ranks.masked_fill(at * chunk >= ends[:, None, None], -1)
+        # Of one chunk, which the end cuts, there are fewer.
+        best = ranks.topk(min(share.shape[-1], -(-n_chosen // chunk) + 1)).indices
+        entries = entries_of(best, chunk)
+        # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
+        in_order = (entries >= ends[:, None, None]).byte().sort(dim=-1, stable=True).indices
+        return entries.gather(-1, in_order[..., :n_chosen])
+
+    def copy_chosen(
+        self,
+        to: VerifyTopKCache,
+        to_layer: int,
+        source: KVCache,
+        from_layer: int,
+        chosen: torch.Tensor,
+        is_new: torch.Tensor,
+    ) -> None:
+        """Into a layer of a cache, of a layer of another, from any storage to any: its entries at the slots `chosen [B,
+        n_kv_head, n]`, which take the first n slots of rows that a mask `[B]` names, in any order."""
+        found = stored_as(*source.gather(from_layer, chosen), to.entries.dtype)
+        for own, new in zip((to.entries, to.scales), found, strict=True):
+            if own is not None and new is not None:
+                is_written, n = is_new.view(-1, *[1] * (new.dim() - 2)), chosen.shape[-1]
+                held = own[to_layer][:, to.own_rows, :, :n]
+                own[to_layer][:, to.own_rows, :, :n] = torch.where(is_written, new, held)
 
 
-def copy_chosen(
-    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: torch.Tensor, is_new: torch.Tensor
-) -> None:
-    """As a `Copy`, from any storage to any."""
-    found = stored_as(*source.gather(from_layer, chosen), to.entries.dtype)
-    for own, new in zip((to.entries, to.scales), found, strict=True):
-        if own is not None and new is not None:
-            is_written, n = is_new.view(-1, *[1] * (new.dim() - 2)), chosen.shape[-1]
-            held = own[to_layer][:, to.own_rows, :, :n]
-            own[to_layer][:, to.own_rows, :, :n] = torch.where(is_written, new, held)
+def entries_of(chunks: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The positions in `chunks [..., n]`: `[..., n * chunk]`."""
+    return (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(-2)
 
 
 class VerifyTopKCache(SnapKVCache):
     """As SnapKVCache behind a prompt; after every `refresh` rounds a self-draft's entries are chosen anew.
 
-    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others those that
-    queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv 2512.01278): of its
-    first and of its last token that stands ("ends"), or of every token ("all"), the last that stands in place of
-    rejected ones. What surrounds a hit, within POOL entries, is kept with it. Errors: ConfigError as of
-    SnapKVCache, or if the policy's `refresh` or `n_sink` is too small.
+    Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others, in chunks of
+    NOTED, those that queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
+    2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"), the last that
+    stands in place of rejected ones. Errors: ConfigError as of SnapKVCache, or if the policy's `refresh` or `n_sink` is
+    too small.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
@@ -47,7 +73,7 @@ class VerifyTopKCache(SnapKVCache):
         self.n_first, self.refresh = policy.n_first, policy.refresh
         self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
         require_at_least("refresh", self.refresh, 1)
-        # The slot that each chosen entry came from, for a `Copy` that leaves those in place that are chosen again.
+        # The slot that each chosen entry came from, for a copy that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
     def reset_row(self, row: int) -> None:
@@ -62,11 +88,11 @@ class VerifyTopKCache(SnapKVCache):
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
         `dtype`, over `capacity` entries a row."""
         n_layer, max_batch, n_kv_head = self.keys.shape[:3]
-        shape = n_layer, max_batch, n_token, n_kv_head, capacity
+        shape = n_layer, max_batch, n_token, n_kv_head, -(-capacity // NOTED)
         return Observed(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
-        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], copy: Copy
+        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], how: Choosing
     ) -> None:
         """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last.
 
@@ -82,16 +108,10 @@ class VerifyTopKCache(SnapKVCache):
         most = observed.noted.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
-        slots = torch.arange(n_slot, device=self.device)
-        is_recent = slots >= (lengths - self.window)[:, None, None]
-        # Entries around one hit would rank alike, and which of them are chosen would depend on what else there is.
-        falling = 1 - slots % POOL * 2.0**-20
         for to_layer, from_layer in enumerate(layers):
-            share = observed.noted[to_layer, ..., :n_slot][rows[:, None], which].sum(dim=1)
-            share = torch.nn.functional.max_pool1d(share, POOL, stride=1, padding=POOL // 2).mul_(falling)
-            share[..., : self.n_first].fill_(float("inf"))
-            chosen = share.masked_fill_(is_recent, -1).topk(self.n_sink, sorted=False).indices
-            copy(self, to_layer, source, from_layer, chosen, is_new)
+            share = observed.noted[to_layer, ..., : -(-n_slot // NOTED)][rows[:, None], which].sum(dim=1)
+            chosen = how.best_chunks(share, NOTED, lengths - self.window, self.n_first, self.n_sink)
+            how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
 
 
 @dataclass(frozen=True)
@@ -105,8 +125,14 @@ class Refreshed(SnapKV):
     """rounds after which entries are chosen anew"""
 
     @property
+    def n_together(self) -> int:
+        """Entries of a chunk, of which all are chosen or none."""
+        return NOTED
+
+    @property
     def n_first(self) -> int:
-        return self.n_sink
+        """In whole chunks, as all that is chosen."""
+        return -(-self.n_sink // self.n_together) * self.n_together
 
 
 @dataclass(frozen=True)

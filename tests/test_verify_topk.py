@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chosen_rows import CHOSEN, GAMMA, LENGTHS, N_FIRST, WINDOW, Rows, topk_cache
+from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import VerifyTopKCache
+from kv_cache.entries import NOTED
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
-    """Of each KV head: the first tokens, and of those before the window what the queries at `which` attend to most."""
+    """Of each KV head: the first chunk, and of those before the window what the queries at `which` attend to most."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
     again.prefill_row(0, text)
@@ -21,15 +22,15 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     chosen = []
     for head, own_keys in enumerate(keys):
-        received = [0.0] * len(text)
+        received = [0.0] * -(-len(text) // NOTED)
         for i in which:
             for query in queries[head * group : (head + 1) * group, i]:
                 weights = [math.exp(float(query @ own_keys[j]) / math.sqrt(len(query))) for j in range(i + 1)]
-                for j, weight in enumerate(weights):
-                    received[j] += weight / sum(weights)
-        pooled = [max(received[max(0, j - 2) : j + 3]) * (1 - j % 5 * 2**-20) for j in range(len(text))]
-        others = sorted(range(N_FIRST, len(text) - WINDOW), key=lambda j: -pooled[j])
-        chosen.append({*range(N_FIRST), *others[: CHOSEN - N_FIRST]})
+                for first in range(0, i + 1, NOTED):
+                    received[first // NOTED] += max(weights[first : first + NOTED]) / sum(weights)
+        best = [0, *sorted(range(1, len(received)), key=lambda chunk: -received[chunk])]
+        entries = [NOTED * chunk + i for chunk in best for i in range(NOTED)]
+        chosen.append({*[entry for entry in entries if entry < len(text) - WINDOW][:CHOSEN]})
     return chosen
 
 

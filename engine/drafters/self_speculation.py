@@ -15,7 +15,7 @@ from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.standalone import StandaloneConfig
 from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
-from kv_cache.verify_topk import copy_chosen
+from kv_cache.verify_topk import Choosing
 from models.names import parse_layers
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ class SelfSpeculation(ModelDrafter):
     def refresh(self, batch: Batch, gamma: int) -> None:
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
-        copy = getattr(self._target.model.backend, "copy_chosen", copy_chosen)
-        own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), copy)
+        backend = self._target.model.backend
+        how = backend if isinstance(backend, Choosing) else Choosing()
+        own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), how)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)

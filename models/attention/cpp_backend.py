@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.verify_topk import VerifyTopKCache, copy_chosen
+from kv_cache.verify_topk import Choosing, VerifyTopKCache
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -21,8 +21,6 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 # Slots per task. A constant, not a share of the capacity: sums over a row's slots are then cut in the same
 # places whatever the batch, the block or the capacity is, and come out the same to the last bit.
 PART = 1024
-# What every tile of the kernel divides.
-PADDING = 32
 # A vector's numbers at most: where tokens in 4 bits share no grid of as many, they are unpacked first.
 LANES = 16
 
@@ -47,7 +45,7 @@ class Prepared(NamedTuple):
     slots: Tensor  # their positions `[B, C]`
 
 
-class CppAttention:
+class CppAttention(Choosing):
     """Blocks of any length over entries of any kind in ENTRIES, and of 4 bits beside them. A row's result does not
     depend, to the last bit, on the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it
     cannot be built here.
@@ -81,19 +79,24 @@ class CppAttention:
         partials = grouped.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
         read = grouped, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
         seen = slots, prepared.newest, prepared.oldest
-        scores = None
-        if kv.noted is not None:
-            scores = grouped.new_empty(batch * n_kv_head, n_token * group, -(-kv.keys.shape[1] // PADDING) * PADDING)
-        _run(self._kernel.foretoken_attend, grouped, kv, *read, *seen, *of_packed, partials, out, scores, kv.noted)
+        _run(self._kernel.foretoken_attend, grouped, kv, *read, *seen, *of_packed, partials, out, kv.noted)
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
+
+    def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
+        chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
+        sizes = [*share.shape, chunk, n_chosen, n_first]
+        layout, threads = (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_int(torch.get_num_threads())
+        assert share.dtype == torch.float32 and share.is_contiguous()
+        self._kernel.foretoken_best_chunks(layout, *map(_pointer, (share, ends, chosen)), threads)
+        return chosen
 
     def copy_chosen(
         self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """As `kv_cache.verify_topk.copy_chosen`; where nothing is quantised anew, of what `to` lacks."""
+        """As of `Choosing`; where nothing is quantised anew, of what `to` lacks."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
-            return copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
+            return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
         assert chosen.is_contiguous() and chosen.shape[-1] == to.held.shape[-1]
         threads = ctypes.c_int(torch.get_num_threads())
         sizes = [*chosen.shape, source.capacity]

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -24,6 +25,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
+constexpr int NOTED = 4;  // slots next to each other whose attention is noted as one
 constexpr int64_t EMPTY = -1;  // a slot that is none
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -326,12 +328,29 @@ struct In4Bits {
     }
 };
 
+// The largest of each NOTED of a tile's scores: to [TILE / NOTED].
+inline void keep_largest(const float* scores, float* to) {
+    ivec next, second, first_of_each;
+    for (int lane = 0; lane < W; ++lane) {
+        next[lane] = lane ^ 1;
+        second[lane] = lane ^ 2;
+        first_of_each[lane] = NOTED * lane % TILE;
+    }
+    vec half[2];
+    for (int i = 0; i < 2; ++i) {
+        const vec x = load(scores + i * W), pairs = larger(x, __builtin_shuffle(x, next));
+        half[i] = larger(pairs, __builtin_shuffle(pairs, second));
+    }
+    const vec largest = __builtin_shuffle(half[0], half[1], first_of_each);
+    std::memcpy(to, &largest, TILE / NOTED * sizeof(float));
+}
+
 // One part of one KV head: out [n_row, D] unnormalised, then per query row its largest score, then its mass. kept: where
-// all scores go, [n_row, n_padded], if not null.
+// the largest of each NOTED scores go, [n_row, n_kept], if not null.
 template <int D, typename Entries>
 void attend_part(const Layout& at, const float* q, const Entries& entries, const float* key_scales,
                  const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
-                 int64_t first, int64_t last, float* kept, int64_t n_padded, float* out) {
+                 int64_t first, int64_t last, float* kept, int64_t n_kept, float* out) {
     const int64_t n_row = at.n_row;
     float *largest = out + n_row * D, *mass = largest + n_row;
     std::vector<float> scores(n_row * TILE);
@@ -355,7 +374,7 @@ void attend_part(const Layout& at, const float* q, const Entries& entries, const
         }
         if (in_any == 0) {
             for (int64_t m = 0; kept && m < n_row; ++m)
-                std::fill_n(kept + m * n_padded + start, TILE, MINUS_INFINITY);
+                std::fill_n(kept + m * n_kept + start / NOTED, TILE / NOTED, MINUS_INFINITY);
             continue;
         }
         entries.scores(q, n_row, start, n, weights);
@@ -370,7 +389,7 @@ void attend_part(const Layout& at, const float* q, const Entries& entries, const
                         w[s] = MINUS_INFINITY;
                 for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
             }
-            if (kept) std::memcpy(kept + m * n_padded + start, w, TILE * sizeof(float));
+            if (kept) keep_largest(w, kept + m * n_kept + start / NOTED);
             vec top = load(w);
             for (int s = W; s < TILE; s += W) top = larger(top, load(w + s));
             const float highest = std::max(largest[m], largest_lane(top));
@@ -399,15 +418,14 @@ void attend_part(const Layout& at, const float* q, const Entries& entries, const
     }
 }
 
-// What each slot gets of the attention of a token, averaged over its G heads: to [n_slot], by their scores
-// [G, n_padded] and the largest of them and the mass of each.
-inline void note_shares(const float* scores, int64_t n_padded, int64_t group, const float* highest, const float* mass,
-                        int64_t n_slot, float* to) {
-    for (int64_t start = 0; start < n_slot; start += W) {
+// What the best of each NOTED slots gets of the attention of a token, averaged over its G heads: to [n], by their scores
+// [G, n_kept] and the score that would get all of each [G].
+inline void note_shares(const float* scores, int64_t n_kept, int64_t group, const float* whole, int64_t n, float* to) {
+    for (int64_t start = 0; start < n; start += W) {
         vec share{};
         for (int64_t g = 0; g < group; ++g)
-            share += exp2_of(load(scores + g * n_padded + start) - broadcast(highest[g])) / broadcast(mass[g] * group);
-        std::memcpy(to + start, &share, std::min<int64_t>(W, n_slot - start) * sizeof(float));
+            share += exp2_of(load(scores + g * n_kept + start) - broadcast(whole[g]));
+        std::memcpy(to + start, &share, std::min<int64_t>(W, n - start) * sizeof(float));
     }
 }
 
@@ -430,11 +448,12 @@ inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_
 template <int D, typename Entry>
 void attend(const Layout& at, const float* q, const int64_t* rows, const void* keys, const void* values,
             const float* key_scales, const float* value_scales, const int64_t* slots, const int64_t* queries,
-            const int64_t* oldest, const Packed& packed, float* workspace, float* out, float* scores, float* noted,
-            int n_thread) {
+            const int64_t* oldest, const Packed& packed, float* workspace, float* out, float* noted, int n_thread) {
     const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
-    const int64_t per_task = at.n_row * (D + 2), n_padded = (at.n_slot + TILE - 1) / TILE * TILE;
+    const int64_t per_task = at.n_row * (D + 2), n_noted = (at.n_slot + NOTED - 1) / NOTED;
+    const int64_t n_kept = (n_noted + W - 1) / W * W;
+    const std::unique_ptr<float[]> scores(noted ? new float[n_head * at.n_row * n_kept] : nullptr);
 #pragma omp parallel num_threads(n_thread)
     {
         std::vector<int64_t> older(at.part);
@@ -446,7 +465,7 @@ void attend(const Layout& at, const float* q, const int64_t* rows, const void* k
                                        const int64_t* seen, int64_t first, int64_t last) {
                 attend_part<D>(at, q + head * at.n_row * D, own, with_keys, with_values, seen, queries + row * at.n_row,
                                oldest + row * at.n_row, first, last,
-                               noted ? scores + head * at.n_row * n_padded : nullptr, n_padded,
+                               noted ? scores.get() + head * at.n_row * n_kept : nullptr, n_kept,
                                workspace + task * per_task);
             };
             if (part < n_own) {
@@ -489,16 +508,15 @@ void attend(const Layout& at, const float* q, const int64_t* rows, const void* k
                 for (int d = 0; d < D; ++d) o[d] += weight * partial[m * D + d];
             }
             for (int d = 0; d < D; ++d) o[d] /= total;
-            workspace[head * n_part * per_task + at.n_row * D + m] = highest;
-            workspace[head * n_part * per_task + at.n_row * (D + 1) + m] = total;
+            workspace[head * n_part * per_task + at.n_row * D + m] = highest + std::log2(total * at.group);
         }
     if (!noted) return;
 #pragma omp parallel for num_threads(n_thread) schedule(static)
     for (int64_t task = 0; task < n_head * at.n_row / at.group; ++task) {
         const int64_t m = task * at.group % at.n_row, head = task * at.group / at.n_row;
         const int64_t row = head / at.n_kv_head, stored = rows ? rows[row] : row, token = m / at.group;
-        const float* merged = workspace + head * n_part * per_task + at.n_row * D + m;
-        note_shares(scores + (head * at.n_row + m) * n_padded, n_padded, at.group, merged, merged + at.n_row, at.n_slot,
+        note_shares(scores.get() + (head * at.n_row + m) * n_kept, n_kept, at.group,
+                    workspace + head * n_part * per_task + at.n_row * D + m, n_noted,
                     noted + stored * at.noted_row + token * at.noted_token + head % at.n_kv_head * at.noted_head);
     }
 }
@@ -516,6 +534,36 @@ int with_types(int64_t head_dim, int64_t entries, const Run& run) {
     if (entries == 1) return with(bfloat16{});
     if (entries == 2) return with(int8_t{});
     return entries == 3 ? with(float8{}) : 1;
+}
+
+// The entries [n_chosen] before `end` in chunks of best share [n_chunk]: those of the first n_first whatever they have,
+// then chunk by chunk, of equals the first. Of a text with fewer entries 0 in place of others.
+inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int64_t end, int64_t n_first,
+                        int64_t n_chosen, std::vector<uint32_t>& ranks, std::vector<int64_t>& best, int64_t* chosen) {
+    n_chunk = std::min(n_chunk, (std::max<int64_t>(end, 0) + chunk - 1) / chunk);
+    // As whole numbers, floats that are not negative rank alike.
+    std::memcpy(ranks.data(), share, n_chunk * sizeof(float));
+    std::fill_n(ranks.begin(), std::min(n_first / chunk, n_chunk), UINT32_MAX);
+    // The lowest rank of so many, from its upper digits down, and how many of it are among them.
+    uint32_t lowest = 0, known = 0;
+    int64_t n_left = std::min(n_chunk, (n_chosen + chunk - 1) / chunk + 1);
+    for (const int shift : {21, 10, 0}) {
+        const uint32_t digit = shift ? 0x7ff : 0x3ff;
+        int32_t count[0x800] = {};
+        for (int64_t i = 0; i < n_chunk; ++i)
+            if ((ranks[i] & known) == lowest) ++count[ranks[i] >> shift & digit];
+        uint32_t at = digit;
+        for (; at > 0 && count[at] < n_left; --at) n_left -= count[at];
+        lowest |= at << shift, known |= digit << shift;
+    }
+    best.clear();
+    for (int64_t i = 0; i < n_chunk; ++i)
+        if (ranks[i] > lowest || (ranks[i] == lowest && n_left-- > 0)) best.push_back(i);
+    std::stable_sort(best.begin(), best.end(), [&](int64_t a, int64_t b) { return ranks[a] > ranks[b]; });
+    int64_t n = 0;
+    for (const int64_t i : best)
+        for (int64_t slot = i * chunk; slot < std::min(end, (i + 1) * chunk) && n < n_chosen; ++slot) chosen[n++] = slot;
+    std::fill(chosen + n, chosen + n_chosen, 0);
 }
 
 // Gives each slot that was chosen its place: where it was, if it is held already, which is then EMPTY in chosen, or one
@@ -572,21 +620,37 @@ void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* 
 }  // namespace
 
 // 8-bit entries have scales. rows: that of the entries which each row of queries attends to, or null if these are the
-// same. noted: as of `KV.noted`, for which scores has room for all, in whole tiles; null if nothing is.
+// same. noted: as of `KV.noted`; null if nothing is.
 // key_codes to packed_slots: as of Packed, where slots are those of a ring of recent tokens; null elsewhere.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* queries,
                                 const int64_t* oldest, const uint8_t* key_codes, const uint8_t* value_codes,
                                 const void* key_grids, const void* value_grids, const int64_t* packed_slots,
-                                float* workspace, float* out, float* scores, float* noted, int n_thread) {
+                                float* workspace, float* out, float* noted, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
     const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
     return with_types(head_dim, entries, [&](auto size, auto entry) {
         attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
-                                      packed, workspace, out, scores, noted, n_thread);
+                                      packed, workspace, out, noted, n_thread);
     });
+}
+
+// sizes: rows, heads, chunks, entries of a chunk, entries chosen, of these the first. share [rows, heads, chunks]; ends:
+// of the entries of each row.
+extern "C" int foretoken_best_chunks(const int64_t* sizes, const float* share, const int64_t* ends, int64_t* chosen,
+                                     int n_thread) {
+#pragma omp parallel num_threads(n_thread)
+    {
+        std::vector<uint32_t> ranks(sizes[2]);
+        std::vector<int64_t> best;
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < sizes[0] * sizes[1]; ++task)
+            best_chunks(share + task * sizes[2], sizes[2], sizes[3], ends[task / sizes[1]], sizes[5], sizes[4], ranks,
+                        best, chosen + task * sizes[4]);
+    }
+    return 0;
 }
 
 extern "C" int foretoken_keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen,

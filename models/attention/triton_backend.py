@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kv_cache.entries import KV, Packed
+from kv_cache.entries import KV, NOTED, Packed
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
 from models.attention.triton_kernels import combine, note, split_kv
@@ -199,7 +199,7 @@ def plan(
         arguments = {name: launches[0].arguments[name] for name in names}
         row, token, head, _ = kv.noted.stride()
         arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
-        arguments |= {"SLOTS": NOTE_SLOTS}
+        arguments |= {"SLOTS": NOTE_SLOTS, "TOGETHER": NOTED}
         blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SLOTS)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out

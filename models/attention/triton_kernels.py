@@ -251,11 +251,11 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
 def note(
     kept, log_sums, stored_rows, queries, noted, noted_row, noted_token, noted_head,
     n_token, n_kv_head, n_slot, n_chunk, window,
-    GROUP: tl.constexpr, SLOTS: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, TOGETHER: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Turn SLOTS scores that `split_kv` kept of one token and KV head into shares of attention, averaged over the heads
-    of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot]` float32; grid `[B * n_token * n_kv_head, blocks]`.
-    """
+    """Turn SLOTS scores that `split_kv` kept of one token and KV head into the largest share of attention of each
+    TOGETHER of them, averaged over the heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot /
+    TOGETHER]` float32; grid `[B * n_token * n_kv_head, blocks]`."""
     index = tl.program_id(0).to(tl.int64)
     b, token, h = index // (n_token * n_kv_head), index // n_kv_head % n_token, index % n_kv_head
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
@@ -263,7 +263,7 @@ def note(
     seen = (slot < n_slot) & (slot <= query)
     if WINDOWED:
         seen &= slot > query - window
-    share = tl.zeros([SLOTS], tl.float32)
+    share = tl.zeros([SLOTS // TOGETHER], tl.float32)
     for g in tl.static_range(GROUP):
         row = index * GROUP + g
         best, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
@@ -274,7 +274,9 @@ def note(
             total = total * tl.exp2(best - base) + tl.exp2(log_sum - base)
             best = new_best
         score = tl.load(kept + row * n_slot + slot, mask=seen, other=float("-inf"))
-        share += tl.exp2(score - best) / (total * GROUP)
+        highest = tl.max(tl.reshape(score, [SLOTS // TOGETHER, TOGETHER]), 1)
+        share += tl.exp2(highest - best) / (total * GROUP)
     stored = tl.load(stored_rows + b) if MAPPED else b
-    to = noted + stored * noted_row + token * noted_token + h * noted_head + slot
-    tl.store(to, share, mask=slot < n_slot)
+    chunk = tl.program_id(1) * (SLOTS // TOGETHER) + tl.arange(0, SLOTS // TOGETHER)
+    to = noted + stored * noted_row + token * noted_token + h * noted_head + chunk
+    tl.store(to, share, mask=chunk * TOGETHER < n_slot)
