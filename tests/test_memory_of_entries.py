@@ -26,7 +26,7 @@ def longer_blocks(n_token: int, group: int | None) -> bool:
 @pytest.mark.parametrize(
     "kind,stored,slack",
     [
-        *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
+        *((FullKVCache, stored, 1) for stored in (None, torch.int8, torch.float8_e4m3fn)),
         *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
         *((partial(QuantizedKVCache, group=group), torch.bfloat16, 1.5) for group in (1, 2, 7)),
         (partial(QuantizedKVCache, window=5000), torch.int8, 1.8),
@@ -34,7 +34,7 @@ def longer_blocks(n_token: int, group: int | None) -> bool:
 )
 def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):
     """Of all rows, as they lie or by name; fewer of them take no more."""
-    cache, of_row = kind(TINY, 3, 700, dtype=stored), kind(TINY, 1, 700, device="meta", dtype=stored)
+    cache, of_row = (kind(TINY, n, 700, device=on, dtype=stored or dtype) for n, on in ((3, "cpu"), (1, "meta")))
     planned = 3 * Footprint(TINY, dtype, (of_row,), dequantizes=always).dequantized(1)
     peaks = []
     for rows in (torch.tensor([2, 0, 1]), slice(None), torch.tensor([2, 0])):
@@ -94,8 +94,13 @@ def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
     each = (caches[:1], caches, caches[::-1])
     alone, *both = (Footprint(TINY, torch.float32, one, dequantizes=always).dequantized(1) for one in each)
     assert both == [alone] * 2 and alone > 0
-    read = Footprint(TINY, torch.float32, caches, dequantizes=lambda n_token, group: group != 16)
+    read = Footprint(TINY, torch.float32, caches[:1], dequantizes=lambda n_token, group: group != 16)
     assert read.dequantized(1) == 0
+
+
+def test_a_chunk_of_entries_in_the_dtype_of_the_model_copies_none() -> None:
+    read, chunks_only, copied = (plan_of(TINY, dequantizes=one) for one in (None, longer_blocks, always))
+    assert chunks_only == read != copied
 
 
 def test_selecting_entries_is_planned_for() -> None:
