@@ -108,6 +108,10 @@ class Refreshed(SnapKV):
     def n_first(self) -> int:
         return self.n_sink
 
+    @property
+    def reserved(self) -> int:
+        return self.n_first + self.snapkv_window
+
 
 @dataclass(frozen=True)
 class VerifyTopK(Refreshed):
