@@ -73,7 +73,8 @@ def attention(
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
         if order == IN_4_BITS:
             each_group = ((7, None), (16, None), (64, 100))  # and a sliding window
-            cases = [packed_case(n_token, head_dim, n, group=group, sliding_window=w, **kind) for n, w in each_group]
+            fitting = ((n, {"sliding_window": w}) for n, w in each_group if n_token <= n)
+            cases = [packed_case(n_token, head_dim, n, group=group, **w, **kind) for n, w in fitting]
         else:
             one = {"capacity": max(lengths), "ring": order == "ring", "group": group, "head_dim": head_dim}
             case = make_case(lengths, n_token, **one, **kind)
