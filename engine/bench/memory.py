@@ -61,14 +61,13 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Footprint:
     """A model, or the largest shard of one, and its caches of one row ("meta"), of which one is read at a time.
-    dequantizes: as of `AttentionBackend`; None: never. shares_weights: with the target. prefills: whether it runs
-    prompts."""
+    dequantizes: as of `AttentionBackend`. shares_weights: with the target. prefills: whether it runs prompts."""
 
     config: ModelConfig
     dtype: torch.dtype
     caches: tuple[KVCache, ...]
+    dequantizes: Callable[[int, int | None], bool]
     quantize: str | None = None
-    dequantizes: Callable[[int, int | None], bool] | None = None
     shares_weights: bool = False
     prefills: bool = True
 
@@ -104,7 +103,7 @@ class Footprint:
         each = [0]
         for cache in self.caches:
             group = cache.group if isinstance(cache, QuantizedKVCache) else None
-            if self.dequantizes is None or not self.dequantizes(n_token, group):
+            if not self.dequantizes(n_token, group):
                 continue
             if isinstance(cache, QuantizedKVCache):
                 grids = 4 / math.gcd(cache.group, self.config.head_dim)
@@ -123,7 +122,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     config = _largest_shard(plan.target.config, plan.group)
     cache = FullKVCache(config, 1, plan.capacity, "meta", plan.kv_dtype)
     dequantizes = partial(_dequantizes, plan, config, plan.dtype, plan.kv_dtype)
-    target = Footprint(config, plan.dtype, (cache,), plan.config.target.quantize, dequantizes)
+    target = Footprint(config, plan.dtype, (cache,), dequantizes, plan.config.target.quantize)
     levels = plan.draft.levels if plan.draft else ()
     return plan_memory(plan, target, *(own for level in levels if (own := _draft_footprint(plan, level, config))))
 
@@ -146,7 +145,7 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     shares_weights = is_head or (draft.source is None and (plan.shares_weights or is_inner))
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
     caches = tuple(policy.new_cache(*sizes) for policy in draft.policies * n_kept)
-    return Footprint(config, draft.dtype, caches, draft.quantize, dequantizes, shares_weights, prefills)
+    return Footprint(config, draft.dtype, caches, dequantizes, draft.quantize, shares_weights, prefills)
 
 
 def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan:
