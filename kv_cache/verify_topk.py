@@ -134,6 +134,10 @@ class Refreshed(SnapKV):
         """In whole chunks, as all that is chosen."""
         return -(-self.n_sink // self.n_together) * self.n_together
 
+    @property
+    def reserved(self) -> int:
+        return self.n_first + self.snapkv_window
+
 
 @dataclass(frozen=True)
 class VerifyTopK(Refreshed):

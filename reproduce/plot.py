@@ -34,8 +34,9 @@ SETTINGS = (
     *("draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype", "quantize", "kv_dtype"),
     *("attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
 )
-# Options that mean nothing without another one, which older records have nevertheless.
-NEEDS = {"inner_gamma": "draft_of_draft", "inner_budget": "draft_of_draft", "text_match": "text_drafts"}
+# Options that older records have beside values of another, which follow it here, that leave them without effect.
+IDLE = {"inner_gamma": ("draft_of_draft", None), "inner_budget": ("draft_of_draft", None, "ngram")}
+IDLE |= {"text_match": ("text_drafts", None)}
 LABEL_WIDTH = 48
 LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second")
@@ -107,7 +108,8 @@ def panel(records: Sequence[Record], x: str, y: str) -> Panel:
 
 
 def _setting(record: Record, name: str) -> Any:
-    return record.get(name) if record.get(NEEDS.get(name, name)) is not None else None
+    other, *idle = IDLE.get(name, (name,))
+    return None if record.get(other) in idle else record.get(name)
 
 
 def _is_number(value: object) -> bool:

@@ -153,6 +153,7 @@ def packed_case(
     normal = partial(torch.randn, generator=generator)
     config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
     cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
+    assert n_token <= cache.max_block, "a longer block writes over its own entries"
     full = FullKVCache(config, 4, capacity, dtype=storage)
     lengths, rows = torch.tensor([capacity - 40, 30, 411]), torch.tensor([3, 0, 1])
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):

@@ -30,14 +30,14 @@ from models.checkpoints.tokenizer import load_tokenizer
 from models.pointwise import compiled, use_pointwise
 from models.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
 from reproduce.gpu_parts.bandwidth import Shape, backends, open_backend
-from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, breaks_device, describe, verdict
+from reproduce.gpu_parts.cells import IN_4_BITS, Cell, Options, Record, Skip, breaks_device, describe, verdict
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 TOKENS = (1, 2, 4, 8, 16)
 STORAGES = (None, torch.int8, torch.float8_e4m3fn)
-IN_4_BITS = "4 bits beside a ring"
+BESIDE_RING = f"{IN_4_BITS} beside a ring"
 # Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
 QUANTISED_TOLERANCE = 2e-2
 
@@ -54,7 +54,7 @@ def cells(options: Options) -> list[Cell]:
     devices = dict.fromkeys(backends(options), options.device) | ({"cpp": "cpu"} if options.on_cuda else {})
     for backend, device in devices.items():
         dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16, torch.float16)
-        for kind in itertools.product(dtypes, STORAGES, ("in order", "ring", IN_4_BITS)):
+        for kind in itertools.product(dtypes, STORAGES, ("in order", "ring", BESIDE_RING)):
             dtype, storage, order = kind
             if dtype == torch.float16 and storage is not None:
                 continue  # the same code as in bfloat16
@@ -71,9 +71,10 @@ def attention(
     kind: dict[str, Any] = {"storage": storage or dtype, "dtype": dtype}
     errors, broken = [(0.0, "none")], []
     for n_token, group, head_dim in itertools.product(TOKENS, groups, head_dims):
-        if order == IN_4_BITS:
+        if order == BESIDE_RING:
             each_group = ((7, None), (16, None), (64, 100))  # and a sliding window
-            cases = [packed_case(n_token, head_dim, n, group=group, sliding_window=w, **kind) for n, w in each_group]
+            fitting = ((n, {"sliding_window": w}) for n, w in each_group if n_token <= n)
+            cases = [packed_case(n_token, head_dim, n, group=group, **w, **kind) for n, w in fitting]
         else:
             one = {"capacity": max(lengths), "ring": order == "ring", "group": group, "head_dim": head_dim}
             case = make_case(lengths, n_token, **one, **kind)

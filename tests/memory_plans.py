@@ -16,15 +16,20 @@ CAPACITY, BUDGET, BLOCK = 96, 20, 4
 GREEDY = ResolvedSampling(SamplingParams(), "greedy")
 
 
+def never(n_token: int, group: int | None) -> bool:
+    return False
+
+
 def self_draft(config: ModelConfig, dtype: torch.dtype = torch.float32, **changes: Any) -> Footprint:
     """A draft that is the target over a small cache."""
     cache = StreamingKVCache(config, 1, BUDGET, device="meta", dtype=changes.pop("kv_dtype", None) or dtype)
-    return Footprint(config, dtype, **{"caches": (cache,), "shares_weights": True, "prefills": False} | changes)
+    usual = {"caches": (cache,), "dequantizes": never, "shares_weights": True, "prefills": False}
+    return Footprint(config, dtype, **usual | changes)
 
 
 def plan_of(config: ModelConfig, dtype: torch.dtype = torch.float32, /, **changes: Any) -> MemoryPlan:
     """Of that target, and of a self-draft unless another is given; changes: of its footprint, or of the run."""
-    stored = {name: changes.pop(name) for name in ("quantize", "dequantizes") if name in changes}
+    stored = {"quantize": changes.pop("quantize", None), "dequantizes": changes.pop("dequantizes", never)}
     cache = FullKVCache(config, 1, CAPACITY, "meta", changes.pop("kv_dtype", None) or dtype)
     draft = changes.pop("footprint", self_draft(config, dtype))
     drafts = [draft] if draft else []

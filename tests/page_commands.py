@@ -203,6 +203,7 @@ class Planner:
         replaced = {
             "engine.bench.plan.check_compiler": lambda device: None,
             "engine.bench.memory.available_bytes": lambda device: n_bytes,
+            **({"engine.bench.memory._dequantizes": lambda *arguments: False} if n_gpus else {}),
             "engine.bench.session._join_ranks": _reach,
             "reproduce.sweep.run_cells": _reach,
             "reproduce.sweeping.runner.run_cells": _reach,

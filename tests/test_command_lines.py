@@ -14,6 +14,7 @@ from snapshots import PROGRAMS, TERMINAL, kept_of
 
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
+from engine.bench.draft_flags import draft_flags
 
 # One whose output is nobody's interface.
 UNKEPT = {"tests/mutants.py"}
@@ -68,6 +69,31 @@ def test_values_of_what_is_no_flag_are_not_repeated():
 def test_what_is_required_is_named_and_none_is_no_value():
     assert "seen:     Missing from program.py: --model STR where (required)\n" in refused()
     assert "'None'" in refused("--model", "m", "--draft", "None")
+
+
+@pytest.mark.parametrize(
+    ("flags", "advised"),
+    [
+        ("--p_min 0.5", "--gamma_schedule confidence"),
+        ("--text_match 4", "--text_drafts suffix"),
+        ("--p_min 0.5 --text_match 4", "--gamma_schedule confidence and --text_drafts suffix"),
+        ("--inner_gamma 2", "--draft_of_draft streaming"),
+        ("--draft_of_draft ngram --inner_budget 16", "--draft_of_draft streaming"),
+        ("--inner_gamma 2 --draft_budget 32", ""),
+        ("--draft_of_draft streaming --text_match 4", ""),
+        ("--draft_of_draft streaming --p_min 0.5", ""),
+        *((f"{draft} --p_min 0.5", "") for draft in ("--draft ngram", "--draft suffix", "--gamma 0", "--gamma auto")),
+    ],
+)
+def test_what_an_option_needs_is_advised_where_it_helps(flags, advised):
+    def accept(words: str) -> None:
+        read(draft_flags(), words.split()).config()
+
+    with pytest.raises(ConfigError) as caught:
+        accept(flags)
+    assert str(caught.value).partition(", or add ")[2] == advised
+    if advised:
+        accept(f"{flags} {advised.replace(' and ', ' ')}")
 
 
 def test_errors_call_fields_as_the_program_does():

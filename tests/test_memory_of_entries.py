@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from live_bytes import LiveBytes
-from memory_plans import BLOCK, BUDGET, CAPACITY, plan_of, self_draft
+from memory_plans import BLOCK, BUDGET, CAPACITY, never, plan_of, self_draft
 from tiny import TINY
 
 from engine.bench.memory import Footprint
@@ -26,7 +26,7 @@ def longer_blocks(n_token: int, group: int | None) -> bool:
 @pytest.mark.parametrize(
     "kind,stored,slack",
     [
-        *((FullKVCache, stored, 1) for stored in (torch.int8, torch.float8_e4m3fn)),
+        *((FullKVCache, stored, 1) for stored in (None, torch.int8, torch.float8_e4m3fn)),
         *((QuantizedKVCache, stored, 1.3) for stored in (torch.float32, torch.bfloat16, torch.int8)),
         *((partial(QuantizedKVCache, group=group), torch.bfloat16, 1.5) for group in (1, 2, 7)),
         (partial(QuantizedKVCache, window=5000), torch.int8, 1.8),
@@ -34,7 +34,7 @@ def longer_blocks(n_token: int, group: int | None) -> bool:
 )
 def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_others(kind, stored, slack, dtype):
     """Of all rows, as they lie or by name; fewer of them take no more."""
-    cache, of_row = kind(TINY, 3, 700, dtype=stored), kind(TINY, 1, 700, device="meta", dtype=stored)
+    cache, of_row = (kind(TINY, n, 700, device=on, dtype=stored or dtype) for n, on in ((3, "cpu"), (1, "meta")))
     planned = 3 * Footprint(TINY, dtype, (of_row,), dequantizes=always).dequantized(1)
     peaks = []
     for rows in (torch.tensor([2, 0, 1]), slice(None), torch.tensor([2, 0])):
@@ -46,11 +46,10 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:
-    each = ((None, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
+    each = ((never, BLOCK), (always, BLOCK), (longer_blocks, BLOCK), (longer_blocks, BLOCK + 1))
     read, all_rows, one_row, longer = (
         plan_of(TINY, kv_dtype=torch.int8, dequantizes=dequantizes, gamma=block - 1) for dequantizes, block in each
     )
-    assert plan_of(TINY, kv_dtype=torch.int8, dequantizes=lambda n_token, group: False) == read
     assert read.per_row["dequantised KV"] == one_row.per_row["dequantised KV"] == 0
     assert longer.per_row["dequantised KV"] == all_rows.per_row["dequantised KV"] > 0
     assert longer.fixed["activations"] == all_rows.fixed["activations"] == read.fixed["activations"]
@@ -63,7 +62,7 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
     prefills = replace(chunks_only, prefills=True)
-    read, of_target = (plan(dequantizes=dequantizes, footprint=None) for dequantizes in (None, always))
+    read, of_target = (plan(dequantizes=dequantizes, footprint=None) for dequantizes in (never, always))
     of_draft = of_target.per_row["dequantised KV"] * BUDGET // CAPACITY
     assert plan(footprint=own).per_row["dequantised KV"] == of_draft > 0
     both = plan(footprint=own, dequantizes=always)
@@ -77,7 +76,7 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     assert plan(footprint=chunks_only).per_row["dequantised KV"] == 0
     assert plan(footprint=chunks_only, draft=inner).per_row["dequantised KV"] == of_draft
     observing = replace(prefills, caches=(SnapKV(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.int8),))
-    selects, reads = (plan(footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, None))
+    selects, reads = (plan(footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, never))
     assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # What verification chooses takes scores and keys of a layer.
     chooses = plan(footprint=replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),)))
@@ -94,8 +93,13 @@ def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
     each = (caches[:1], caches, caches[::-1])
     alone, *both = (Footprint(TINY, torch.float32, one, dequantizes=always).dequantized(1) for one in each)
     assert both == [alone] * 2 and alone > 0
-    read = Footprint(TINY, torch.float32, caches, dequantizes=lambda n_token, group: group != 16)
+    read = Footprint(TINY, torch.float32, caches[:1], dequantizes=lambda n_token, group: group != 16)
     assert read.dequantized(1) == 0
+
+
+def test_a_chunk_of_entries_in_the_dtype_of_the_model_copies_none() -> None:
+    read, chunks_only, copied = (plan_of(TINY, dequantizes=one) for one in (never, longer_blocks, always))
+    assert chunks_only == read != copied
 
 
 def test_selecting_entries_is_planned_for() -> None:

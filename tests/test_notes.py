@@ -1,10 +1,13 @@
-"""What is said below the table of a run."""
+"""What is said before a run, above its table and below."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.bench.finish import FEW_ROUNDS, notes
+from engine.bench.config import RunConfig, Sizes, Target
+from engine.bench.finish import FEW_ROUNDS, headline, notes
+from engine.bench.plan import remarks, resolve
 from engine.bench.resolved import ResolvedDraft
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.policy import BudgetedPolicy
@@ -74,6 +77,7 @@ FEW = f"too few rounds with all rows busy for a speedup, {FEW_ROUNDS - 1};"
         ),
         (record((3, 20), steady_rounds=14, wall_speedup=1.1), AUTO, "6 of 20 rounds had fewer rows: rows whose"),
         (record((3, 40), wall_speedup=1.0), AUTO, None),
+        (record((3, 20), held_up_rounds=1), AUTO, "1 round took over twice what they cost"),
         (record((3, 20), held_up_rounds=4), AUTO, "4 rounds took over twice what they cost"),
         (record((0, 63)), AUTO, f"{PLAIN}, so the speedups are noise"),
         (record((0, 1), (3, FEW_ROUNDS - 2)), AUTO, FEW),
@@ -96,3 +100,34 @@ def test_what_a_run_would_be_misread_without_is_said_and_nothing_else(run, draft
 
 def test_plain_steps_that_were_compared_with_nothing_are_no_noise():
     assert notes(record((0, 63), speedup=None), AUTO) == [PLAIN]
+
+
+MISSES_NOTHING = "the draft's cache keeps the whole context (208 entries), so the draft misses nothing"
+
+
+@pytest.mark.parametrize(
+    "gamma,gen_len,budget,says",
+    [
+        (4, 8, 207, []),
+        (4, 8, 208, [MISSES_NOTHING]),
+        (4, 5, 16, []),
+        (5, 5, 16, ["a round drafts up to 5 tokens, of which a row takes at most 4"]),
+        (5, 1, 16, []),
+        ("auto", 5, 16, []),
+    ],
+)
+def test_what_a_plan_would_be_misread_without_is_said_beforehand(gamma, gen_len, budget, says):
+    target = Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy")
+    draft = SelfConfig(gamma=gamma, policy=Streaming(budget))
+    assert remarks(resolve(RunConfig(target, draft=draft, sizes=Sizes(2, 200, gen_len)))) == says
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_the_headline_names_a_draft_that_drafts(gamma):
+    one = SimpleNamespace(size=1)
+    session: Any = SimpleNamespace(
+        config=RunConfig(), ranks=one, n_rows=1, draft=draft_of(gamma, Streaming()), gen_len=8
+    )
+    kept = {"model": "M", "device": "cpu", "dtype": "float32", "verification": "greedy", "temperature": 0}
+    said = headline(session, kept | {"prefill_seconds": 0.1}, [60])
+    assert ("float32, self draft: 1 row" in said, "float32: 1 row" in said) == (gamma > 0, gamma == 0)

@@ -60,16 +60,18 @@ def test_options_of_policies_and_drafters_are_settings_too(draw):
     lines = [record(B, 2.0, draft_of_draft=inner, refresh=4) for inner in ("ngram", "streaming") for B in (1, 2)]
     _, figure = draw(lines)
     assert [*points(figure)[0]] == ["draft_of_draft ngram", "draft_of_draft streaming"]
-    texts = (["ngram"], None)
+    texts = (["suffix"], None)
     _, figure = draw([record(B, 2.0, text_drafts=beside, text_match=8) for beside in texts for B in (1, 2)])
-    assert [*points(figure)[0]] == ["text_match 8, text_drafts ['ngram']", "all"]
+    assert [*points(figure)[0]] == ["text_match 8, text_drafts ['suffix']", "all"]
 
 
 def test_options_without_effect_draw_nothing_apart(draw):
     """Older records have them where newer ones have null."""
     idle = {"text_match": 8, "inner_gamma": 2, "inner_budget": 64}
-    _, figure = draw([record(B, 2.0, **given) for given in (idle, dict.fromkeys(idle)) for B in (1, 2)])
-    assert [*points(figure)[0]] == ["all"]
+    copies = {"draft_of_draft": "ngram", "inner_gamma": 2}
+    for older, newer in ((idle, dict.fromkeys(idle)), (copies | {"inner_budget": 64}, copies)):
+        _, figure = draw([record(B, 2.0, **given) for given in (older, newer) for B in (1, 2)])
+        assert [*points(figure)[0]] == ["all"]
 
 
 def test_axes_can_be_named(draw):

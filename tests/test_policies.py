@@ -9,6 +9,7 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Shown
 from kv_cache import EMPTY
+from kv_cache.policy import policies
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
@@ -117,6 +118,14 @@ def test_slots_hold_what_the_policy_retains(policy):
         assert held == sorted(cache.retained_positions(length + 1).tolist())
         block = cache.slots(torch.arange(length, length + min(cache.max_block, SIZE.longest - length)))
         assert len(set(block.tolist())) == len(block)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])
+def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
+    found = kind(draft_budget="auto", n_sink=96).alternatives(2000)
+    for one in found:
+        one.check()
+    assert 1 < len(found) < len(kind.AUTO_BUDGETS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

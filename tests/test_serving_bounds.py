@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -66,17 +65,13 @@ def busy_tokenizer(served: Served) -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_body_holds_nobody_up(served: Served, what):
+def test_a_body_holds_nobody_up(served: Served, what, monkeypatch):
+    """It is checked on the event loop, which ends at the first value that is wrong."""
+    found, told = [], app._told
+    monkeypatch.setattr(app, "_told", lambda error: found.append(error) or told(error))
     path, body = WRONG[what]
-    waits = []
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(served.ask, path, body)
-        while not asked.done():
-            started = time.perf_counter()
-            assert served.get("/health").status == 200
-            waits.append(time.perf_counter() - started)
-    assert asked.result().status == 422
-    assert max(waits) < max(0.3, 0.3 * sum(waits))  # on a busy machine each of them takes longer
+    assert served.ask(path, body).status == 422
+    assert 1 <= len(found) <= 2  # one of each kind that a value may be
 
 
 def test_texts_are_refused_by_their_characters(served: Served):

@@ -77,7 +77,7 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
 @pytest.mark.parametrize("policy", [VerifyTopK(16, 8), Retrieval(16, 6, chunk=2)])
 def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy, monkeypatch) -> None:
     """Of each budget, whose caches choose by what they see themselves."""
-    monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (18, 24))
+    monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (26, 34))
     draft = SelfConfig(gamma="auto", policy=replace(policy, draft_budget=AUTO), draft_dtype="same")
     session = Session.open(replace(config, draft=draft), TEXTS)
     drafters = session.drafters()

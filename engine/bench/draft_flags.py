@@ -1,6 +1,6 @@
 """Flags of what drafts: those of every drafter and every policy, each of which owns its options in its own file."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -58,13 +58,23 @@ class DraftFlags:
             else:
                 known = every.keys() | vars(self).keys()
                 needed = f"draft {draft} takes only {', '.join(flag(name) for name in takes if name in known)}"
-            ways = dict.fromkeys(config.unused[name] for config in configs for name in useless if name in config.unused)
-            takes_effect = (f", or add {flag(option)} {value}" for option, value in map(str.split, ways))
-            fix = f"leave out {' and '.join(map(flag, useless))}{''.join(takes_effect)}"
+            ways = (config.unused[name].split() for config in configs for name in useless if name in config.unused)
+            fix = f"leave out {' and '.join(map(flag, useless))}{self._or_add(dict(ways), each)}"
             raise ConfigError("a draft flag has no effect on this draft", ", ".join(where), seen, needed, fix)
         for config in configs:
             config.check()
         return configs
+
+    def _or_add(self, ways: Mapping[str, str], each: Sequence[Mapping[str, Any]]) -> str:
+        """Advises those options, if this has flags for them and all is right with them."""
+        if not ways or not vars(self).keys() >= ways.keys():
+            return ""
+        own = {name: (value,) if isinstance(vars(self)[name], tuple) else value for name, value in ways.items()}
+        try:
+            self.variants(*({**one, **own} for one in each))
+        except ConfigError:
+            return ""
+        return ", or add " + " and ".join(f"{flag(name)} {value}" for name, value in ways.items())
 
 
 def draft_flags(

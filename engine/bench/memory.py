@@ -61,14 +61,13 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Footprint:
     """A model, or the largest shard of one, and its caches of one row ("meta"), of which one is read at a time.
-    dequantizes: as of `AttentionBackend`; None: never. shares_weights: with the target. prefills: whether it runs
-    prompts."""
+    dequantizes: as of `AttentionBackend`. shares_weights: with the target. prefills: whether it runs prompts."""
 
     config: ModelConfig
     dtype: torch.dtype
     caches: tuple[KVCache, ...]
+    dequantizes: Callable[[int, int | None], bool]
     quantize: str | None = None
-    dequantizes: Callable[[int, int | None], bool] | None = None
     shares_weights: bool = False
     prefills: bool = True
 
@@ -95,22 +94,23 @@ class Footprint:
         widest = max(2 * config.ffn_dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim)
         return DEQUANTIZING_BYTES * widest * config.dim if self.quantize == "int4" else 0
 
-    def dequantized(self, n_token: int, entries: int | None = None) -> int:
+    def dequantized(self, n_token: int, entries: int | None = None, is_chunk: bool = False) -> int:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time; copies of
         rows by name. Of entries in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids.
-        Of entries that are stored as they are nothing, though torch's attention copies a layer's rows by name."""
+        Of entries that are in `dtype` the copies by name alone; a chunk, of one row, has none."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
             group = cache.group if isinstance(cache, QuantizedKVCache) else None
-            is_stored = group is None and cache.scales is None
-            if is_stored or self.dequantizes is None or not self.dequantizes(n_token, group):
+            if not self.dequantizes(n_token, group):
                 continue
             if isinstance(cache, QuantizedKVCache):
                 grids = 4 / math.gcd(cache.group, self.config.head_dim)
                 n = cache.ring + max(cache.ring, cache.capacity)
                 each.append(math.ceil(n * (3 * size + 2 + grids)))
+            elif cache.scales is None:
+                each.append(0 if is_chunk else 2 * size * cache.capacity)
             else:
                 named = 2 + 8 / self.config.head_dim
                 each.append(math.ceil((entries or cache.capacity) * (size + 4 + max(4, size) + named)))
@@ -122,7 +122,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     config = _largest_shard(plan.target.config, plan.group)
     cache = FullKVCache(config, 1, plan.capacity, "meta", plan.kv_dtype)
     dequantizes = partial(_dequantizes, plan, config, plan.dtype, plan.kv_dtype)
-    target = Footprint(config, plan.dtype, (cache,), plan.config.target.quantize, dequantizes)
+    target = Footprint(config, plan.dtype, (cache,), dequantizes, plan.config.target.quantize)
     levels = plan.draft.levels if plan.draft else ()
     return plan_memory(plan, target, *(own for level in levels if (own := _draft_footprint(plan, level, config))))
 
@@ -145,7 +145,7 @@ def _draft_footprint(plan: Plan, draft: ResolvedDraft, config: ModelConfig) -> F
     shares_weights = is_head or (draft.source is None and (plan.shares_weights or is_inner))
     sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or draft.dtype
     caches = tuple(policy.new_cache(*sizes) for policy in draft.policies * n_kept)
-    return Footprint(config, draft.dtype, caches, draft.quantize, dequantizes, shares_weights, prefills)
+    return Footprint(config, draft.dtype, caches, dequantizes, draft.quantize, shares_weights, prefills)
 
 
 def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan:
@@ -178,7 +178,8 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     if choosing:  # one layer's keys, and scores as above
         keys = config.n_kv_head * config.head_dim * itemsize
         dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
-    chunks = [one.dequantized(prefill_chunk, capacity if one.observed else None) for one in models if one.prefills]
+    prefilling = ((one, capacity if one.observed else None) for one in models if one.prefills)
+    chunks = [one.dequantized(prefill_chunk, entries, is_chunk=True) for one, entries in prefilling]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0
     if on_cuda:
@@ -216,7 +217,7 @@ def captured_rows(plan: Plan) -> int:
 def _dequantizes(
     plan: Plan, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None, n_token: int, group: int | None
 ) -> bool:
-    """Of the backend, which is asked for only where there are entries to dequantise: this machine may not have it."""
+    """Of the backend that this machine has."""
     return plan.attention(config, dtype, entries).backend.dequantizes(n_token, group)
 
 

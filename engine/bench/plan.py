@@ -264,8 +264,8 @@ def remarks(plan: Plan) -> list[str]:
         said.append(
             f"the draft's cache keeps the whole context ({draft.capacity} entries), so the draft misses nothing"
         )
-    if draft and not draft.auto_gamma and draft.gamma > plan.gen_len:
-        said.append(f"a round drafts {draft.gamma} tokens, of which a row takes at most {plan.gen_len - 1}")
+    if draft and not draft.auto_gamma and draft.gamma >= plan.gen_len > 1:  # the first token comes from the prompt
+        said.append(f"a round drafts up to {draft.gamma} tokens, of which a row takes at most {plan.gen_len - 1}")
     for one in draft.levels if draft else ():
         if one.policy is None or one.source is None:
             continue

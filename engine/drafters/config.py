@@ -139,7 +139,7 @@ class ModelDrafterConfig(DrafterConfig):
 
     @property
     def unused(self) -> dict[str, str]:
-        return super().unused if self.texts else {**super().unused, "text_match": "text_drafts ngram"}
+        return super().unused if self.texts else {**super().unused, "text_match": "text_drafts suffix"}
 
     def check(self) -> None:
         super().check()

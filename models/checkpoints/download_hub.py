@@ -8,13 +8,7 @@ import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
-from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
-
-WEIGHT_PATTERNS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-    ("*.gguf",),
-)
+from models.checkpoints.manifest import SIDE_FILES, WEIGHT_PATTERNS, WEIGHTS, describe, read_manifest, update_manifest
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:

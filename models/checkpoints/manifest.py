@@ -24,6 +24,12 @@ SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 PARTIAL = ".partial"  # ends the names of folders in which files are written
 REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
+# Of the weights of a download, by their formats: how their files are named, and then those that list them.
+WEIGHT_PATTERNS = (
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+    ("*.gguf",),
+)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, sha256_of
+from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHT_PATTERNS, WEIGHTS, check_files, sha256_of
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
@@ -86,11 +86,12 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
         check_files(folder, (weights.name, CONFIG))
         if not zipfile.is_zipfile(weights):
             required, fix = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder", "run `make demo`"
-            if (folder / WEIGHTS).is_file() and weights.name != WEIGHTS:
+            if zipfile.is_zipfile(folder / WEIGHTS):
                 fix = f"use {folder / WEIGHTS}"
             elif not is_default:
+                is_fetched = any(next(folder.glob(pattern), None) for pattern, *_ in WEIGHT_PATTERNS)
                 fetch = f"check the spelling, or run download.py --repo_id REPO_ID --out_dir {folder}, then "
-                fix = f"{'' if (folder / CONFIG).is_file() else fetch}run: python {CONVERT} --checkpoint_dir {folder}"
+                fix = f"{'' if is_fetched else fetch}run: python {CONVERT} --checkpoint_dir {folder}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
     config = ModelConfig.from_json(folder / CONFIG)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)

@@ -17,11 +17,10 @@ from engine.bench.record import rounded
 from kv_cache import FullKVCache, QuantizedKVCache
 from models.attention import AttentionBackend, AttentionSpec, select_backend
 from models.attention.flash_backend import find_flavour
-from reproduce.gpu_parts.cells import Cell, Options, Record, Skip, shared
+from reproduce.gpu_parts.cells import IN_4_BITS, Cell, Options, Record, Skip, shared
 
 # Of entries: None as the model computes.
 Storage: TypeAlias = torch.dtype | Literal["4 bits"] | None
-IN_4_BITS: Literal["4 bits"] = "4 bits"
 STORAGES: tuple[Storage, ...] = (None, torch.int8, IN_4_BITS)
 
 

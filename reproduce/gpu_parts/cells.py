@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from common.errors import OutOfMemoryError
 DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 # After such an error nothing runs on the device any more, not from this process.
 BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
+# What a cache in 4 bits is called, whose recent tokens lie in a ring beside them.
+IN_4_BITS: Literal["4 bits"] = "4 bits"
 Record = dict[str, Any]
 Value = TypeVar("Value")
 SIZES = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text())

@@ -20,7 +20,7 @@ from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_backend import Launch
 from models.attention.triton_kernels import split_kv
-from reproduce.gpu_parts.cells import Record
+from reproduce.gpu_parts.cells import IN_4_BITS, Record
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -33,7 +33,7 @@ CACHES = {
     "in order, window": (True, 4096, 32768),
     "positions": (False, None, 32768),
     "one chunk": (False, None, 256),
-    "4 bits": (True, None, 32768),
+    IN_4_BITS: (True, None, 32768),
 }
 
 
@@ -56,7 +56,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
     block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
-    if cache == "4 bits":  # as of `kv_cache.quantized` by default, beside a ring
+    if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
         grids = empty(2, *of_head, n_slot // group, head_dim, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
-            if cache == "4 bits" and entries != dtype:
+            if cache == IN_4_BITS and entries != dtype:
                 continue  # what stands beside them is a ring as any other
             each = launches(dtype, entries, head_dim, n_row, cache)
             splits = [one for one in each if one.kernel is split_kv]
