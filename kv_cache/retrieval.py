@@ -94,9 +94,7 @@ class RetrievalKVCache(VerifyTopKCache):
         n_whole = keys.shape[-2] // self.chunk * self.chunk
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
-    def _chosen(
-        self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor, how: Choosing
-    ) -> torch.Tensor:
+    def _chosen(self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor, how: Choosing) -> torch.Tensor:
         """The positions `[B, n_kv_head, n_sink]` before the window that `queries [B, n_head, 1, D]` choose, by `means
         [B, n_kv_head, n_chunk, D]` of texts of `lengths [B]` tokens; of one within the capacity they mean nothing."""
         ends = lengths - self.window

@@ -14,6 +14,7 @@ from kv_cache.entries import NOTED, stored_as
 from kv_cache.over import Observed
 from kv_cache.snapkv import SnapKV, SnapKVCache
 
+
 class Choosing:
     """How entries are chosen and copied, in PyTorch; a backend of attention may have kernels for it."""
 
