@@ -229,9 +229,9 @@ def test_logits_that_are_no_numbers_are_an_error(
 
 
 def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dtype | None = None) -> Selection:
-    """A backend that reads int8 in a model that computes in bfloat16, and dequantises all else."""
+    """A backend that reads int8 and bfloat16 in a model that computes in bfloat16, and turns all else into others."""
     backend = TorchAttention()
-    reads = entries == torch.int8 and spec.dtype == torch.bfloat16
+    reads = entries in (torch.int8, torch.bfloat16) and spec.dtype == torch.bfloat16
     backend.dequantizes = lambda n_token, group=None: not reads  # type: ignore[method-assign]
     return Selection(backend, "patched")
 
