@@ -109,8 +109,11 @@ class VerifyTopKCache(SnapKVCache):
         most = observed.noted.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
+        # As a product with how often each token is among them, no share is copied.
+        counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1)[:, None].float()
         for to_layer, from_layer in enumerate(layers):
-            share = observed.noted[to_layer, ..., : -(-n_slot // NOTED)][rows[:, None], which].sum(dim=1)
+            noted = observed.noted[to_layer][self.own_rows]
+            share = (counts @ noted.flatten(2)).view(len(noted), *noted.shape[2:])[..., : -(-n_slot // NOTED)]
             chosen = how.best_chunks(share, NOTED, lengths - self.window, self.n_first, self.n_sink)
             how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
 
@@ -145,6 +148,7 @@ class VerifyTopK(Refreshed):
     """Sinks, recent tokens, and what verification attends to most, of a self-draft."""
 
     name: ClassVar[str] = "verify_topk"
+    refresh: int = 1
     score_queries: Literal["ends", "all"] = "all"
     """by which queries of a verification: its first and last token's that stand, or all"""
 

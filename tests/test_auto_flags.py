@@ -74,6 +74,7 @@ def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting
 
 def test_what_is_measured_of_policies_that_choose_anew_is_what_that_takes(call):
     record = call(SELFSPEC, f"{SIZES} --draft_policy auto --draft_budget 50 --measure_costs").record
+    assert record["refresh"] == {"retrieval": 4, "verify_topk": 1} and record["n_sink"] == 4
     chooses = {one["draft_policy"]: one["refresh_ms"] > 0 for one in record["measured_costs"]}
     assert chooses == {"streaming": False, "snapkv": False, "verify_topk": True, "retrieval": True}
 

@@ -105,12 +105,12 @@ def draft_flags(
         specs.append(("text_drafts", Annotated[tuple[TextName, ...], says], ()))
     for name, (owner, *others) in owners.items():
         of_all = {owner, *others} >= set(chosen.values()) or (others and issubclass(owner, BudgetedPolicy))
-        hint, default = get_type_hints(owner)[name], getattr(owner, name, None)
+        hint = get_type_hints(owner)[name]
         says = arg(
             help=("" if of_all else f"{', '.join(one.name for one in (owner, *others))}: ") + _documented(owner, name),
             name=(flags or {}).get(name),
             aliases=ALIASES.get(name),
-            help_behavior_hint="" if default is None else f"(default: {default})",
+            help_behavior_hint=_defaults(name, (owner, *others)),
         )
         is_required = name in _required(owner)
         specs.append((name, Annotated[hint, says]) if is_required else (name, Annotated[hint | None, says], None))
@@ -137,6 +137,15 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
     # How far rows draft is told of the model.
     texts = tuple(TEXTS[name](**own(TEXTS[name]) | {"gamma_schedule": None}) for name in given.get("text_drafts", ()))
     return kind(**own(kind), policy=policy, policies=several, texts=texts)
+
+
+def _defaults(name: str, owners: Sequence[type[Any]]) -> str:
+    """An option's default, or those of its owners where they differ."""
+    values = {one.name: getattr(one, name, None) for one in owners}
+    default, *others = dict.fromkeys(values.values())
+    if others:
+        return f"(default: {', '.join(f'{value} for {owner}' for owner, value in values.items())})"
+    return "" if default is None else f"(default: {default})"
 
 
 def _required(kind: type[DrafterConfig]) -> list[str]:

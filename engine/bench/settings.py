@@ -39,7 +39,8 @@ def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     if draft is None:
         return nothing
     config, texts = draft.config, getattr(draft.config, "texts", ())
-    own = {name: value for owner in (*texts, config, *draft.policies) for name, value in vars(owner).items()}
+    own = {name: value for owner in (*texts, config) for name, value in vars(owner).items()}
+    own |= _of_policies(draft)
     schedule = AUTO if config.gamma == AUTO else config.gamma_schedule or "constant"
     own |= {"text_drafts": [text.name for text in texts] or None, "gamma_schedule": schedule}
     own |= dict.fromkeys(config.unused)
@@ -57,6 +58,15 @@ def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     if draft.inner and draft.inner.source:
         own |= {"draft_of_draft": draft.inner.source.name}
     return {name: own.get(name) for name in nothing}
+
+
+def _of_policies(draft: ResolvedDraft) -> dict[str, Any]:
+    """Options of the policies: of one with a value of its own in each, those by the policy's name."""
+    each: dict[str, dict[str, Any]] = {}
+    for policy in draft.policies:
+        for name, value in vars(policy).items():
+            each.setdefault(name, {})[policy.name] = value
+    return {name: values if len({*values.values()}) > 1 else {*values.values()}.pop() for name, values in each.items()}
 
 
 def option_names() -> list[str]:

@@ -84,9 +84,9 @@ class CppAttention(Choosing):
 
     def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
         chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
-        sizes = [*share.shape, chunk, n_chosen, n_first]
+        sizes = [*share.shape, *share.stride()[:2], chunk, n_chosen, n_first]
         layout, threads = (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_int(torch.get_num_threads())
-        assert share.dtype == torch.float32 and share.is_contiguous()
+        assert share.dtype == torch.float32 and share.stride(-1) == 1
         self._kernel.foretoken_best_chunks(layout, *map(_pointer, (share, ends, chosen)), threads)
         return chosen
 

@@ -637,8 +637,8 @@ extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t
     });
 }
 
-// sizes: rows, heads, chunks, entries of a chunk, entries chosen, of these the first. share [rows, heads, chunks]; ends:
-// of the entries of each row.
+// sizes: rows, heads, chunks, strides of the share's rows and heads, entries of a chunk, entries chosen, of these the
+// first. share [rows, heads, chunks]; ends: of the entries of each row.
 extern "C" int foretoken_best_chunks(const int64_t* sizes, const float* share, const int64_t* ends, int64_t* chosen,
                                      int n_thread) {
 #pragma omp parallel num_threads(n_thread)
@@ -646,9 +646,11 @@ extern "C" int foretoken_best_chunks(const int64_t* sizes, const float* share, c
         std::vector<uint32_t> ranks(sizes[2]);
         std::vector<int64_t> best;
 #pragma omp for schedule(static)
-        for (int64_t task = 0; task < sizes[0] * sizes[1]; ++task)
-            best_chunks(share + task * sizes[2], sizes[2], sizes[3], ends[task / sizes[1]], sizes[5], sizes[4], ranks,
-                        best, chosen + task * sizes[4]);
+        for (int64_t task = 0; task < sizes[0] * sizes[1]; ++task) {
+            const int64_t row = task / sizes[1], head = task % sizes[1];
+            best_chunks(share + row * sizes[3] + head * sizes[4], sizes[2], sizes[5], ends[row], sizes[7], sizes[6], ranks,
+                        best, chosen + task * sizes[6]);
+        }
     }
     return 0;
 }
