@@ -24,7 +24,7 @@ REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are 
 
 def judged(records: list[Record]) -> list[Record]:
     """The rows of acceptance, of which a record has several."""
-    return columns.rows_of([record for record in records if "rows" in record])
+    return columns.newest_of_policies(record for record in records if "rows" in record)
 
 
 def timed(records: list[Record]) -> list[Record]:

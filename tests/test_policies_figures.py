@@ -50,6 +50,14 @@ def test_each_panel_has_a_line_for_each_policy_over_its_budgets(records, name):
     assert [(panel.title, {one.label: one.x for one in panel.series}) for panel in panels] == [*DRAWN[name].items()]
 
 
+def test_a_policy_that_was_measured_again_on_a_text_is_shown_as_it_was_last(records):
+    one = next(record for record in records if "rows" in record)
+    once = [row["acceptance_rate"] for row in one["rows"]]
+    for budget, shown in ((one["rows"][0]["draft_budget"], [0.125, *once[1:]]), (1, [*once, 0.125])):
+        again = one | {"rows": [one["rows"][0] | {"draft_budget": budget, "acceptance_rate": 0.125}]}
+        assert [row["acceptance_rate"] for row in policies.judged([one, again])] == shown
+
+
 @pytest.mark.parametrize("name", policies.FIGURES)
 def test_a_policy_looks_the_same_in_every_panel_and_open_with_quantised_weights(records, name):
     series = [one for panel in policies.FIGURES[name](records).panels for one in panel.series]

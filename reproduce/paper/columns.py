@@ -121,5 +121,11 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
     return [record | row for record in records for row in record["rows"]]
 
 
+def newest_of_policies(records: Iterable[Record]) -> list[Record]:
+    """The same, of which a policy that was measured again on a text replaces what it was before."""
+    what = "text", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "draft_of_draft"
+    return list({tuple(row.get(key) for key in what): row for row in rows_of(records)}.values())
+
+
 def machine_name(record: Record) -> str:
     return str(record.get("gpu") or record.get("machine"))
