@@ -12,7 +12,7 @@ SMALLEST_SCALE = 1e-12
 # The largest code of 4 bits.
 LEVELS = 15
 # Entries next to each other whose attention is noted as one.
-NOTED = 4
+NOTED = 8
 
 
 @cache

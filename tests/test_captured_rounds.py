@@ -56,9 +56,9 @@ def eagle(runner: ModelRunner) -> Eagle:
 DRAFTERS = {
     "none": lambda runner: None,
     "streaming": lambda runner: self_draft(runner, Streaming(12, n_sink=2), gamma=3),
-    "verify_topk": lambda runner: self_draft(runner, VerifyTopK(12, 5, n_sink=1, refresh=1), gamma=3),
+    "verify_topk": lambda runner: self_draft(runner, VerifyTopK(12, 5, n_sink=0, refresh=1), gamma=3),
     "verify_topk, every other round": lambda runner: self_draft(
-        runner, VerifyTopK(12, 5, n_sink=1, refresh=2), gamma=3
+        runner, VerifyTopK(12, 5, n_sink=0, refresh=2), gamma=3
     ),
     "retrieval": lambda runner: self_draft(runner, Retrieval(12, 5, n_sink=1, refresh=1, chunk=2), gamma=3),
     "quantized": lambda runner: SelfSpeculation(runner, quantized(), gamma=3),

@@ -25,7 +25,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
     own = ModelRunner(tiny_model(seed=1), full_cache(runner.model, 3))
     for drafter in (
         SelfSpeculation(runner, streaming, 3),
-        self_draft(runner, VerifyTopK(10, 4, n_sink=1, refresh=1), 3),
+        self_draft(runner, VerifyTopK(10, 4, n_sink=0, refresh=1), 3),
         self_draft(runner, Retrieval(7, 4, n_sink=1, refresh=1, chunk=2), 3),
         Speculated(SelfSpeculation(runner, streaming, 3), self_draft(runner, Streaming(6, n_sink=1), 2)),
         Speculated(SelfSpeculation(runner, streaming, 3), NGram(runner, 2)),

@@ -74,7 +74,7 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
         filled.clear()
 
 
-@pytest.mark.parametrize("policy", [VerifyTopK(16, 8), Retrieval(16, 6, chunk=2)])
+@pytest.mark.parametrize("policy", [VerifyTopK(16, 4), Retrieval(16, 6, chunk=2)])
 def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy, monkeypatch) -> None:
     """Of each budget, whose caches choose by what they see themselves."""
     monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (26, 34))

@@ -69,7 +69,7 @@ def test_the_row_is_left_as_the_prompt_left_it(kind):
     runner = tiny_runner(3)
     drafter = {
         "streaming": lambda: self_draft(runner, Streaming(12, n_sink=2), GAMMA),
-        "verify_topk": lambda: self_draft(runner, VerifyTopK(12, 5, refresh=2), GAMMA),
+        "verify_topk": lambda: self_draft(runner, VerifyTopK(16, 5, refresh=2), GAMMA),
         "snapkv": lambda: self_draft(runner, SnapKV(12, 5), GAMMA),
         "ngram": lambda: NGram(runner, GAMMA),
     }[kind]()
@@ -116,7 +116,7 @@ def test_a_draft_beside_texts_holds_what_it_holds_alone(kind, least_match):
             own = full_cache(model, 3)
             draft = StandaloneDraft(ModelRunner(model, own), GAMMA)
         else:
-            own = VerifyTopKCache(model.config, 3, VerifyTopK(12, 5, refresh=2), "cpu", model.dtype)
+            own = VerifyTopKCache(model.config, 3, VerifyTopK(16, 5, refresh=2), "cpu", model.dtype)
             draft = SelfSpeculation(runner, own, GAMMA, model)
         drafter = Combined(runner, draft, [Suffix(runner, GAMMA)], least_match) if is_beside else draft
         counts.append([row.accepted for row in forced_acceptance(runner, drafter, PROMPTS, text)])

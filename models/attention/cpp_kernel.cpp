@@ -25,7 +25,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
-constexpr int NOTED = 4;  // slots next to each other whose attention is noted as one
+constexpr int NOTED = 8;  // slots next to each other whose attention is noted as one
 constexpr int64_t EMPTY = -1;  // a slot that is none
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -330,17 +330,21 @@ struct In4Bits {
 
 // The largest of each NOTED of a tile's scores: to [TILE / NOTED].
 inline void keep_largest(const float* scores, float* to) {
-    ivec next, second, first_of_each;
+    ivec next, second, fourth, first_of_each;  // of shuffles, which take lanes modulo W
     for (int lane = 0; lane < W; ++lane) {
         next[lane] = lane ^ 1;
         second[lane] = lane ^ 2;
+        fourth[lane] = lane ^ 4;
         first_of_each[lane] = NOTED * lane % TILE;
     }
     vec half[2];
     for (int i = 0; i < 2; ++i) {
-        const vec x = load(scores + i * W), pairs = larger(x, __builtin_shuffle(x, next));
-        half[i] = larger(pairs, __builtin_shuffle(pairs, second));
+        vec x = load(scores + i * W);
+        x = larger(x, __builtin_shuffle(x, next));
+        x = larger(x, __builtin_shuffle(x, second));
+        half[i] = larger(x, __builtin_shuffle(x, fourth));
     }
+    if (W < NOTED) half[0] = larger(half[0], half[1]);
     const vec largest = __builtin_shuffle(half[0], half[1], first_of_each);
     std::memcpy(to, &largest, TILE / NOTED * sizeof(float));
 }
