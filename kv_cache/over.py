@@ -43,11 +43,11 @@ class Observed:
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:
         self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
-        self.noted, self._as_shares = torch.zeros(*shape, device=device, dtype=dtype), as_shares
+        self.noted, self._as_shares = torch.empty(*shape, device=device, dtype=dtype), as_shares
         self.forget()
 
     def forget(self, row: int | slice = slice(None)) -> None:
-        self.starts[row] = torch.iinfo(torch.int64).max
+        self.starts[row], self.noted[:, row] = torch.iinfo(torch.int64).max, 0
 
     @property
     def n_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""VerifyTopKCache: what verification itself attended to most, chosen anew every few rounds (Vegas, PillarAttn)."""
+"""VerifyTopKCache: what verification itself attended to most, chosen anew as rounds go on (Vegas, PillarAttn)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Choosing:
         at = torch.arange(share.shape[-1], device=share.device)
         ranks = share.masked_fill(at < n_first // chunk, float("inf"))
         ranks = ranks.masked_fill(at * chunk >= ends[:, None, None], -1)
-        # Of one chunk, which the end cuts, there are fewer.
-        best = ranks.topk(min(share.shape[-1], -(-n_chosen // chunk) + 1)).indices
+        # Stable, here and below: of equals the first are chosen, whatever else there is. Of one chunk, which the end
+        # cuts, there are fewer entries.
+        best = ranks.sort(dim=-1, descending=True, stable=True).indices[..., : -(-n_chosen // chunk) + 1]
         entries = entries_of(best, chunk)
-        # Stable: whatever else there is to choose from, a last chunk that does not fit is cut behind the same entry.
         in_order = (entries >= ends[:, None, None]).byte().sort(dim=-1, stable=True).indices
         return entries.gather(-1, in_order[..., :n_chosen])
 
@@ -109,7 +109,7 @@ class VerifyTopKCache(SnapKVCache):
         most = observed.noted.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
-        # As a product with how often each token is among them, no share is copied.
+        # How often each token is among them: shares are summed by a product.
         counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1)[:, None].float()
         for to_layer, from_layer in enumerate(layers):
             noted = observed.noted[to_layer][self.own_rows]
@@ -124,7 +124,7 @@ class Refreshed(SnapKV):
 
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
-    """attention sinks in the budget"""
+    """attention sinks in the budget, as whole chunks"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
 

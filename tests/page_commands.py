@@ -22,6 +22,7 @@ from common import cli
 from common.exit import exit_on_user_error
 from engine.bench.config import DEFAULT_MODEL
 from engine.bench.plan import Plan
+from models.attention import MAX_BLOCK
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.checkpoints.model_source import ModelSource, find_model
 from models.presets import PRESETS
@@ -203,7 +204,7 @@ class Planner:
         replaced = {
             "engine.bench.plan.check_compiler": lambda device: None,
             "engine.bench.memory.available_bytes": lambda device: n_bytes,
-            **({"engine.bench.memory._dequantizes": lambda *arguments: False} if n_gpus else {}),
+            **({"engine.bench.memory._dequantizes": lambda *of: of[-2] > MAX_BLOCK} if n_gpus else {}),
             "engine.bench.session._join_ranks": _reach,
             "reproduce.sweep.run_cells": _reach,
             "reproduce.sweeping.runner.run_cells": _reach,

@@ -28,7 +28,7 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache
+from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache, VerifyTopK
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -199,6 +199,11 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
         assert memory.captured_rows(run_of(TINY, **on_cuda | changes)) == 0
+    # Where entries are not chosen after every round, rounds that note what they attend to are captured apart.
+    policies = (Streaming(16), VerifyTopK(16, 4), VerifyTopK(16, 4, refresh=2))
+    drafts = (ResolvedDraft(SelfConfig(), 3, True, (policy,), (16,)) for policy in policies)
+    other, always, at_times = (memory.captured_rows(run_of(TINY, **on_cuda | {"draft": draft})) for draft in drafts)
+    assert other == always < at_times
 
 
 def test_the_least_that_a_container_and_those_around_it_leave(tmp_path: Path) -> None:

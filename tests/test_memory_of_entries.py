@@ -79,8 +79,11 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     selects, reads = (plan(footprint=replace(observing, dequantizes=d)) for d in (longer_blocks, never))
     assert selects.fixed["activations"] == reads.fixed["activations"] + of_target.per_row["dequantised KV"]
     # What verification chooses takes scores and keys of a layer.
-    chooses = plan(footprint=replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),)))
-    assert chooses.per_row["dequantised KV"] == CAPACITY * (12 * BLOCK * TINY.n_head + 4 * 2 * 8) > of_draft
+    choosing = replace(own, caches=(VerifyTopK(BUDGET, 6).new_cache(TINY, 1, 0, "meta", torch.float32),))
+    chooses, copies = (plan(footprint=choosing, dequantizes=d).per_row["dequantised KV"] for d in (never, always))
+    scores = CAPACITY * 12 * BLOCK * TINY.n_head
+    assert chooses == scores + CAPACITY * 4 * 2 * 8 > of_draft
+    assert copies == scores + of_target.per_row["dequantised KV"]
     # Of several budgets' caches one is read at a time, but all are held.
     caches = (StreamingKVCache(TINY, 1, n, 4, "meta", torch.int8) for n in (BUDGET, BUDGET // 2, BUDGET // 2))
     several = plan(footprint=replace(own, caches=tuple(caches)))

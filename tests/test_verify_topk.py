@@ -68,6 +68,19 @@ def test_rounds_choose_what_lists_do(config, score_queries):
     assert heads_differ or config.n_kv_head == 1
 
 
+def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
+    """Not even where these were no numbers, and blocks are shorter now."""
+    chosen = []
+    for left in (0.0, math.nan):
+        rows = Rows(topk_cache())
+        rows.round([1, 1, 1, 1])
+        rows.drafter._observed.noted[:, 2] = left
+        rows.fill(2)
+        rows.round([1, 1, 1, 1], gamma=1)
+        chosen.append(rows.cache.entries[:, :, 2].clone())
+    assert torch.equal(*chosen)
+
+
 def test_a_row_that_was_filled_anew_keeps_what_its_prompt_chose():
     rows = Rows(topk_cache())
     rows.round([1, 1, 1, 1])

@@ -175,9 +175,9 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     dequantized = max([target.dequantized(block), *(one.dequantized(max(DRAFT_BLOCK, inner)) for one in drafts)])
     caches = [cache for one in drafts for cache in one.caches]
     choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
-    if choosing:  # one layer's keys, and scores as above
-        keys = config.n_kv_head * config.head_dim * itemsize
-        dequantized = max(dequantized, capacity * (4 * 3 * block * config.n_head + keys))
+    if choosing:  # one layer's keys, in order or copied with its values, and scores as above
+        keys = max(capacity * config.n_kv_head * config.head_dim * itemsize, target.dequantized(block))
+        dequantized = max(dequantized, capacity * 4 * 3 * block * config.n_head + keys)
     prefilling = ((one, capacity if one.observed else None) for one in models if one.prefills)
     chunks = [one.dequantized(prefill_chunk, entries, is_chunk=True) for one, entries in prefilling]
     activations += max(0, max(chunks) - dequantized)
@@ -209,8 +209,8 @@ def captured_rows(plan: Plan) -> int:
     gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.each()))] if draft else [0]
     twice = 2 if plan.sampling.mode == "rejection" else 1
     longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
-    if draft:  # what is noted is captured apart
-        each += [1 + gamma for gamma in draft.gammas for one in draft.policies if one.of_self_drafts]
+    if draft:  # rounds without and with what is noted are captured apart
+        each += [1 + gamma for gamma in draft.gammas for one in draft.policies if getattr(one, "refresh", 1) > 1]
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
 
 

@@ -35,8 +35,9 @@ class AttentionBackend(Protocol):
     `prepare`, once per forward: whatever the backend derives from the queries' positions `[B, T]` int64 and the slots
     of a cache. `attend`, once per layer: `q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by
     `D ** -0.5`. Neither reads a tensor's content on the host, so both can be captured in a CUDA graph that stays valid
-    whatever the rows' lengths become. `dequantizes`: whether blocks of that length turn 8-bit entries that the backend
-    was selected for, or tokens in 4 bits of groups of so many, into the model's dtype first.
+    whatever the rows' lengths become. `dequantizes`: whether blocks of that length turn entries that the backend was
+    selected for, or tokens in 4 bits of groups of so many, into the model's dtype first, or copy rows that are read by
+    name.
     """
 
     name: str

@@ -330,6 +330,7 @@ struct In4Bits {
 
 // The largest of each NOTED of a tile's scores: to [TILE / NOTED].
 inline void keep_largest(const float* scores, float* to) {
+    static_assert(NOTED == 8);  // as in kv_cache/entries.py
     ivec next, second, fourth, first_of_each;  // of shuffles, which take lanes modulo W
     for (int lane = 0; lane < W; ++lane) {
         next[lane] = lane ^ 1;
@@ -548,21 +549,20 @@ inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int6
     // As whole numbers, floats that are not negative rank alike.
     std::memcpy(ranks.data(), share, n_chunk * sizeof(float));
     std::fill_n(ranks.begin(), std::min(n_first / chunk, n_chunk), UINT32_MAX);
-    // The lowest rank of so many, from its upper digits down, and how many of it are among them.
+    // The upper 22 bits of the lowest rank of so many, 11 at a time, and how many with them are among these.
     uint32_t lowest = 0, known = 0;
     int64_t n_left = std::min(n_chunk, (n_chosen + chunk - 1) / chunk + 1);
-    for (const int shift : {21, 10, 0}) {
-        const uint32_t digit = shift ? 0x7ff : 0x3ff;
+    for (const int shift : {21, 10}) {
         int32_t count[0x800] = {};
         for (int64_t i = 0; i < n_chunk; ++i)
-            if ((ranks[i] & known) == lowest) ++count[ranks[i] >> shift & digit];
-        uint32_t at = digit;
+            if ((ranks[i] & known) == lowest) ++count[ranks[i] >> shift & 0x7ff];
+        uint32_t at = 0x7ff;
         for (; at > 0 && count[at] < n_left; --at) n_left -= count[at];
-        lowest |= at << shift, known |= digit << shift;
+        lowest |= at << shift, known |= 0x7ffu << shift;
     }
     best.clear();
     for (int64_t i = 0; i < n_chunk; ++i)
-        if (ranks[i] > lowest || (ranks[i] == lowest && n_left-- > 0)) best.push_back(i);
+        if (ranks[i] >= lowest) best.push_back(i);
     std::stable_sort(best.begin(), best.end(), [&](int64_t a, int64_t b) { return ranks[a] > ranks[b]; });
     int64_t n = 0;
     for (const int64_t i : best)

@@ -65,6 +65,7 @@ def note(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
     grouped = q.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (grouped @ keys.mT).float() * head_dim**-0.5
     scores = scores.view(batch, n_kv_head, -1, n_token, n_slot) + bias[:, :, None, -n_token:].float()
-    shares = F.pad(scores.softmax(dim=-1), (0, -n_slot % NOTED)).unflatten(-1, (-1, NOTED)).amax(dim=-1)
+    best = F.max_pool1d(scores.softmax(dim=-1).flatten(1, 3), NOTED, ceil_mode=True)
+    shares = best.view(*scores.shape[:-1], -1)
     rows = torch.arange(batch, device=q.device) if kv.rows is None else kv.rows
     kv.noted[rows, :n_token, :, : shares.shape[-1]] = shares.mean(dim=2).transpose(1, 2).to(kv.noted.dtype)

@@ -123,7 +123,8 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
 
 def newest_of_policies(records: Iterable[Record]) -> list[Record]:
     """The same, of which a policy that was measured again on a text replaces what it was before."""
-    what = "text", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "draft_of_draft"
+    of_run = "model", "text", "prefix_len", "B", "gamma"
+    what = *of_run, "draft_policy", "draft_budget", "snapkv_window", "draft_of_draft"
     return list({tuple(row.get(key) for key in what): row for row in rows_of(records)}.values())
 
 
