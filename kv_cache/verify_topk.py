@@ -124,7 +124,7 @@ class Refreshed(SnapKV):
 
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
-    """attention sinks in the budget, as whole chunks"""
+    """attention sinks in the budget; of chunks that are kept whole, as many as hold them"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
 

@@ -41,7 +41,7 @@ class Flags:
     list: bool = False  # show the cells and their state, and run nothing
 
     def cells(self) -> Sequence[Cell]:
-        """Those of a file of sweeps, or of a script. Errors: ConfigError."""
+        """Those chosen of a file of sweeps, or of a script. Errors: ConfigError."""
         if not (self.grid if self.script is None else self.output):
             what, where = "it is not clear what to run", "--grid, --script, --output"
             fix = (
@@ -50,7 +50,8 @@ class Flags:
             raise ConfigError(what, where, self.script or "neither", "--grid, or --script and --output", fix)
         fixed = {name: value_of(text) for name, text in assigned("fixed", self.fixed).items()}
         axes = {name: values_of(text) for name, text in assigned("axis", self.axis).items()}
-        return cells_of(read_grid(str(self.grid)) if self.script is None else [Sweep(self.script)], fixed, axes)
+        sweeps = read_grid(str(self.grid)) if self.script is None else [Sweep(self.script)]
+        return select(cells_of(sweeps, fixed, axes), self.only)
 
     @property
     def file(self) -> str:
@@ -88,7 +89,7 @@ def assigned(field: str, texts: Sequence[str]) -> dict[str, str]:
 
 def run(flags: Flags) -> bool:
     """Run the cells, or list them, and say how they ended; whether none of them has failed."""
-    selected = select(flags.cells(), flags.only)
+    selected = flags.cells()
     if not flags.list:
         try:
             run_cells(selected, flags.file, retry_failed=flags.retry_failed, timeout_s=flags.timeout)

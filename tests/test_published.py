@@ -67,7 +67,13 @@ def test_a_draft_model_has_a_grid_of_its_own_and_all_shows_both(runs):
     assert drafts == [["SmolLM2-draft"] * 3, ["self", "SmolLM2-draft"] * 3]
 
 
-@pytest.mark.parametrize("name", ["speedups", "speedups_draft", "acceptance", "cost_model"])
+def test_only_chosen_cells_are_shown(runs):
+    both, chosen = (runs(speedup_tables, "--axis", "B=1,2", *SHORT, *flags) for flags in ((), ("--only", "B=2")))
+    shown = [{row[3] for row in words(text, BUILT_IN) if row[2] == "1000"} for text in (both, chosen)]
+    assert shown == [{"1", "2"}, {"2"}]
+
+
+@pytest.mark.parametrize("name", ["speedups", "speedups_draft", "acceptance", "cost_model", "policies"])
 def test_what_is_recorded_would_not_run_again(name):
     """The committed rows are of the grids' cells: a changed key would measure all of them anew."""
     keys = {cell.key for cell in cells_of(read_grid(reproduction.GRIDS / f"{name}.toml"), {}, {})}

@@ -144,7 +144,8 @@ def notes(record: dict[str, Any], draft: ResolvedDraft | None) -> list[str]:
         each = (
             f"{one['threads_waiting'] + one['stolen_processors']:.1f} during {name}" for name, one in waited.items()
         )
-        found.append(f"threads waited for processors, {', '.join(each)}: no time or speedup here is to be trusted")
+        advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
+        found.append(f"threads waited for processors, {', '.join(each)}: {advice}")
     told = {name: seen for name, seen in record["contention"].items() if seen["threads_waiting"] is not None}
     if record["gen_len"] > 1 and (short := [name for name, seen in told.items() if seen["contended"] is None]):
         found.append(f"too short to judge whether threads waited for processors: {', '.join(short)}")
