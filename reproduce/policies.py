@@ -23,7 +23,6 @@ REFRESH = "Refresh: what choosing takes in a round that chooses anew. Rates are 
 
 
 def judged(records: list[Record]) -> list[Record]:
-    """The rows of acceptance, of which a record has several."""
     return columns.newest_of_policies(record for record in records if "rows" in record)
 
 
@@ -32,7 +31,6 @@ def timed(records: list[Record]) -> list[Record]:
 
 
 def table(records: list[Record]) -> str:
-    """For the console."""
     parts = []
     for title, rows, name, note in (
         ("Acceptance by policy", judged(records), "policies_acceptance", ERRORS),

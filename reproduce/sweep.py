@@ -44,9 +44,8 @@ class Flags:
         """Those chosen of a file of sweeps, or of a script. Errors: ConfigError."""
         if not (self.grid if self.script is None else self.output):
             what, where = "it is not clear what to run", "--grid, --script, --output"
-            fix = (
-                "give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py --output sweep.jsonl"
-            )
+            script = "--script tests/selfspec_benchmark.py --output sweep.jsonl"
+            fix = f"give --grid reproduce/grids/example.toml, or {script}"
             raise ConfigError(what, where, self.script or "neither", "--grid, or --script and --output", fix)
         fixed = {name: value_of(text) for name, text in assigned("fixed", self.fixed).items()}
         axes = {name: values_of(text) for name, text in assigned("axis", self.axis).items()}

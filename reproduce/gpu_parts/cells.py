@@ -16,7 +16,6 @@ from common.errors import OutOfMemoryError
 DONE, FAILED, ERROR, SKIPPED = "done", "failed", "error", "skipped"
 # After such an error nothing runs on the device any more, not from this process.
 BROKEN_DEVICE = ("CUDA error", "illegal memory access", "device-side assert", "launch failure")
-# What a cache in 4 bits is called, whose recent tokens lie in a ring beside them.
 IN_4_BITS: Literal["4 bits"] = "4 bits"
 Record = dict[str, Any]
 Value = TypeVar("Value")
