@@ -66,11 +66,7 @@ def _of_policies(draft: ResolvedDraft) -> dict[str, Any]:
     for policy in draft.policies:
         for name, value in vars(policy).items():
             each.setdefault(name, {})[policy.name] = value
-    return {
-        name: values[0] if values.count(values[0]) == len(values) else by_policy
-        for name, by_policy in each.items()
-        if (values := [*by_policy.values()])
-    }
+    return {name: values if len({*values.values()}) > 1 else {*values.values()}.pop() for name, values in each.items()}
 
 
 def option_names() -> list[str]:
