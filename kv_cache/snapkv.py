@@ -36,7 +36,7 @@ class SnapKVCache(StreamingKVCache):
             what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
             sizes = "draft_budget", "snapkv_window", "n_sink", "chunk"
             where = ", ".join(flag(name) for name in sizes if hasattr(policy, name))
-            seen = f"budget {budget}, {policy.n_first} sinks, window {window}"
+            seen = f"budget {budget}, {policy.n_first} entries for sinks, window {window}"
             raise ConfigError(what, where, seen, "budget > sinks + window", f"raise the budget to {least} or more")
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_observed = window

@@ -27,9 +27,10 @@ class Choosing:
         at = torch.arange(share.shape[-1], device=share.device)
         ranks = share.masked_fill(at < n_first // chunk, float("inf"))
         ranks = ranks.masked_fill(at * chunk >= ends[:, None, None], -1)
-        # Stable, here and below: of equals the first are chosen, whatever else there is. Of one chunk, which the end
-        # cuts, there are fewer entries.
-        best = ranks.sort(dim=-1, descending=True, stable=True).indices[..., : -(-n_chosen // chunk) + 1]
+        # Of equals the first are chosen, whatever else there is: the bits of a float, then how early it comes.
+        keys = (ranks.view(torch.int32).long() << 32) - at
+        # Of one chunk, which the end cuts, there are fewer entries.
+        best = keys.topk(min(len(at), -(-n_chosen // chunk) + 1)).indices
         entries = entries_of(best, chunk)
         in_order = (entries >= ends[:, None, None]).byte().sort(dim=-1, stable=True).indices
         return entries.gather(-1, in_order[..., :n_chosen])

@@ -114,7 +114,7 @@ def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
     """Of texts whose end cuts a chunk, which may be among the best; of one that is too short only what there is."""
     share = torch.rand(5, 3, 640).pow(9)[..., :600]
     ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
-    share[1, :, 333] = 2.0
+    share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0
     found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (backend, Choosing()))
     assert torch.equal(found[:3].sort(dim=-1).values, wanted[:3].sort(dim=-1).values)
     assert (found[0].sort(dim=-1).values[:, :n_first] == torch.arange(n_first)).all()

@@ -11,6 +11,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import VerifyTopKCache
 from kv_cache.entries import NOTED
+from kv_cache.verify_topk import Choosing
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
@@ -66,6 +67,18 @@ def test_rounds_choose_what_lists_do(config, score_queries):
                     assert set(now) == wanted and len(now) == CHOSEN
                     assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
     assert heads_differ or config.n_kv_head == 1
+
+
+@pytest.mark.parametrize("n_chosen", [8, 9, 12])
+def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is(n_chosen):
+    chunk, ends, share = 4, [80, 41, 42, 43, 16], torch.randint(4, (5, 2, 20)) / 4
+    share[:, :, 10] = 1
+    chosen = Choosing().best_chunks(share, chunk, torch.tensor(ends), chunk, n_chosen)
+    for row, end in enumerate(ends):
+        for head, own in enumerate(share[row].tolist()):
+            best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -own[i])]
+            entries = [entry for i in best for entry in range(chunk * i, min(chunk * (i + 1), end))]
+            assert chosen[row, head].tolist() == entries[:n_chosen]
 
 
 def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
