@@ -17,7 +17,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        for made in out if isinstance(out, list) else [out]:
+        for made in out if isinstance(out, list | tuple) else [out]:
             storage = made.untyped_storage()
             if storage.data_ptr() in self._holders or storage.data_ptr() not in given:
                 self._hold(storage.data_ptr(), storage.nbytes())

@@ -12,6 +12,7 @@ from tiny import TINY
 
 from engine.bench.memory import Footprint
 from kv_cache import FullKVCache, QuantizedKVCache, SnapKV, StreamingKVCache, VerifyTopK
+from kv_cache.verify_topk import Choosing
 
 
 def always(n_token: int, group: int | None) -> bool:
@@ -89,6 +90,21 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     several = plan(footprint=replace(own, caches=tuple(caches)))
     assert several.per_row["dequantised KV"] == of_draft
     assert several.per_row["draft KV"] == 2 * plan(footprint=own).per_row["draft KV"]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_choosing_entries_is_planned_whatever_part_is_chosen(part) -> None:
+    """Of all rows, as they lie or by name."""
+    policy, config, dtype = VerifyTopK(int(part * CAPACITY), 2, n_sink=0), replace(TINY, head_dim=64), torch.float32
+    own, of_row = (policy.new_cache(config, n, CAPACITY, on, dtype) for n, on in ((3, "cpu"), (1, "meta")))
+    target = FullKVCache(config, 3, CAPACITY)
+    planned = 3 * plan_of(config, footprint=self_draft(config, caches=(of_row,))).per_row["dequantised KV"]
+    observed = own.observer(BLOCK, config.n_head, dtype, CAPACITY)
+    observed.starts[:] = CAPACITY - BLOCK
+    for rows in (torch.tensor([2, 0, 1]), slice(None)):
+        with LiveBytes() as live:
+            own.view(rows).choose(target.view(rows), torch.full([3], CAPACITY), observed, [0], Choosing())
+        assert 0 < live.peak <= planned
 
 
 def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
