@@ -65,12 +65,12 @@ POLICIES = {
         by_attention=True,
     ),
     "verify_topk": Policy(
-        lambda config, size: new_cache(VerifyTopK(size.budget + 1, size.window, n_sink=0, refresh=2), config, size),
+        lambda config, size: new_cache(VerifyTopK(size.budget + 1, size.window, n_sink=0), config, size),
         by_attention=True,
     ),
     "retrieval": Policy(
         lambda config, size: new_cache(
-            Retrieval(size.budget + 1, size.window, n_sink=0, refresh=1, chunk=min(3, size.window)), config, size
+            Retrieval(size.budget + 1, size.window, n_sink=0, refresh=2, chunk=min(3, size.window)), config, size
         ),
         by_attention=True,
     ),

@@ -38,7 +38,7 @@ COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
 DRAFTERS += COMBINED + SPECULATED
 # In rejection mode, what these rounds draw depends on the batch that they are for.
-BY_BATCH = (PACED, "cache", "verify_topk", *COMBINED)
+BY_BATCH = (PACED, "cache", "retrieval", *COMBINED)
 
 
 def counted(vocab_size: int) -> NGramTable:
