@@ -9,7 +9,7 @@ from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import VerifyTopKCache
+from kv_cache import VerifyTopK, VerifyTopKCache
 from kv_cache.entries import NOTED
 from kv_cache.verify_topk import Choosing
 
@@ -79,6 +79,13 @@ def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is
             best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -own[i])]
             entries = [entry for i in best for entry in range(chunk * i, min(chunk * (i + 1), end))]
             assert chosen[row, head].tolist() == entries[:n_chosen]
+
+
+def test_a_row_that_holds_its_whole_text_keeps_it_in_order():
+    rows = Rows(VerifyTopKCache(TINY, len(LENGTHS), VerifyTopK(40, WINDOW), "cpu", torch.float64))
+    held = rows.cache.entries[:, :, 2, :, : LENGTHS[2]].clone()
+    rows.round([1, 1, 1, 1])
+    assert torch.equal(rows.cache.entries[:, :, 2, :, : LENGTHS[2]], held)
 
 
 def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
