@@ -85,8 +85,8 @@ class RetrievalKVCache(VerifyTopKCache):
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
-                means = self.means[to_layer][self.own_rows, :, : extent // self.chunk]
-                chosen = self._chosen(queries, means, lengths, how)
+                whole = slice(extent // self.chunk)
+                chosen = self._chosen(queries, self.means[to_layer][self.own_rows, :, whole], lengths, how)
                 how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:

@@ -175,10 +175,11 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     dequantized = max([target.dequantized(block), *(one.dequantized(max(DRAFT_BLOCK, inner)) for one in drafts)])
     caches = [cache for one in drafts for cache in one.caches]
     choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
-    if choosing:  # one layer's keys, in order or copied with its values, and scores as above; then entries and places
-        one_layer = config.n_kv_head * config.head_dim * itemsize
-        keys = max(capacity * one_layer, target.dequantized(block))
-        copied = (6 * one_layer + 16 * config.n_kv_head) * max(cache.n_sink for cache in choosing)
+    if choosing:  # one layer's keys, in order or copied with its values, and scores as above
+        keys = max(capacity * config.n_kv_head * config.head_dim * itemsize, target.dequantized(block))
+        # Or keys and values that are chosen or new, thrice or on their way to another storage, and what chose them.
+        of_slot = config.n_kv_head * (config.head_dim * max(32, 6 * itemsize) + 64)
+        copied = of_slot * max(cache.n_sink + cache.refresh * block for cache in choosing)
         dequantized = max(dequantized, capacity * 4 * 3 * block * config.n_head + keys, copied)
     prefilling = ((one, capacity if one.observed else None) for one in models if one.prefills)
     chunks = [one.dequantized(prefill_chunk, entries, is_chunk=True) for one, entries in prefilling]
