@@ -21,9 +21,9 @@ class Choosing:
     def best_chunks(
         self, share: torch.Tensor, chunk: int, ends: torch.Tensor, n_first: int, n_chosen: int
     ) -> torch.Tensor:
-        """Of a text's entries before `ends [B]`, which lie in chunks with `share [B, n_kv_head, n_chunk]` float32, the
-        first `n_first`, which are whole chunks, and those of the best others: `[B, n_kv_head, n_chosen]`, of which the
-        last chunk may be cut. Of texts with fewer entries any."""
+        """Of a text's entries before `ends [B]`, which lie in chunks with `share [B, n_kv_head, n_chunk]` float32, 0 or
+        more, the first `n_first`, which are whole chunks, and those of the best others: `[B, n_kv_head, n_chosen]`, of
+        which the last chunk may be cut. Of texts with fewer entries any."""
         at = torch.arange(share.shape[-1], device=share.device)
         ranks = share.masked_fill(at < n_first // chunk, float("inf"))
         ranks = ranks.masked_fill(at * chunk >= ends[:, None, None], -1)
