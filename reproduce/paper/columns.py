@@ -122,9 +122,9 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_of_policies(records: Iterable[Record]) -> list[Record]:
-    """The same, of which a policy that was measured again on a text, be its refresh another, replaces what it was."""
-    what = ["model", "text", "prefix_len", "B", "gamma", "draft_policy", "draft_budget", "snapkv_window"]
-    what += ["draft_of_draft", "score_queries", "draft_weights", "draft_kv_dtype"]
+    """The latest of each policy on each text, whatever its refresh."""
+    of_run = "model", "text", "prefix_len", "B", "gamma"
+    what = *of_run, "draft_policy", "draft_budget", "snapkv_window", "draft_of_draft"
     return list({tuple(row.get(key) for key in what): row for row in rows_of(records)}.values())
 
 
