@@ -89,7 +89,7 @@ def run_tests(tests: Sequence[str], root: Path, jobs: int) -> Result:
     except subprocess.TimeoutExpired:
         return Result(None, f"no end within {SECONDS} s", SECONDS)
     failed = re.findall(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    is_broken = done.returncode and not failed
+    is_broken = not failed and (done.returncode or " passed" not in done.stdout)  # or all were skipped
     said = (done.stdout + done.stderr)[-2000:] if is_broken else None
     return Result(failed[0] if failed else None, said, time.perf_counter() - started)
 

@@ -40,5 +40,12 @@ def test_a_kill_a_survivor_and_a_misfit_are_told_apart():
         mutants.try_mutant(replace(TOP_P, old="no such line"), TOP_P.tests)
 
 
+def test_tests_that_are_skipped_let_no_bug_survive(monkeypatch):
+    """They need a browser, which is not on an empty path."""
+    monkeypatch.setenv("PATH", "")
+    tried = mutants.try_mutant(TOP_P, ["test_serving_page.py"])
+    assert tried.killed_by is None and "skipped" in tried.broken
+
+
 def test_a_filter_that_matches_nothing_is_not_a_success(tmp_path):
     assert "no such bug" in python(ROOT / "tests/mutants.py", "--only", "no such bug", cwd=tmp_path).refusal
