@@ -85,6 +85,7 @@ class RetrievalKVCache(VerifyTopKCache):
             self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
             if extent > self.capacity:
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
+                # A copy of rows by name, which no variable keeps while entries are copied.
                 whole = slice(extent // self.chunk)
                 chosen = self._chosen(queries, self.means[to_layer][self.own_rows, :, whole], lengths, how)
                 how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
