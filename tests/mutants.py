@@ -1,9 +1,17 @@
-"""Seeded bugs: each is put into a scratch copy of the source, and a test has to fail because of it.
+"""Put seeded bugs into scratch copies of the source, one each: the test that is named beside a bug has to fail.
 
     make mutants        or: python tests/mutants.py [--only WORD] [--output results.jsonl]
 
 Prints a table "bug -> killed by" and, last, one JSON object. Exit code 1 if a bug survives, if the tests
 fail without one, or if a bug no longer fits the source.
+
+The bugs are in tests/mutants.txt: a heading per source file, and below it each bug with its test and its edit.
+
+    # engine/sampling.py
+
+    top-p stops one token early | test_sampling.py::test_one_row_has_the_law_of_the_reference
+    - mass.cumsum(dim=-1) - mass <
+    + mass.cumsum(dim=-1) <
 """
 
 import os
@@ -13,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common.startup
 
-from mutant_table import MUTANTS, Mutant
 from tyro.conf import arg
 
 from common import cli
@@ -38,9 +45,33 @@ SECONDS = 600
 
 
 @dataclass(frozen=True)
+class Mutant:
+    """A bug: `old` occurs once in `file` and becomes `new`; then `test`, a pytest id below tests/, has to fail."""
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def read(text: str) -> Iterator[Mutant]:
+    """The bugs that a text in the format of tests/mutants.txt lists."""
+    file = ""
+    for block in text.strip().split("\n\n"):
+        if block.startswith("# "):
+            file, _, block = block[2:].partition("\n")
+        if block:
+            head, *edit = block.splitlines()
+            bug, test = head.split(" | ")
+            old, new = ("\n".join(line[2:] for line in edit if line.startswith(sign)) for sign in ("- ", "+ "))
+            yield Mutant(bug, file, old, new, test)
+
+
+@dataclass(frozen=True)
 class Flags:
     only: Annotated[str | None, arg(help_behavior_hint="(default: all)")] = None
-    """only bugs whose description has this word"""
+    """only bugs whose description contains this"""
     jobs: int = os.cpu_count() or 1
     """bugs tried at a time"""
     output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
@@ -68,17 +99,22 @@ def copy_sources(to: Path) -> Path:
     return to
 
 
+def require_fit(mutant: Mutant) -> None:
+    """Raise ConfigError unless the text that the bug replaces occurs exactly once in its file."""
+    found = (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+    if found != 1:
+        seen, fix = f"{found} places like {mutant.old!r}", "edit or remove the bug in tests/mutants.txt"
+        raise ConfigError(f"this bug does not fit the source: {mutant.bug}", mutant.file, seen, "1 place", fix)
+
+
 def apply(mutant: Mutant, root: Path) -> None:
-    """Write the bug into its file. Errors: ValueError if the line to change is not there exactly once."""
+    """Write the bug into its file below `root`."""
     path = root / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.bug}: {mutant.file} has {text.count(mutant.old)} places like {mutant.old!r}")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
 
 
 def run_tests(tests: Sequence[str], root: Path, jobs: int) -> Result:
-    """Run test files in `root` up to the first failure, in so many processes."""
+    """Run tests in `root` up to the first failure, in `jobs` processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20"}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
@@ -95,7 +131,7 @@ def run_tests(tests: Sequence[str], root: Path, jobs: int) -> Result:
 
 
 def try_mutant(mutant: Mutant | None, tests: Sequence[str], jobs: int = 1) -> Result:
-    """Run test files on a copy with that bug. With none they have to pass, or no kill would mean anything."""
+    """Run tests on a copy with that bug. Without a bug they have to pass, or no kill would mean anything."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = copy_sources(Path(folder))
         if mutant is not None:
@@ -106,18 +142,21 @@ def try_mutant(mutant: Mutant | None, tests: Sequence[str], jobs: int = 1) -> Re
 def main(flags: Flags) -> None:
     require_at_least("jobs", flags.jobs, 1)
     require_appendable(flags.output)
-    mutants = [mutant for mutant in MUTANTS if not flags.only or flags.only in mutant.bug]
+    listed = read((ROOT / "tests/mutants.txt").read_text(encoding="utf-8"))
+    mutants = [mutant for mutant in listed if not flags.only or flags.only in mutant.bug]
     if not mutants:
-        required, fix = "a word of a description in tests/mutant_table", f"leave out {flag('only')}"
+        required, fix = "a word of a description in tests/mutants.txt", f"leave out {flag('only')}"
         raise ConfigError("no bug is described like that", flag("only"), flags.only, required, fix)
-    without = try_mutant(None, sorted({name for mutant in mutants for name in mutant.tests}), flags.jobs)
+    for mutant in mutants:
+        require_fit(mutant)
+    without = try_mutant(None, sorted({mutant.test for mutant in mutants}), flags.jobs)
     if without.killed_by or without.broken:
         print(f"the tests fail without any bug: {without.killed_by or without.broken}")
         sys.exit(1)
     say(f"without a bug: all tests pass, {without.seconds:.0f} s")
     lines, bugs = ["| bug | in | killed by | s |", "|---|---|---|---|"], []
     with ThreadPoolExecutor(flags.jobs) as pool:
-        results = pool.map(lambda mutant: try_mutant(mutant, mutant.tests), mutants)
+        results = pool.map(lambda mutant: try_mutant(mutant, [mutant.test]), mutants)
         for mutant, result in zip(mutants, results, strict=True):
             killed_by = result.killed_by or result.broken or "SURVIVES"
             say(f"{mutant.bug}: {killed_by}")

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, product
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -74,6 +75,19 @@ class Case:
         n_head = 5 * self.group_size
         varied = {"tie_embeddings": self.group_size == 3, "qkv_bias": self.group_size == 4}
         return replace(TINY, n_head=n_head, n_kv_head=5, ffn_dim=50, **varied)
+
+
+SELECTIONS = ("every case", "every drafter in every mode", "every drafter")
+
+
+def cases_of(selection: str) -> list[Case]:
+    """The cases of one of SELECTIONS; the smaller ones take group sizes, or modes and group sizes, in turn."""
+    cases = {(case.group_size, case.mode, case.draft): case for case in all_cases()}
+    if selection == "every case":
+        return list(cases.values())
+    combinations = product(MODES, DRAFTS) if selection.endswith("mode") else zip(cycle(MODES), DRAFTS, strict=False)
+    turns = zip(cycle(GROUP_SIZES), combinations, strict=False)
+    return [cases[group_size, mode, draft] for group_size, (mode, draft) in turns]
 
 
 def all_cases() -> list[Case]:
@@ -163,9 +177,9 @@ def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
 
 
 def main() -> None:
-    """`parallel_cases.py CHECKPOINTS OUTPUT EVERY`: each rank runs every so manieth case; the leader writes what
-    each of them got."""
-    folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), all_cases()[:: int(sys.argv[3])]
+    """`parallel_cases.py CHECKPOINTS OUTPUT SELECTION`: each rank runs the cases of one of SELECTIONS; the leader
+    writes the results of all ranks."""
+    folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), cases_of(sys.argv[3])
     torch.set_num_threads(1)
     ranks = start_ranks("cpu", timeout_seconds=120)
     # Comparing digests takes longer than the rest of so small a round.

@@ -16,17 +16,21 @@ from typing import Any
 from unittest import mock
 
 from common.checkout import ROOT
+from common.errors import UserError
 
 COST_MODEL = "python -m engine.cost_model"
+BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec"))
+TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: its exit code, what it printed, and what it said on stderr."""
+    """How a program ended: its exit code, stdout, stderr, and the error it reported if it ran in this process."""
 
     code: object
     out: str
     err: str
+    error: UserError | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -59,7 +63,7 @@ def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
 def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
     """Run a program in this process and the working directory, as if there were so many GPUs. Words may follow its
     name, such as a subcommand."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out, err, code, error = io.StringIO(), io.StringIO(), 0, None
     path, *words = [program] if program == COST_MODEL else program.split()
     with (
         mock.patch.object(sys, "argv", [path, *words, *arguments]),
@@ -77,10 +81,11 @@ def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
                 runpy.run_path(str(ROOT / path), run_name="__main__")
         except SystemExit as ending:
             code = ending.code or 0
-        except Exception as error:  # a bug, whose traceback would be printed
+            error = ending.__context__ if isinstance(ending.__context__, UserError) else None
+        except Exception as bug:  # its traceback would be printed
             code = 1
-            err.write(f"{type(error).__name__}: {error}")
-    return Ended(code, out.getvalue(), err.getvalue())
+            err.write(f"{type(bug).__name__}: {bug}")
+    return Ended(code, out.getvalue(), err.getvalue(), error)
 
 
 def benchmark(name: str, arguments: Sequence[str]) -> Ended:

@@ -1,7 +1,4 @@
-"""The benchmark scripts as a user runs them: the record on the last line of stdout, files, passes, memory.
-
-What is said of bad command lines is in tests/snapshots/errors.json.
-"""
+"""The benchmark scripts as a user runs them: the record on the last line of stdout, files, passes, memory."""
 
 import ast
 import errno

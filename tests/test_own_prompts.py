@@ -1,4 +1,4 @@
-"""`--prompts`: one's own prompts, whole and of any lengths; what is refused is in tests/snapshots/errors.json."""
+"""`--prompts`: one's own prompts, whole and of any lengths."""
 
 import ast
 import json

@@ -29,20 +29,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(checkpoints: Path) -> dict[str, dict]:
-    return {case.name: parallel_cases.run_case(case, checkpoints, ALONE) for case in parallel_cases.all_cases()}
-
-
 @pytest.mark.parametrize(
-    "n_ranks,every", [(2, 2), (4, 5), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4))]
+    "n_ranks,selection",
+    [
+        (2, "every drafter in every mode"),
+        (4, "every drafter"),
+        *(pytest.param(n, "every case", marks=pytest.mark.slow) for n in (2, 4)),
+    ],
 )
-def test_tokens_and_counts_are_those_of_one_process(n_ranks, every, checkpoints, alone, tmp_path, record_property):
+def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoints, tmp_path, record_property):
     """Also in rejection mode: it draws the same random numbers, from distributions that differ by rounding."""
-    torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", every)
+    torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", selection)
     results = json.loads((tmp_path / "results.json").read_text())
     together = results["cases"]
-    assert list(together) == list(alone)[::every]
+    cases = parallel_cases.cases_of(selection)
+    alone = {case.name: parallel_cases.run_case(case, checkpoints, ALONE) for case in cases}
+    assert list(together) == list(alone)
     for name, by_rank in together.items():
         assert by_rank == [alone[name]] * n_ranks, f"{name} on {n_ranks} ranks"
     rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
