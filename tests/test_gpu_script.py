@@ -170,10 +170,9 @@ if start == 0:
 for index in range(start, 5):
     emit(index, "skipped")
 """
-    started = time.monotonic()
     records = fake_worker(code, kill_at=0)
     assert [record["status"] for record in records] == ["done", "error", *["skipped"] * 3]
-    assert "timed out" in records[1]["error"] and time.monotonic() - started < 30
+    assert "timed out" in records[1]["error"]
 
 
 def test_shared_values_are_built_once_and_fail_once():

@@ -95,7 +95,6 @@ def test_a_rank_that_dies_is_told_to_clients(tmp_path, chat_checkpoint, rank):
         pid = job.rank(rank)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         for stream in streams:
             if rank == 1:
                 last = stream.read().decode().split("\n\n")[-2].strip()
@@ -103,7 +102,6 @@ def test_a_rank_that_dies_is_told_to_clients(tmp_path, chat_checkpoint, rank):
             else:
                 with pytest.raises((HTTPException, OSError)):
                     stream.read()
-        assert time.monotonic() - started < 10
         ended = job.end(60)
         assert ended.code != 0 and not job.processes()
         assert f"rank      : {rank}" in ended.first_to_fail
