@@ -54,7 +54,7 @@ def convert(
     import torch
     from tqdm import tqdm
 
-    from models.checkpoints.convert import match_parts, read_stacked, source_parts
+    from models.checkpoints.convert import HEAD, check_tied_head, match_parts, read_stacked, source_parts
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
@@ -70,8 +70,10 @@ def convert(
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
         files.check_files(checkpoint_dir, there, verify=True)
     source = open_source(checkpoint_dir)
-    tied_head = ["lm_head.weight"] if source.config.tie_embeddings else []
-    matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), tied_head)
+    is_tied = source.config.tie_embeddings
+    matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), [HEAD] if is_tied else [])
+    if is_tied:
+        check_tied_head(source.tensors)
     matched, config = drop_layers(matched, source.config, layers_to_drop)
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)

@@ -1,5 +1,7 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,29 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
     }
-    of_tokenizer = {"model": "gpt2", "tokens": tokens, "merges": merges, "eos_token_id": config.eos_tokens[0]}
+    of_tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges}
+    of_tokenizer["eos_token_id"] = config.eos_tokens[0]
     of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
+
+
+def llama3_factors(config: ModelConfig) -> list[float]:
+    """`rope_freqs.weight` as llama.cpp's converter makes it."""
+    scaling = config.rope_scaling
+    assert scaling is not None and scaling.kind == "llama3"
+    factors: list[float] = []
+    for i in range(config.head_dim // 2):
+        wavelength = 2 * math.pi * config.rope_theta ** (2 * i / config.head_dim)
+        if wavelength < scaling.original_context / scaling.high_freq_factor:
+            factors.append(1.0)
+        elif wavelength > scaling.original_context / scaling.low_freq_factor:
+            factors.append(scaling.factor)
+        else:
+            part = scaling.original_context / wavelength - scaling.low_freq_factor
+            smooth = part / (scaling.high_freq_factor - scaling.low_freq_factor)
+            factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
+    return factors
 
 
 def value_type(value: object) -> gguf.GGUFValueType:
@@ -82,10 +103,15 @@ def write_gguf(
     arch: str = "llama",
     quantization: Quantization = Quantization.F32,
     extra_tensor: str = "",
+    extra_values: Sequence[float] = (1.0,) * 8,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> None:
-    """Weights have Hugging Face names; those of more than one dimension are quantised."""
-    writer = gguf.GGUFWriter(path, arch)
+    """Weights have Hugging Face names; those of more than one dimension are quantised. A key that is None is left
+    out."""
+    writer = gguf.GGUFWriter(path, arch, endianess=endianess)
     for key, value in metadata.items():
+        if value is None:
+            continue
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
@@ -98,7 +124,7 @@ def write_gguf(
         raw_dtype = None if kind in (Quantization.F32, Quantization.F16) else kind
         writer.add_tensor(gguf_name(name), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
     if extra_tensor:
-        writer.add_tensor(extra_tensor, np.ones(8, np.float32))
+        writer.add_tensor(extra_tensor, np.array(extra_values, np.float32))
     finish(writer)
 
 
@@ -114,7 +140,7 @@ def write_tiny_gguf(
     *,
     arch: str = "llama",
     tied: bool = True,
-    pre: str = "smollm",
+    pre: str | None = "smollm",
     metadata: dict[str, Any] | None = None,
     n_tokens: int = 0,
     **options: Any,

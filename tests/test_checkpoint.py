@@ -47,7 +47,7 @@ def test_conversion_round_trip(tmp_path: Path, layout: str, kind: str) -> None:
     weights = {name: tensor.to(LAYOUTS[layout]) for name, tensor in hf_weights(config).items()}
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     if config.tie_embeddings:
-        extra["lm_head.weight"] = torch.zeros(config.vocab_size, config.dim)
+        extra["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     write_weights(tmp_path, weights | extra, layout)
     convert(tmp_path, tmp_path)
 

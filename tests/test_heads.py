@@ -140,6 +140,7 @@ def test_what_a_head_lacks_is_the_targets(tmp_path):
     tensors["embed_tokens.weight"] = target.tok_embeddings.weight.data.clone()
     same = find_head(save_head(tmp_path / "same", tensors, config), "eagle", DEEP).load(**FLOAT64)
     less = find_head(save_head(tmp_path / "less", drop("embed_tokens.weight")(tensors), config), "eagle", DEEP)
+    assert less.borrowed == ("embedding", "output layer")
     less = less.load(**FLOAT64)
     less.borrow(target)
     states, positions = torch.randn(1, 3, DEEP.dim, dtype=torch.float64), torch.arange(3)[None]
@@ -152,9 +153,7 @@ BAD = {
     "wrong hidden size": (1, DEEP, lambda t: t, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong target": (3, replace(DEEP, dim=48), lambda t: t, {}, "target_hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), lambda t: t, {}, "vocab_size"),
-    "a missing tensor": (3, DEEP, drop("midlayer.hidden_norm.weight"), {}, "no place for"),
-    "a missing projection": (1, DEEP, drop("layers.0.mlp.up_proj.weight"), {}, "layers.0.mlp.up_proj.weight"),
-    "no head": (3, DEEP, drop("fc.weight"), {}, "another layout"),
+    "no head": (3, DEEP, lambda t: {"a.weight": t["fc.weight"]}, {}, "another layout"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "another layout": (3, DEEP, put("layers.0.self_attn.q_norm.weight", torch.ones(12)), {}, "q_norm"),
     "NaN": (3, DEEP, put("norm.weight", lambda t: t["norm.weight"] * float("nan")), {}, "norm.weight"),
@@ -171,6 +170,18 @@ BAD = {
         {"draft_vocab_size": 9},
         "d2t",
     ),
+}
+# Of each, the version, the target, and the configuration.
+MISSING = {
+    "layers.0.mlp.up_proj.weight": (1, DEEP, {}),
+    "fc.weight": (3, DEEP, {}),
+    "layers.0.self_attn.q_proj.weight": (3, DEEP, {}),
+    "layers.0.hidden_norm.weight": (3, DEEP, {}),
+    "layers.0.input_layernorm.weight": (3, DEEP, {}),
+    "norm.weight": (3, DEEP, {}),
+    "embed_tokens.weight": (3, replace(DEEP, dim=48), {}),  # not the target's, which is of another width
+    "lm_head.weight": (3, DEEP, {"draft_vocab_size": 20}),  # not the target's, which is of other ids
+    "d2t": (3, DEEP, {"draft_vocab_size": 20}),
 }
 MAPPED = {
     "ids beyond the vocabulary": put("d2t", lambda t: t["d2t"] + DEEP.vocab_size),
@@ -189,6 +200,50 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, bad):
     with pytest.raises(UserError) as refused:
         find_head(path, "eagle", target).load(**FLOAT64)
     assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_tensor_is_named_with_its_file_before_any_size(tmp_path, name):
+    version, target, config = MISSING[name]
+    tensors = eagle_tensors(DEEP, version, n_draft=config.get("draft_vocab_size"))
+    missing = name if name in tensors else name.replace("layers.0", "midlayer")
+    damaged = {key: torch.zeros(1, 1) if "down_proj" in key else x for key, x in drop(missing)(tensors).items()}
+    path = save_head(tmp_path, damaged, eagle_config(DEEP, version, **config))
+    with pytest.raises(UserError) as refused:
+        find_head(path, "eagle", target)
+    assert name in str(refused.value) and f"{tmp_path}/model.safetensors" in str(refused.value)
+
+
+CONTRADICTIONS = {
+    "another id": put("t2d", lambda t: t["t2d"].roll(1)),
+    "one id more": put("t2d", lambda t: t["t2d"].index_fill(0, (~t["t2d"]).nonzero()[0], True)),
+    "another id of the target's": put("d2t", lambda t: torch.cat([(~t["t2d"]).nonzero()[0], t["d2t"][1:]])),
+    "fewer ids than the target has": put("t2d", lambda t: t["t2d"][:-1].clone()),
+}
+
+
+@pytest.mark.parametrize("bad", CONTRADICTIONS)
+def test_maps_of_ids_that_contradict_each_other_are_refused(tmp_path, bad):
+    tensors = eagle_tensors(DEEP, n_draft=20)
+    path = save_head(tmp_path, CONTRADICTIONS[bad](tensors), eagle_config(DEEP, draft_vocab_size=20))
+    with pytest.raises(UserError, match=r"model\.safetensors(.|\n)*t2d"):
+        find_head(path, "eagle", DEEP)
+
+
+def test_a_map_of_some_ids_is_refused_where_the_head_has_all(tmp_path):
+    all_ids = torch.ones(DEEP.vocab_size, dtype=torch.bool)
+    whole = save_head(tmp_path / "whole", eagle_tensors(DEEP) | {"t2d": all_ids}, eagle_config(DEEP))
+    assert find_head(whole, "eagle", DEEP).load(**FLOAT64).target_ids is None
+    part = save_head(tmp_path / "part", eagle_tensors(DEEP) | {"t2d": all_ids.cumsum(0) > 5}, eagle_config(DEEP))
+    with pytest.raises(UserError, match="t2d"):
+        find_head(part, "eagle", DEEP)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    tensors = eagle_tensors(DEEP)
+    path = save_head(tmp_path, tensors | {"model.fc.weight": tensors["fc.weight"] + 1}, eagle_config(DEEP))
+    with pytest.raises(UserError, match="twice"):
+        find_head(path, "eagle", DEEP)
 
 
 @pytest.mark.parametrize("bad", MAPPED)

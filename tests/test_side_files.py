@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_folders import hf_weights, write_source, write_weights
-from gguf_files import convert_tiny_gguf, write_tiny_gguf
+from gguf_files import convert_tiny_gguf, llama3_factors, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError
@@ -15,7 +15,7 @@ from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.manifest import describe, update_manifest
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
-from models.config import RopeScaling
+from models.config import ModelConfig, RopeScaling
 
 TEXT = "the 1234"
 SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
@@ -45,8 +45,9 @@ def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> Non
     """Also where the GGUF's own would be refused."""
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
-    write_tiny_gguf(folder, pre="deepseek-coder", extra_tensor="rope_freqs.weight")
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
+    factors = {"extra_tensor": "rope_freqs.weight", "extra_values": llama3_factors(ModelConfig.from_hf(own))}
+    write_tiny_gguf(folder, pre="deepseek-coder", **factors)
     (folder / "config.json").write_text(json.dumps(own))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
     before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}

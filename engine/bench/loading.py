@@ -35,6 +35,8 @@ def load_draft(
             continue
         if isinstance(draft.source, HeadSource):
             models[draft.form] = head = draft.source.load(device=plan.device, **how)
+            if borrowed := draft.source.borrowed:
+                say(f"{draft.source.name} uses the target's {' and '.join(borrowed)}")
             if draft.policy is not None:
                 _prepared(plan, head.body, draft.kv_dtype, "the head's attention")
             continue

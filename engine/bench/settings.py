@@ -35,7 +35,8 @@ def settings_record(session: Session) -> dict[str, Any]:
 
 def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     """Every option of every drafter and policy, null where it is not this draft's."""
-    nothing = {"draft_model": None, "gamma": 0, "draft_policy": None, **dict.fromkeys(option_names())}
+    nothing = {"draft_model": None, "draft_borrows": None, "gamma": 0, "draft_policy": None}
+    nothing |= dict.fromkeys(option_names())
     if draft is None:
         return nothing
     config, texts = draft.config, getattr(draft.config, "texts", ())
@@ -45,6 +46,8 @@ def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
     own |= {"text_drafts": [text.name for text in texts] or None, "gamma_schedule": schedule}
     own |= dict.fromkeys(config.unused)
     own |= {"draft_model": draft.source and draft.source.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
+    if draft.source and draft.source.borrowed:
+        own |= {"draft_borrows": list(draft.source.borrowed)}
     if draft.policy and draft.dtype:
         own |= {
             "draft_policy": AUTO if draft.auto_policy else draft.policy.name,

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 USE_PLAIN = "use a plain Llama, Mistral or Qwen2 checkpoint with its own config.json, downloaded whole"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Part = tuple[str, tuple[int, ...]]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     }
     if not config.qkv_bias:
         del of_layer["attention.wqkv.bias"]
-    parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": (("model.embed_tokens.weight", embedding),)}
+    parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": ((EMBEDDING, embedding),)}
     for layer in range(config.n_layer):
         for ours, theirs in of_layer.items():
             stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
             parts[f"layers.{layer}.{ours}"] = tuple(stacked)
     parts["norm.weight"] = (("model.norm.weight", (dim,)),)
     if not config.tie_embeddings:
-        parts["output.weight"] = (("lm_head.weight", embedding),)
+        parts["output.weight"] = ((HEAD, embedding),)
     return parts
 
 
@@ -79,9 +80,7 @@ def match_parts(
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless ignored."""
     required = dict(part for stacked in parts.values() for part in stacked)
-    if missing := sorted(required.keys() - tensors.keys()):
-        seen, wanted = f"{len(missing)}, such as {missing[0]}", f"all {len(required)} of the config"
-        raise CheckpointError("tensors are missing", folder, seen, wanted, fix)
+    check_names(folder, tensors, required, fix)
     if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
         seen = f"{len(unknown)}, such as {unknown[0]}"
         raise CheckpointError("tensors that this model has no place for", folder, seen, "none", fix)
@@ -90,6 +89,32 @@ def match_parts(
         if found.shape != shape:
             raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, fix)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
+
+
+def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collection[str], fix: str) -> None:
+    """Raise CheckpointError if one of the names is missing, naming the file if all tensors are in one."""
+    if missing := sorted(set(names) - tensors.keys()):
+        files = {tensor.file for tensor in tensors.values()}
+        seen, required = f"{len(missing)}, such as {missing[0]}", f"all {len(names)} of the config"
+        raise CheckpointError("tensors are missing", files.pop() if len(files) == 1 else folder, seen, required, fix)
+
+
+def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
+    """Raise CheckpointError if there is an output layer that is not equal to the embedding, which the config ties it
+    to: transformers keeps such a layer, and so would run another model."""
+    if (head := tensors.get(HEAD)) is None:
+        return
+    embedding = tensors[EMBEDDING]
+    both = [read_stacked(name, (tensor,), None) for name, tensor in ((HEAD, head), (EMBEDDING, embedding))]
+    dtype = torch.promote_types(head.dtype, embedding.dtype)
+    if not torch.equal(*(weight.to(dtype) for weight in both)):
+        seen, required = f"{HEAD} unlike {EMBEDDING}", "equal weights, or none, with tie_word_embeddings true"
+        fix = (
+            "set tie_word_embeddings to false in config.json, if the model was trained with an output layer of its own"
+        )
+        raise CheckpointError(
+            "the output layer is not the embedding that it is tied to", head.file, seen, required, fix
+        )
 
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH, GGUFEndian, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
@@ -21,9 +21,15 @@ from models.checkpoints.convert import Source, SourceTensor, source_parts
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig, read_config
+from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
+# Keys below the architecture's name that change nothing: whatever they say, and with that value. Any key that is
+# neither read nor here is refused.
+NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
+NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
 Tensors = dict[str, SourceTensor]
 # Of tokens; then of the text that is cut before byte pairs are merged.
 CONTROL, USER_DEFINED = 3, 4
@@ -31,7 +37,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
+PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2")
 
 
 def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
@@ -39,10 +45,15 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling."""
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
+    if architecture not in ARCHITECTURES:
+        required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2)"
+        raise CheckpointError("unsupported architecture", f"{path}: general.architecture", architecture, required, fix)
     has_config = CONFIG in side_files
     described = path.with_name(CONFIG) if has_config else path
     hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
     config = ModelConfig.from_hf(hf_config, where=str(described))
+    if has_config and ROPE_FACTORS in stored:
+        _check_rope_factors(stored[ROPE_FACTORS], config)
     tensors, names = {}, _hf_names(config)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
@@ -58,8 +69,8 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     """A file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are row-major.
 
-    Raises CheckpointError if the file is truncated or garbled; reading a tensor does, of a quantisation that the
-    package cannot decode.
+    Raises CheckpointError if the file is truncated or garbled, big-endian, or one of several; reading a tensor does, of
+    a quantisation that the package cannot decode.
     """
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
@@ -69,6 +80,13 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     except Exception as error:  # on a damaged header the package raises whatever comes first
         what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
+    if reader.endianess == GGUFEndian.BIG:
+        fix = "use the little-endian file of the same model"
+        raise CheckpointError("the GGUF file is big-endian", path, "big-endian numbers", "little-endian ones", fix)
+    if (n_files := metadata.get("split.count", 1)) not in (0, 1):
+        seen, required = f"split.count {n_files}: one of {n_files} files", "the whole model in one file"
+        fix = "join the files with llama.cpp (llama-gguf-split --merge), and keep only the result in this folder"
+        raise CheckpointError("the GGUF file is split", path, seen, required, fix)
     tensors = {
         tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, path, tensor, shape))
         for tensor, shape in zip(reader.tensors, shapes, strict=True)
@@ -87,38 +105,57 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
     return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
+def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
+    """Raise CheckpointError unless the file's divisors of the rotary frequencies are those of the config."""
+    expected = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
+    if tensor.shape != expected.shape or not torch.allclose(tensor.read(), expected, rtol=1e-3):
+        seen, required = (
+            f"{ROPE_FACTORS} {tensor.shape}",
+            f"the factors of rope_scaling {config.rope_scaling} ({CONFIG})",
+        )
+        fix = f"put the {CONFIG} of this very model beside the GGUF"
+        raise CheckpointError("the GGUF was made with another rope scaling", tensor.file, seen, required, fix)
+
+
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
-    """The metadata as the keys of a Hugging Face config.json."""
+    """The metadata as the keys of a Hugging Face config.json, read as llama.cpp reads them. Raises CheckpointError
+    naming a key that changes the result and is not supported."""
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     try:
-        dim, n_head = own["embedding_length"], own["attention.head_count"]
-        head_dim = own.get("attention.key_length", dim // n_head)
+        dim, n_head = own.pop("embedding_length"), own.pop("attention.head_count")
+        head_dim = own.pop("attention.key_length", dim // n_head)
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES.get(architecture, architecture)],
             "model_type": architecture,
             "hidden_act": "silu",
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": dim,
-            "intermediate_size": own["feed_forward_length"],
-            "num_hidden_layers": own["block_count"],
+            "intermediate_size": own.pop("feed_forward_length"),
+            "num_hidden_layers": own.pop("block_count"),
             "num_attention_heads": n_head,
-            "num_key_value_heads": own.get("attention.head_count_kv", n_head),
+            "num_key_value_heads": own.pop("attention.head_count_kv", n_head),
             "head_dim": head_dim,
-            "max_position_embeddings": own["context_length"],
-            "rms_norm_eps": _short(own["attention.layer_norm_rms_epsilon"]),
-            "rope_theta": _short(own.get("rope.freq_base", 10000.0)),
+            "max_position_embeddings": own.pop("context_length"),
+            "rms_norm_eps": _short(own.pop("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _short(own.pop("rope.freq_base", 10000.0)),
             "tie_word_embeddings": "output.weight" not in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(token for token in stops if token is not None)),
         }
-        if (scaling := own.get("rope.scaling.type", "none")) != "none":
-            config["rope_scaling"] = {"rope_type": scaling, "factor": _short(own.get("rope.scaling.factor", 1.0))}
-        if "attention.sliding_window" in own:
-            config["sliding_window"] = own["attention.sliding_window"]
-        if (rotated := own.get("rope.dimension_count", head_dim)) != head_dim:
-            raise ValueError(f"rope.dimension_count {rotated} is not head_dim {head_dim}")
+        scaling, older_factor = own.pop("rope.scaling.type", "linear"), own.pop("rope.scale_linear", 0.0)
+        factor = _short(own.pop("rope.scaling.factor", older_factor)) or 1.0
+        if scaling not in ("none", "linear"):
+            raise ValueError(f"{prefix}rope.scaling.type {scaling} is not supported")
+        if scaling == "linear" and factor != 1.0:
+            config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if (size := own.pop(key, head_dim)) != head_dim:
+                raise ValueError(f"{key} {size} is not head_dim {head_dim}")
+        for key in own.keys() - NO_EFFECT:
+            if own[key] != NEUTRAL.get(key):
+                raise ValueError(f"{prefix}{key} {own[key]} is not supported")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
         fix = "put the original model's config.json beside the GGUF, or use another file"
@@ -147,9 +184,10 @@ def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:
 def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
     """The tokenizer of a GGUF as the text of a tokenizer.json. Raises CheckpointError naming a tokenizer that is not
     rebuilt here, or a vocabulary that is damaged."""
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        seen, required = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}", f"gpt2 with one of {PRE_TOKENIZERS}"
+    model, pre, adds_eos = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_eos_token"))
+    if model != "gpt2" or pre not in PRE_TOKENIZERS or adds_eos:
+        seen = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}, tokenizer.ggml.add_eos_token {adds_eos}"
+        required = f"gpt2 with one of {PRE_TOKENIZERS}, and no end token behind every text"
         fix = "put tokenizer.json or tokenizer.model of the original model beside the GGUF"
         raise CheckpointError("this GGUF's tokenizer is not supported", path, seen, required, fix)
     try:

@@ -45,6 +45,11 @@ class ModelSource:
         return sys.maxsize
 
     @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Parts of the target's that it computes with, as it has none."""
+        return ()
+
+    @property
     def manifest_sha256(self) -> str | None:
         """Of its checkpoint's manifest, which has the sums of all files; None without one."""
         manifest = _folder(self.path) / MANIFEST

@@ -1,6 +1,7 @@
 """A downloaded checkpoint as lazily read tensors under their Hugging Face names, whatever its format."""
 
 import json
+import re
 import zipfile
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from models.checkpoints.convert import DTYPES, Source, SourceTensor
-from models.checkpoints.gguf_source import open_gguf
+from models.checkpoints.gguf_source import open_gguf, read_gguf
 from models.checkpoints.manifest import CONFIG, own_side_files
 from models.config import ModelConfig, read_config
 
@@ -31,14 +32,17 @@ def open_source(folder: Path) -> Source:
         missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        if files := _find_shards(folder, stem, suffix):
-            tensors, hf_config = _open_shards(files), read_config(folder / CONFIG)
+        if found := _open_weights(folder, stem, suffix, DTYPES):
+            files, tensors = found
+            hf_config = read_config(folder / CONFIG)
             config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
             return Source(files, tensors, hf_config, config, own_side_files(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) != 1:
-        seen = ", ".join(path.name for path in ggufs) or "no *.safetensors, pytorch_model*.bin or *.gguf"
-        required = "model*.safetensors, pytorch_model*.bin, or exactly one *.gguf"
+        for path in ggufs:
+            read_gguf(path)  # refuses parts of a split file as such
+        seen = ", ".join(path.name for path in ggufs) or "no model.safetensors, pytorch_model.bin, index or *.gguf"
+        required = "model.safetensors or pytorch_model.bin, or an index with its shards, or exactly one *.gguf"
         raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
     return open_gguf(ggufs[0], own_side_files(folder))
 
@@ -47,32 +51,55 @@ def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collect
     """The tensors of the first file, or shards, that a folder has of those stems and suffixes. Raises CheckpointError
     if it has none, or for a tensor of another dtype."""
     for stem, suffix in names:
-        if files := _find_shards(folder, stem, suffix):
-            return _open_shards(files, dtypes)
+        if found := _open_weights(folder, stem, suffix, dtypes):
+            return found[1]
     seen, required = "none of them", " or ".join(f"{stem}{suffix}" for stem, suffix in names)
     raise CheckpointError("the folder has no weights", folder, seen, required, DOWNLOAD_AGAIN)
 
 
-def _find_shards(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
-    """The weight files of one format: those that an index names, if there is one."""
+def _open_weights(
+    folder: Path, stem: str, suffix: str, dtypes: Collection[Any]
+) -> tuple[tuple[Path, ...], dict[str, SourceTensor]] | None:
+    """The weight files of one format, and their tensors: one file, or the shards that an index names; None without
+    either. Raises CheckpointError where it is not certain which files are the model's."""
     single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
-    if single.is_file():
-        return (single,)
+    own_name = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}")
+    there = {path for path in folder.iterdir() if own_name.fullmatch(path.name)}
     if not index.is_file():
-        return tuple(sorted(folder.glob(f"{stem}*{suffix}")))
+        if there and single not in there:
+            seen, required = min(there).name, f"{index.name}, which names all of them"
+            raise CheckpointError("shards without their index", folder, seen, required, DOWNLOAD_AGAIN)
+        return ((single,), _open_shards((single,), dtypes)) if there else None
+    places = _read_index(index)
+    files = tuple(folder / name for name in sorted(set(places.values())))
+    if strays := sorted(there.difference(files)):
+        what, required = "a file of weights that the index does not name", f"the files of {index.name} and no others"
+        fix = f"delete {strays[0].name}, or the index and its shards: whichever is not this model's"
+        raise CheckpointError(what, strays[0], ", ".join(path.name for path in strays[:4]), required, fix)
+    tensors = _open_shards(files, dtypes)
+    for name, file in places.items():
+        seen = tensors[name].file.name if name in tensors else "no file"
+        if seen != file and not name.endswith(IGNORED_SUFFIXES):
+            what, required = "a tensor is not where the index says", f"in {file} ({index.name})"
+            raise CheckpointError(what, folder / file, f"{name} in {seen}", required, DOWNLOAD_AGAIN)
+    return files, tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The name of each tensor's file. Raises CheckpointError."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if outside := [name for name in places.values() if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
-        return tuple(folder / name for name in names)
+        return dict(places)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
 
 
-def _open_shards(files: Sequence[Path], dtypes: Collection[Any] = DTYPES) -> dict[str, SourceTensor]:
+def _open_shards(files: Sequence[Path], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
     """The tensors of all files but for those that are ignored, which may be of any kind."""
-    tensors = {}
+    tensors: dict[str, SourceTensor] = {}
     for path in files:
         try:
             stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
@@ -86,6 +113,9 @@ def _open_shards(files: Sequence[Path], dtypes: Collection[Any] = DTYPES) -> dic
                 fix = "use the checkpoint's unquantised weights; quantise while loading instead"
                 required = "float64, float32, float16 or bfloat16"
                 raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
+            if name in tensors:
+                seen, required = f"{name}, which is in {tensors[name].file.name}, too", "each tensor in one file"
+                raise CheckpointError("a tensor is in two files", path, seen, required, DOWNLOAD_AGAIN)
             tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
     return tensors
 

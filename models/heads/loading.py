@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError, flag
-from models.checkpoints.convert import DTYPES, Part, SourceTensor, match_parts, read_stacked, source_parts
+from models.checkpoints.convert import DTYPES, Part, SourceTensor, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.source_weights import open_tensors
@@ -27,6 +27,8 @@ LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
 # Maps of vocabularies (what each id of the smaller one is beyond its own, and which of the larger one it has), and what
 # training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+# One of these makes it EAGLE-3's, so that the others have to be there.
+OF_EAGLE_3 = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
 
 
@@ -46,6 +48,13 @@ class HeadSource(ModelSource):
         return self.shape.n_head if isinstance(self.shape, MedusaShape) else super().most_drafts
 
     @property
+    def borrowed(self) -> tuple[str, ...]:
+        if isinstance(self.shape, MedusaShape):
+            return () if self.shape.own_output else ("output layer",)
+        lacks = {"embedding": not self.shape.own_embedding, "output layer": self.shape.draft_vocab_size is None}
+        return tuple(part for part, is_lacking in lacks.items() if is_lacking)
+
+    @property
     def n_weights(self) -> int:
         return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
@@ -59,7 +68,7 @@ class HeadSource(ModelSource):
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
         if isinstance(head, EagleHead):
-            ids = _target_ids(Path(self.path), tensors, self.config.vocab_size, head.shape.draft_vocab_size)
+            ids = _target_ids(tensors, self.config.vocab_size, head.shape.draft_vocab_size)
             head.target_ids = None if ids is None else ids.to(device)
             if how.get("quantize"):
                 quantize_linears(head.body.layers, how["quantize"])
@@ -78,15 +87,19 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     values = read_config(folder / CONFIG)
     names = tensors.keys()
     is_medusa = bool(names) and all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
-    layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names else None
+    layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} & names else None
     if layout != kind:
         seen = f"{LAYOUTS[layout]} layout" if layout else ", ".join(sorted(names)[:4])
         raise CheckpointError("the head has another layout", weights, seen, f"{LAYOUTS[kind]} layout", FIX)
     make = _medusa_shape if is_medusa else _eagle_shape
     shape = make(folder / CONFIG, values, tensors, target)
-    match_parts(weights, tensors, head_parts(shape), NO_WEIGHTS, FIX)
+    parts = head_parts(shape)
     if isinstance(shape, EagleShape):
-        _target_ids(weights, tensors, target.vocab_size, shape.draft_vocab_size)
+        maps = set() if shape.draft_vocab_size in (None, shape.config.vocab_size) else {"d2t"}
+        check_names(weights, tensors, {name for stacked in parts.values() for name, _ in stacked} | maps, FIX)
+        _check_sizes(folder / CONFIG, values, shape, target)
+        _target_ids(tensors, target.vocab_size, shape.draft_vocab_size)
+    match_parts(weights, tensors, parts, NO_WEIGHTS, FIX)
     config = shape.config if isinstance(shape, EagleShape) else target
     return HeadSource(path, "head", config, folder.resolve().name, shape=shape)
 
@@ -124,7 +137,11 @@ def _open(path: Path) -> dict[str, SourceTensor]:
         raise CheckpointError("there is no such head", flag("draft_model"), path, "a folder, or the weights in it", FIX)
     folder, names = (path, FILES) if path.is_dir() else (path.parent, [(path.stem, path.suffix)])
     tensors = open_tensors(folder, names, (*DTYPES, torch.int64, torch.bool))
-    return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
+    renamed = {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
+    if len(renamed) < len(tensors):
+        seen, required = f"{len(tensors)} names, {len(renamed)} tensors", "each tensor by one name"
+        raise CheckpointError("a tensor of the head is there twice", path, seen, required, FIX)
+    return renamed
 
 
 def _on_meta(shape: MedusaShape | EagleShape) -> MedusaHeads | EagleHead:
@@ -152,25 +169,35 @@ def _eagle_shape(
     given = {**own, "architectures": ["LlamaForCausalLM"], "eos_token_id": None}
     config = ModelConfig.from_hf(given, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
-    own_embedding, own_output = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
-    is_third, target_dim = "layers.0.hidden_norm.weight" in tensors, values.get("target_hidden_size") or config.dim
-    free = is_third and own_embedding and own_output
-    for key, seen, required in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size" if free else "hidden_size", target_dim if free else config.dim, target.dim),
-    ):
-        if seen != required:
-            raise CheckpointError(f"the head's {key} is not the target's", where, seen, required, FIX)
+    names, vocab_size = tensors.keys(), config.vocab_size
+    is_third = not OF_EAGLE_3.isdisjoint(names)
+    # What cannot be borrowed has to be there: of another width than the target's, or of other ids.
+    n_draft = positive(values, "draft_vocab_size", str(where), vocab_size)
+    is_wide = is_third and config.dim != target.dim
+    own_embedding = is_wide or "embed_tokens.weight" in names
+    own_output = is_wide or n_draft != vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
     flags = {key: bool(values.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     return EagleShape(
         config,
         target.dim,
-        draft_vocab_size=positive(values, "draft_vocab_size", str(where), config.vocab_size) if own_output else None,
+        draft_vocab_size=n_draft if own_output else None,
         inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
         own_embedding=own_embedding,
         fc_bias="fc.bias" in tensors,
         **(flags if is_third else {}),
     )
+
+
+def _check_sizes(where: Path, values: Mapping[str, Any], shape: EagleShape, target: ModelConfig) -> None:
+    """Raise CheckpointError if the head is of another width or vocabulary than the target."""
+    config, is_whole = shape.config, shape.own_embedding and shape.draft_vocab_size is not None
+    key, width = "hidden_size", config.dim
+    if shape.inputs_of and is_whole:
+        key, width = "target_hidden_size", values.get("target_hidden_size") or config.dim
+    sizes = (("vocab_size", config.vocab_size, target.vocab_size), (key, width, target.dim))
+    for key, seen, required in sizes:
+        if seen != required:
+            raise CheckpointError(f"the head's {key} is not the target's", where, seen, required, FIX)
 
 
 def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
@@ -184,19 +211,20 @@ def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[in
     return tuple(sorted(layers))
 
 
-def _target_ids(path: Path, tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None) -> Tensor | None:
-    """The target's id of each of the head's, `[draft_vocab_size]` int64; None where all are the same."""
-    if n_draft is None or ("d2t" not in tensors and n_draft == vocab_size):
-        return None
-    if "d2t" not in tensors:
-        seen = f"no d2t, and {n_draft} of {vocab_size} tokens"
-        raise CheckpointError("tensors are missing", path, seen, "a d2t", FIX)
-    offsets, chosen = tensors["d2t"].read(), torch.zeros(vocab_size, dtype=torch.bool)
+def _target_ids(tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None) -> Tensor | None:
+    """The target's id of each of the head's, `[draft_vocab_size]` int64; None where all are the same. n_draft: how many
+    the head has, None for the target's. Raises CheckpointError for maps that are no such ids."""
+    n_draft, given = n_draft or vocab_size, tensors.get("d2t")
+    offsets, chosen = given.read() if given else torch.zeros(n_draft).long(), torch.zeros(vocab_size, dtype=torch.bool)
     ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
     if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
         chosen[ids] = True
-    if not fits or int(chosen.sum()) < n_draft:
+    if given and (not fits or int(chosen.sum()) < n_draft):
         seen = f"d2t {tuple(offsets.shape)}, {offsets.dtype}, of {int(chosen.sum())} ids"
         required = f"{n_draft} ids below {vocab_size}, no two the same"
-        raise CheckpointError("the head's vocabulary is no part of the target's", path, seen, required, FIX)
-    return ids
+        raise CheckpointError("the head's vocabulary is no part of the target's", given.file, seen, required, FIX)
+    if (listed := tensors.get("t2d")) and not torch.equal(listed.read().bool(), chosen):
+        seen = f"t2d {listed.shape} with {int(listed.read().bool().sum())} ids"
+        required = f"the {n_draft} ids of {'d2t' if given else 'the target'}"
+        raise CheckpointError("the head's maps of ids contradict each other", listed.file, seen, required, FIX)
+    return ids if given else None
