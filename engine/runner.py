@@ -192,12 +192,13 @@ class ModelRunner:
         """Run into one row what it does not hold of `prompt`, all but the first tokens; what else it held is forgotten.
         Returns the last token's hidden state `[dim]`, and which positions of those run have finite ones, `[n]` bool."""
         own, n_token = self.cache, len(prompt)
-        if own.n_observed and n_token > own.capacity:
-            # It selects by attention: the prompt runs over a whole cache of its own first.
+        if own.selects and n_token > own.capacity:
+            # The prompt runs over a whole cache first, whose entries it selects from.
             whole = FullKVCache(self.model.config, 1, n_token, own.device, own.keys.dtype)
             runner = self.over(whole)
             result = yield from runner.filling(0, prompt, chunk=chunk)
-            own.fill_row(row, whole, n_token, queries=runner.last_queries(0, prompt, own.n_observed), source_row=0)
+            queries = runner.last_queries(0, prompt, own.n_queries) if own.n_queries else None
+            own.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
         if n_held:
             self._forget_from(row, n_held)
@@ -221,7 +222,7 @@ class ModelRunner:
         for row, (text, held) in behind.items():
             lacking.setdefault(len(text) - held, []).append(row)
         for n_missed, group in lacking.items():
-            if len(group) * MAX_BLOCK < n_missed and not self.cache.n_observed:  # in chunks these are fewer forwards
+            if len(group) * MAX_BLOCK < n_missed and not self.cache.selects:  # in chunks these are fewer forwards
                 for row in group:
                     self.fill_row(row, *behind[row])
                 continue

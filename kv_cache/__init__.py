@@ -7,6 +7,7 @@ from kv_cache.over import Observed, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.policy import BudgetedPolicy, Policy, policies
 from kv_cache.quantized import Quantized, QuantizedKVCache
 from kv_cache.retrieval import Retrieval, RetrievalKVCache
-from kv_cache.snapkv import SnapKV, SnapKVCache
+from kv_cache.scored import Scored, ScoredKVCache
+from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming, StreamingKVCache
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache

@@ -46,10 +46,10 @@ class KVCache(ABC):
 
     # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
-    # How many of a text's last queries `fill_row` selects by; 0 where the policy goes by position alone.
-    n_observed = 0
+    # How many of a prompt's last queries `selected` needs; 0: none.
+    n_queries = 0
     # Rounds after which a self-draft's entries are chosen anew; 0 where they never are.
-    refresh = 0
+    refresh_every = 0
     # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
     block_ends_view = False
     # Of a view over rows that a tensor names: which row of the entries each of its own is, `[B]` int64.
@@ -184,9 +184,14 @@ class KVCache(ABC):
         """All that a row's tokens are kept in."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
 
-    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
+    @property
+    def selects(self) -> bool:
+        """Whether a prompt longer than the cache is selected from by content: whether the policy defines `selected`."""
+        return type(self).selected is not KVCache.selected
+
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
         """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
-        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_observed, head_dim]`."""
+        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
         return kept
 
     def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
@@ -205,10 +210,16 @@ class KVCache(ABC):
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
 
-        layers: those of the source that this cache has, in order; None: all. queries: of the last `n_observed` tokens
-        in every layer of the source, `[n_head, n_observed, head_dim]`. known: of so many of the tokens the row holds
-        what it was to keep, also what it selected, which stays.
+        layers: those of the source that this cache has, in order; None: all. queries: of the last `n_queries` tokens
+        in every layer of the source, `[n_head, n_queries, head_dim]`. known: of so many of the tokens the row holds
+        what it was to keep, also what it selected, which stays. Errors: ConfigError if it needs queries and has none.
         """
+        selects = self.selects and length > self.capacity and not known
+        if selects and self.n_queries and queries is None:
+            what = "the policy selects entries by the prompt's last queries, and has not got them"
+            required = f"the last {self.n_queries} queries of every layer"
+            fix = "pass ModelRunner.last_queries(row, prompt, cache.n_queries)"
+            raise ConfigError(what, f"{type(self).__name__}.fill_row: queries", None, required, fix)
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length)
         kept = kept[kept >= known].to(self.device)
@@ -218,8 +229,8 @@ class KVCache(ABC):
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             keys = partial(source.keys_in_order, from_layer, from_row, length)
-            asked = None if queries is None else partial(queries.__getitem__, from_layer)
-            from_slots = source.slots(kept if known else self.selected(kept, length, keys, asked))
+            last = partial(torch.empty, 0) if queries is None else partial(queries.__getitem__, from_layer)
+            from_slots = source.slots(self.selected(kept, length, keys, last) if selects else kept)
             entries = source.entries[from_layer, :, from_row][:, head, from_slots]
             scale = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
             entries, scale = stored_as(entries, scale, self.entries.dtype)

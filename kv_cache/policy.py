@@ -28,6 +28,8 @@ class Policy(ABC):
     of_self_drafts: ClassVar[bool] = False
     # Whether its cache takes other bytes than so many entries do.
     has_own_storage: ClassVar[bool] = False
+    # Whether it selects a prompt's entries by their content, as its cache's `selected` does.
+    selects: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:
@@ -45,11 +47,6 @@ class Policy(ABC):
     def for_block(self, n_token: int) -> dict[str, int]:
         """The options that `room` depends on, and their least values for so many tokens."""
         return {}
-
-    @property
-    def n_observed(self) -> int:
-        """How many of a prompt's last queries choose its entries."""
-        return 0
 
     @property
     def in_cache_positions(self) -> bool:

@@ -19,7 +19,7 @@ from kv_cache.verify_topk import Choosing, Refreshed, VerifyTopKCache, entries_o
 class RetrievalKVCache(VerifyTopKCache):
     """Each layer and KV head keeps the text's last `window` tokens, and of the others, which lie in chunks of `chunk`
     tokens, the first `n_sink` and those chunks whose mean keys the newest query attends to most (TriForce, arXiv
-    2404.11912, section 4.1): the prompt's last, then every `refresh` rounds that of the last token that stands.
+    2404.11912, section 4.1): the prompt's last, then every `refresh_every` rounds that of the last token that stands.
 
     means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
     fills, kept up as it grows. Errors: ConfigError as of VerifyTopKCache, or if a chunk is longer than the window.
@@ -37,7 +37,7 @@ class RetrievalKVCache(VerifyTopKCache):
             where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
             raise ConfigError(what, where, seen, "chunk <= window", f"use {flag('chunk')} {window} or less")
         super().__init__(config, max_batch, policy, device, dtype)
-        self.chunk, self._longest, self.n_observed = chunk, longest, 1
+        self.chunk, self._longest = chunk, longest
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
         dtype = torch.float32 if dtype in largest() else dtype
         self.means = torch.zeros(shape, device=device, dtype=dtype)
@@ -52,14 +52,11 @@ class RetrievalKVCache(VerifyTopKCache):
 
     def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
         # Back to the last choice, which chunks that the text has filled since have no means of.
-        first = max(0, known - self.refresh * self.window) // self.chunk
+        first = max(0, known - self.refresh_every * self.window) // self.chunk
         means = self._means(keys(first * self.chunk))
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
-    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor | None) -> torch.Tensor:
-        if length <= self.capacity:
-            return kept
-        assert queries is not None, "a prompt's chunks are chosen by its last query"
+    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
         means, lengths = self._means(keys()), torch.tensor([length], device=kept.device)
         chosen = self._chosen(queries()[None], means[None], lengths, Choosing())[0].sort(dim=1).values
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
@@ -76,7 +73,7 @@ class RetrievalKVCache(VerifyTopKCache):
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
-        ahead = torch.arange(2 + self.refresh * most // self.chunk, device=self.device)
+        ahead = torch.arange(2 + self.refresh_every * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
         slots = entries_of(filled, self.chunk).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
         for to_layer, from_layer in enumerate(layers):
@@ -114,6 +111,10 @@ class Retrieval(Refreshed):
     @property
     def n_together(self) -> int:
         return max(1, self.chunk)
+
+    @property
+    def n_queries(self) -> int:
+        return 1
 
     def for_block(self, n_token: int) -> dict[str, int]:
         return super().for_block(max(n_token, self.chunk))

@@ -12,7 +12,8 @@ from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import NOTED, stored_as
 from kv_cache.over import Observed
-from kv_cache.snapkv import SnapKV, SnapKVCache
+from kv_cache.scored import ScoredKVCache
+from kv_cache.snapkv import SnapKV
 
 
 class Choosing:
@@ -59,22 +60,22 @@ def entries_of(chunks: torch.Tensor, chunk: int) -> torch.Tensor:
     return (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(-2)
 
 
-class VerifyTopKCache(SnapKVCache):
-    """As SnapKVCache behind a prompt; after every `refresh` rounds a self-draft's entries are chosen anew.
+class VerifyTopKCache(ScoredKVCache):
+    """Selects from a prompt as SnapKV; after every `refresh_every` rounds a self-draft's entries are chosen anew.
 
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others, in chunks of
     NOTED, those that queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
     2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"), the last that
-    stands in place of rejected ones. Errors: ConfigError as of SnapKVCache, or if the policy's `refresh` or `n_sink` is
-    too small.
+    stands in place of rejected ones. Errors: ConfigError as of ScoredKVCache, or if the policy's `refresh` or `n_sink`
+    is too small.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
         require_at_least("n_sink", policy.n_sink, 0)
         super().__init__(config, max_batch, policy, device, dtype)
-        self.n_first, self.refresh = policy.n_first, policy.refresh
+        self.n_first, self.refresh_every = policy.n_first, policy.refresh
         self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
-        require_at_least("refresh", self.refresh, 1)
+        require_at_least("refresh", self.refresh_every, 1)
         # The slot that each chosen entry came from, for a copy that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 

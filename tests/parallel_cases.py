@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from pacings import SCHEDULES, Scripted, scheduled
-from policies import POLICIES, Size
+from policies import OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.drafters import Combined, Eagle, Medusa, NGramCache, Suffix
 from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice
@@ -33,8 +33,10 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-OF_SELF = ("streaming", "snapkv", "verify_topk", "retrieval", "quantized")
-OF_CACHES = (*(f"self, {policy}" for policy in OF_SELF), *(f"standalone, {policy}" for policy in POLICIES))
+OF_CACHES = (
+    *(f"self, {policy}" for policy in OF_SELF_DRAFTS if policy != "full"),
+    *(f"standalone, {policy}" for policy in POLICIES),
+)
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
 DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
@@ -126,10 +128,11 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
     drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
     drafters = [one and scheduled(one, case.schedule, N_ROWS) for one in drafters]
-    drafts = {"pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
+    drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
     limits = [rng.randint(1, 14) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
-    out = generate(runner, prompts, max_new_tokens=limits, sampling=sampling, verification=case.mode, **drafts)
+    settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
+    out = generate_selecting(runner, prompts, **settings, **drafts)
     return {"tokens": out.tokens, "counts": [asdict(row) for row in out.stats.rows]}
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import Mock
 
 import torch
+from tiny import TINY
 
+from engine import ModelRunner, generate
+from engine.decoding import GenerateOutput
+from engine.drafters import Drafter
 from kv_cache import (
     FullKVCache,
     KVCache,
     QuantizedKVCache,
     Retrieval,
+    Scored,
     SnapKV,
     StreamingKVCache,
     VerifyTopK,
@@ -38,15 +45,27 @@ class Size:
 
 @dataclass(frozen=True)
 class Policy:
-    """make: an empty cache of that size. by_attention: whether it selects by queries, which a model has to have.
-    is_exact: whether it holds entries as they are."""
+    """make: an empty cache of that size. is_exact: whether it holds entries as they are."""
 
     make: Callable[[KVShape, Size], KVCache]
-    by_attention: bool = False
     is_exact: bool = True
 
+    @property
+    def sample(self) -> KVCache:
+        """Make a cache to ask whether it selects, and by how many queries."""
+        return self.make(TINY, Size(n_rows=1, longest=9, n_kept=1, window=2, dtype=torch.float64))
 
-def new_cache(policy: SnapKV, config: KVShape, size: Size) -> KVCache:
+
+@dataclass(frozen=True)
+class SmallestKeys(Scored):
+    """The entries with the keys of smallest norm (arXiv 2406.11430): it selects by content, and needs no queries."""
+
+    def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        assert len(queries) == 0
+        return -keys.norm(dim=-1)
+
+
+def new_cache(policy: Scored, config: KVShape, size: Size) -> KVCache:
     return policy.new_cache(config, size.n_rows, size.longest, "cpu", size.dtype)
 
 
@@ -62,17 +81,17 @@ POLICIES = {
     ),
     "snapkv": Policy(
         lambda config, size: new_cache(SnapKV(size.budget + 1, size.window), config, size),
-        by_attention=True,
+    ),
+    "smallest keys": Policy(
+        lambda config, size: new_cache(SmallestKeys(size.budget + 1, size.window), config, size),
     ),
     "verify_topk": Policy(
         lambda config, size: new_cache(VerifyTopK(size.budget + 1, size.window, n_sink=0), config, size),
-        by_attention=True,
     ),
     "retrieval": Policy(
         lambda config, size: new_cache(
             Retrieval(size.budget + 1, size.window, n_sink=0, refresh=2, chunk=min(3, size.window)), config, size
         ),
-        by_attention=True,
     ),
     "quantized": Policy(
         lambda config, size: QuantizedKVCache(
@@ -83,4 +102,21 @@ POLICIES = {
 }
 # A self-draft copies the target's keys, which are rotated already.
 OF_SELF_DRAFTS = tuple(name for name in POLICIES if "positions" not in name)
-BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if not POLICIES[name].by_attention and POLICIES[name].is_exact)
+BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if POLICIES[name].is_exact and not POLICIES[name].sample.selects)
+# What a model without queries, whose entries are whole numbers, can draft with.
+WITHOUT_QUERIES = tuple(n for n in OF_SELF_DRAFTS if POLICIES[n].is_exact and not POLICIES[n].sample.n_queries)
+
+
+def generate_selecting(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], drafter: Drafter | None, **settings: Any
+) -> GenerateOutput:
+    """`generate`, which fails unless a draft's cache that selects is asked to, of every prompt that outgrows it."""
+    cache = getattr(getattr(drafter, "_runner", None), "cache", None)
+    if cache is None or not cache.selects:
+        return generate(runner, prompts, drafter=drafter, **settings)
+    cache.selected = Mock(side_effect=type(cache).selected.__get__(cache))
+    out = generate(runner, prompts, drafter=drafter, **settings)
+    asked = {call.args[1] for call in cache.selected.call_args_list}
+    for prompt, row in zip(prompts, out.stats.rows, strict=True):
+        assert not row.drafted or len(prompt) <= cache.capacity or len(prompt) in asked, "never asked to select"
+    return out

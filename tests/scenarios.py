@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from guesses import KINDS, Guesses
 from pacings import SCHEDULES, scheduled
-from policies import BY_POSITION, POLICIES, Size
+from policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
 from witness import cut
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.decoding import GenerateOutput
 from engine.drafters import Combined, Eagle, Markov, Medusa, NGramCache, Suffix
 from engine.drafters.markov import NGramTable
@@ -35,8 +35,8 @@ TEXT_DRAFTERS = {
 }
 SPECULATED = ("speculated, ngram", "speculated, streaming", "speculated, model")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
-DRAFTERS = ("none", *BY_POSITION, *TEXT_DRAFTERS, *(f"standalone, {name}" for name in BY_POSITION), PACED, *KINDS)
-DRAFTERS += COMBINED + SPECULATED
+DRAFTERS = ("none", *WITHOUT_QUERIES, *(f"standalone, {name}" for name in WITHOUT_QUERIES), *TEXT_DRAFTERS)
+DRAFTERS += (PACED, *KINDS, *COMBINED, *SPECULATED)
 # In rejection mode, what these rounds draw depends on the batch that they are for.
 BY_BATCH = (PACED, "cache", "retrieval", *COMBINED)
 
@@ -123,7 +123,7 @@ class Scenario:
         own |= {"prompts": self.prompts, "stop_tokens": self.stops}
         ordered = {name: [values[i] for i in order] for name, values in own.items()}
         common = {"drafter": drafter, "pacing": pacing, "verification": self.mode}
-        return [generate(runner, **ordered, **common) for _ in range(repeats)]
+        return [generate_selecting(runner, **ordered, **common) for _ in range(repeats)]
 
     def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
         rng = random.Random(room)

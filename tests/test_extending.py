@@ -17,7 +17,7 @@ from test_witness import WitnessWorld
 
 
 def test_random_batches():
-    new = [name for name in scenarios.DRAFTERS if "strided" in name or name == "bigram"]
+    new = [name for name in scenarios.DRAFTERS if "key_norm" in name or name == "bigram"]
     assert len(new) == 3
     scenarios.DRAFTERS = (*new, scenarios.PACED)
     for seed in range(24):
@@ -53,11 +53,14 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_policy_and_a_drafter_are_one_file_and_one_row_each() -> None:
     files = {name for name in blocks() if name not in TABLES}
-    assert files == {"kv_cache/strided.py", "engine/drafters/bigram.py"} and len(blocks()) == 4
+    assert files == {"kv_cache/key_norm.py", "engine/drafters/bigram.py"} and len(blocks()) == 4
 
 
 DRAFTS = {
-    "--draft_policy strided --stride 4 --draft_budget 24 --draft_dtype same": {"draft_policy": "strided", "stride": 4},
+    "--draft_policy key_norm --norm_order 1 --snapkv_window 8 --draft_budget 24 --draft_dtype same": {
+        "draft_policy": "key_norm",
+        "norm_order": 1,
+    },
     "--draft bigram": {"draft": "bigram", "min_seen": 1},
 }
 
@@ -75,19 +78,17 @@ def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint:
     assert DRAFTS[flags].items() <= record.items()
 
 
-@pytest.mark.parametrize("stride", [1, 0, -4])
-def test_a_stride_that_keeps_every_token_is_refused(stride: int, extended: Path) -> None:
-    """By `check` alone, too, which is asked of a budget that is chosen while decoding."""
-    code = f"from kv_cache.strided import Strided; Strided(stride={stride}).check()"
-    assert "ConfigError: --stride is too small" in python("-c", code, cwd=extended).err
+def test_an_option_that_makes_no_sense_is_refused(extended: Path) -> None:
+    code = "from kv_cache.key_norm import KeyNorm; KeyNorm(norm_order=0).check()"
+    assert "ConfigError: --norm_order is too small" in python("-c", code, cwd=extended).err
 
 
 def test_help_lists_both(extended: Path) -> None:
     listed = python("tests/selfspec_benchmark.py", "--help", cwd=extended).out
-    assert all(name in listed for name in ("strided", "--stride", "bigram", "--min_seen"))
+    assert all(name in listed for name in ("key_norm", "--norm_order", "bigram", "--min_seen"))
 
 
 def test_their_rows_of_the_test_matrix_pass(extended: Path) -> None:
     files = ("tests/test_policies.py", "tests/test_new_rows.py")
-    ended = python("-m", "pytest", "-q", "-k", "strided or random_batches", *files, cwd=extended)
+    ended = python("-m", "pytest", "-q", "-k", "key_norm or random_batches", *files, cwd=extended)
     assert ended.code == 0 and "11 passed" in ended.out, ended.out

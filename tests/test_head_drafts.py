@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from pacings import Scripted
+from policies import POLICIES, Size
 from published_heads import (
     PlainEagle,
     eagle_config,
@@ -193,6 +194,10 @@ def test_heads_that_do_not_fit_a_round_are_refused():
     head = random_eagle(DEEP)
     with pytest.raises(ConfigError, match="no room for a verification block"):
         Eagle(runner, head, StreamingKVCache(head.body.config, SLOTS, 5, 2, dtype=torch.float64), 3)
+    size = Size(SLOTS, longest=20, n_kept=4, window=6, dtype=torch.float64)
+    for cache in (policy.make(head.body.config, size) for policy in POLICIES.values() if policy.sample.selects):
+        with pytest.raises(ConfigError, match="cannot select entries"):
+            Eagle(runner, head, cache, 3)
     other = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
     own = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)
     for drafter in (Medusa(runner, heads, 2), Eagle(runner, head, own, 2)):

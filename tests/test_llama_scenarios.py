@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policies import OF_SELF_DRAFTS, WITHOUT_QUERIES
 from scenarios import run_scenarios
 from tiny import TINY, continue_by_recomputing, tiny_model
 
 from kv_cache.entries import largest
 
 SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
+QUERYING = tuple(name for name in OF_SELF_DRAFTS if name not in WITHOUT_QUERIES)
 SHAPES = {
     "grouped heads": TINY,
     "one KV head": replace(TINY, n_kv_head=1),
@@ -21,7 +23,7 @@ SHAPES = {
 
 class LlamaWorld:
     heads = ("medusa", "eagle-1, streaming", "eagle-3, streaming")
-    drafters = ("snapkv", "verify_topk", "retrieval", "quantized", "standalone, snapkv", *heads)
+    drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), *heads)
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])

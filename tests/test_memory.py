@@ -28,7 +28,7 @@ from engine.drafters import SelfConfig
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import Full, FullKVCache, Retrieval, SnapKV, Streaming, StreamingKVCache, VerifyTopK
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize
@@ -166,6 +166,12 @@ def test_of_several_drafts_there_is_room_for_as_many_as_are_held_at_once() -> No
     assert of_all.capacities == (210, 40, 40, 16) and of_budgets.capacities == (210, 40, 16)
     assert of_one.capacities == (210,) and not of_one.automatic
     assert of_all.gamma == of_budgets.gamma == of_one.gamma == 3
+    # Of one size, the policy whose cache takes most: here with the means of a long text's keys.
+    of_size = [SelfConfig(gamma=1, policy=policy) for policy in (VerifyTopK(40, 8), Retrieval(40, 8), SnapKV(40, 8))]
+    for drafts in (of_size, of_size[::-1]):
+        for at_once in ("one of each budget", "one"):
+            (planned,) = resolve_several(config, drafts, at_once).draft.policies
+            assert planned.name == "retrieval"
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size
+from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from common.errors import ConfigError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.drafters import Shown
 from kv_cache import EMPTY
 from kv_cache.policy import policies
@@ -35,7 +36,7 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
     for new_graphs in (None, RecordedGraphs):
         runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
         drafter = make_drafter(kind, policy, runner)
-        out = generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter, **how)
+        out = generate_selecting(runner, prompts, drafter, max_new_tokens=LIMITS, **how)
         assert out.tokens == expected
         counts.append(out.stats.counts)
     assert counts[0] == counts[1]
@@ -56,7 +57,7 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
         drafter.follow([Shown(row, row, text, known)])
         again.follow([Shown(row, row, text, 0)])
         assert torch.equal(cache.positions[row], anew.positions[row])
-        chosen = getattr(cache, "n_sink", 0) if POLICIES[policy].by_attention and len(text) > cache.capacity else 0
+        chosen = cache.n_sink if cache.selects and len(text) > cache.capacity else 0
         assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
         if policy == "retrieval":
             n_whole = len(text) // cache.chunk
@@ -66,7 +67,7 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
 def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
     """As if it were filled at once: nothing was selected while the whole text was kept."""
     text = random_prompts([90])[0]
-    for policy in ("snapkv", "verify_topk", "retrieval"):
+    for policy in (name for name in OF_SELF_DRAFTS if POLICIES[name].sample.selects):
         runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
         runner.prefill_row(0, text)
         for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
@@ -118,6 +119,20 @@ def test_slots_hold_what_the_policy_retains(policy):
         assert held == sorted(cache.retained_positions(length + 1).tolist())
         block = cache.slots(torch.arange(length, length + min(cache.max_block, SIZE.longest - length)))
         assert len(set(block.tolist())) == len(block)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name].sample.n_queries])
+def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
+    source, cache = full_cache(tiny_model(), SIZE.n_rows), POLICIES[policy].make(TINY, SIZE)
+    cache.fill_row(0, source, cache.capacity)
+    with pytest.raises(ConfigError, match="has not got them"):
+        cache.fill_row(1, source, cache.capacity + 1)
+
+
+@pytest.mark.parametrize("name", policies())
+def test_options_say_whether_the_cache_selects(name):
+    policy = policies()[name]()
+    assert policy.selects == policy.new_cache(TINY, 1, 600, "meta", torch.float32).selects
 
 
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])

@@ -166,6 +166,3 @@ def test_what_cannot_work_is_refused():
     for (budget, window), message in messages.items():
         with pytest.raises(ConfigError, match=f"{message}$"):
             SnapKV(budget, window).check()
-    source = full_cache(tiny_model(), 1)
-    with pytest.raises(ConfigError, match="has not got them"):
-        SnapKV(BUDGET, WINDOW).new_cache(TINY, 1, 0, "cpu", torch.float64).fill_row(0, source, 40)

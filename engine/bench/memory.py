@@ -83,9 +83,9 @@ class Footprint:
         return linear_bytes(linear, self.quantize) + linear_bytes(head, "int8") + other * self.dtype.itemsize
 
     @property
-    def observed(self) -> int:
-        """Queries that select entries."""
-        return max(cache.n_observed for cache in self.caches)
+    def selects(self) -> bool:
+        """Whether entries of a prompt are selected by their content."""
+        return any(cache.selects for cache in self.caches)
 
     @property
     def largest_dequantized_layer(self) -> int:
@@ -163,11 +163,11 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     if not sampling.greedy:  # distributions and noise beside the logits
         activations += blocks_per_pass(device) * PASS_BYTES
         per_logit += SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
-    if draft and draft.observed:
-        observed = draft.config if draft.prefills else config
+    if draft and draft.selects:
+        scored = draft.config if draft.prefills else config
         # One row and layer at a time: float32 scores, masked and after the softmax, and keys in order.
-        scores = 3 * draft.observed * observed.n_head
-        activations += 4 * capacity * (scores + 2 * observed.n_kv_head * observed.head_dim)
+        scores = 3 * max(1, *(cache.n_queries for cache in draft.caches)) * scored.n_head
+        activations += 4 * capacity * (scores + 2 * scored.n_kv_head * scored.head_dim)
         if draft.prefills:  # a whole row, which the policy then selects from
             activations += FullKVCache(draft.config, 1, capacity, "meta", draft.caches[0].entries.dtype).n_bytes
     # Target and drafts never attend at once.
@@ -179,9 +179,9 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
         keys = max(capacity * config.n_kv_head * config.head_dim * itemsize, target.dequantized(block))
         # Or keys and values that are chosen or new, thrice or on their way to another storage, and what chose them.
         of_slot = config.n_kv_head * (config.head_dim * max(32, 6 * itemsize) + 64)
-        copied = of_slot * max(cache.n_sink + cache.refresh * block for cache in choosing)
+        copied = of_slot * max(cache.n_sink + cache.refresh_every * block for cache in choosing)
         dequantized = max(dequantized, capacity * 4 * 3 * block * config.n_head + keys, copied)
-    prefilling = ((one, capacity if one.observed else None) for one in models if one.prefills)
+    prefilling = ((one, capacity if one.selects else None) for one in models if one.prefills)
     chunks = [one.dequantized(prefill_chunk, entries, is_chunk=True) for one, entries in prefilling]
     activations += max(0, max(chunks) - dequantized)
     libraries = 0

@@ -18,6 +18,7 @@ from engine.drafters.config import DrafterConfig
 from engine.drafters.medusa import check_heads
 from engine.drafters.standalone import StandaloneConfig
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
+from kv_cache import Policy
 from models import ModelConfig
 from models.attention import Selection, select_backend
 from models.checkpoints.model_source import ModelSource, check_vocabulary
@@ -165,7 +166,7 @@ def _resolved_draft(plan: Plan, config: DrafterConfig) -> ResolvedDraft:
             check_heads(draft.gamma, source.most_drafts)
         draft = replace(draft, source=source, gamma=min(draft.gamma, source.most_drafts))
     check_layers(draft.layers, n_layer)
-    window, selecting = drafting.config.sliding_window, [one.name for one in draft.policies if one.n_observed]
+    window, selecting = drafting.config.sliding_window, [one.name for one in draft.policies if one.selects]
     if selecting and window is not None:
         what, where = f"{selecting[0]} selects entries that a sliding window hides", flag("draft_policy")
         seen = f"{selecting[0]}, and a model with a sliding window of {window} tokens"
@@ -185,20 +186,24 @@ def resolve_several(
     """Room for the caches of so many of those drafts at once, and for rounds of all gammas. Errors: UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
     each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
-    deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.n_observed)))
+    deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.selects)))
     plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)), texts)
     assert plan.draft is not None
     each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
     pairs = [pair for draft in each for pair in zip(draft.capacities, draft.policies, strict=True)]
-    # Of one size, what observes verifications takes most, then what selects by a prompt's queries.
-    pairs.sort(key=lambda pair: (pair[0], pair[1].of_self_drafts, pair[1].n_observed))
+
+    def demands(policy: Policy) -> tuple[int, ...]:
+        """Sort caches of as many entries by the memory that they take."""
+        cache = policy.new_cache(plan.target.config, 1, plan.capacity, "meta", plan.dtype)
+        return policy.of_self_drafts, cache.n_bytes, cache.selects, cache.n_queries
+
+    pairs.sort(key=lambda pair: (pair[0], *demands(pair[1])))
     held = pairs if at_once == "all" else [*dict(pairs).items()]
     if at_once == "one":
         held = [pair for pair in pairs if pair[1].has_own_storage]
         if others := [pair for pair in pairs if not pair[1].has_own_storage]:
             largest = others[-1][0]
-            _, demanding = max(others, key=lambda pair: (pair[1].of_self_drafts, pair[1].n_observed))
-            held.append((largest, demanding.with_entries(largest)))
+            held.append((largest, max((policy.with_entries(largest) for _, policy in others), key=demands)))
     capacities, policies = zip(*reversed(held), strict=True) if held else ((), ())
     is_chosen = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
     return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=is_chosen))

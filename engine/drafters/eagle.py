@@ -14,7 +14,7 @@ from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
 from engine.drafters.observed import ObservedStates
 from engine.modes import Drafts, Verification
-from kv_cache import KVCache
+from kv_cache import KVCache, Policy
 
 if TYPE_CHECKING:
     from engine.runner import ModelRunner
@@ -32,6 +32,7 @@ class Eagle(ModelDrafter):
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
+        require_by_position(cache, type(cache).__name__)
         super().__init__(runner.over(cache, head.body), gamma, runner.cache)
         head.borrow(runner.model)
         self._target, self._head, self.cache = runner, head, cache
@@ -78,6 +79,14 @@ class Eagle(ModelDrafter):
         return self._head.logits(self._state[:, 0])
 
 
+def require_by_position(cache: KVCache | Policy, name: str) -> None:
+    """Raise ConfigError if it selects entries: a head's cache keeps of a prompt what its position says."""
+    if cache.selects:
+        where, required = flag("draft_policy"), "a policy that goes by position"
+        what, fix = "a head's cache cannot select entries by their content", f"use {where} streaming or full"
+        raise ConfigError(what, where, name, required, fix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig, ModelDrafterConfig):
     """An EAGLE head, which goes on from the target's hidden states."""
@@ -86,10 +95,7 @@ class EagleConfig(HeadConfig, ModelDrafterConfig):
 
     def check(self) -> None:
         super().check()
-        if self.policy.n_observed:
-            where, required = flag("draft_policy"), "a policy that goes by position"
-            what, fix = "a head's cache cannot be chosen by attention", f"use {where} streaming or full"
-            raise ConfigError(what, where, self.policy.name, required, fix)
+        require_by_position(self.policy, self.policy.name)
 
     def build(self, parts: Parts) -> Eagle:
         head = parts.model

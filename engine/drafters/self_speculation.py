@@ -55,7 +55,7 @@ class SelfSpeculation(ModelDrafter):
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
-        self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh
+        self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh_every
         self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
@@ -65,10 +65,10 @@ class SelfSpeculation(ModelDrafter):
     def follow(self, rows: Sequence[Shown]) -> None:
         for row, _, text, known, _ in rows:
             queries = None
-            if self.cache.n_observed and known <= self.cache.capacity:  # nothing was selected yet
+            if self.cache.selects and known <= self.cache.capacity:  # nothing was selected yet
                 known = 0
-            if self.cache.n_observed and len(text) > self.cache.capacity and not known:
-                queries = self._target.last_queries(row, text, self.cache.n_observed)
+            if self.cache.n_queries and len(text) > self.cache.capacity and not known:
+                queries = self._target.last_queries(row, text, self.cache.n_queries)
             self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, known=known)
             if self._observed is not None:
                 self._observed.forget(row)

@@ -37,7 +37,7 @@ class StandaloneDraft(ModelDrafter):
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
         super().__init__(runner, gamma)
-        self.follows_parts = runner.cache is None or not runner.cache.n_observed
+        self.follows_parts = runner.cache is None or not runner.cache.selects
         self._vocab_size, self._keeps_prompts = runner.vocab_size, keeps_prompts
         self._kept: dict[int, tuple[list[int], list[Tensor]]] = {}
 
@@ -115,5 +115,5 @@ class StandaloneConfig(ModelDrafterConfig):
             else ModelRunner(parts.model, parts.new_cache(parts.model.config), ranks=parts.runner.ranks)
         )
         drafter = StandaloneDraft(own, parts.gamma, parts.rehearses)
-        drafter.follows_parts = not self.policy.n_observed  # as it is on the ranks that have a cache
+        drafter.follows_parts = not self.policy.selects  # as it is on the ranks that have a cache
         return drafter
