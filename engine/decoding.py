@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
 
 Phase = Callable[[str], AbstractContextManager[object]]
+Reuse = Literal["prefixes", "prompts", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Decoder:
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
         prefill_tokens: the most tokens of a prompt that run between two rounds; None: all prompts that find a row.
-        reuses: a prompt takes over what its row holds of it, by an earlier request (see `ModelRunner.prefilling`).
+        reuses: what a prompt takes over of an earlier request's text in its row (see `ModelRunner.prefilling`):
+            "prefixes", all that both begin with; "prompts", a prompt that is held whole; "nothing", so that the work
+            for a prompt does not depend on earlier ones (but `NGramCache` drafts by all texts).
 
     `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
@@ -71,7 +75,7 @@ class Decoder:
         progress: Progress | None = None,
         phase: Phase | None = None,
         prefill_tokens: int | None = None,
-        reuses: bool = False,
+        reuses: Reuse = "prompts",
     ) -> None:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         if pacing is not None and drafter is not None:
@@ -172,13 +176,16 @@ class Decoder:
                     return
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        row, drafters = self._rows.place_for(request.prompt, self._reuses), self._pacing.drafters
-        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, self._reuses)
+        reuses, drafters = self._reuses == "prefixes", self._pacing.drafters
+        row = self._rows.place_for(request.prompt, reuses)
+        if self._reuses == "nothing":
+            self._runner.cache.notes.pop(row, None)
+        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, reuses)
         # One that has to take back more than a round's drafts may lack what its cache held before those.
         known = {
             index: min(n, request.n_reused)
             for index, n in self._rows.followed[row].items()
-            if self._reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
+            if reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
         }
         self._rows.begin(row, request.n_reused, known)
         return row, request, chunks

@@ -81,7 +81,7 @@ def test_each_request_gets_what_it_gets_alone(seed, mode):
     rng = random.Random(f"{seed} {mode}")
     runner, reuses = witness_runner(rng.randint(1, 4)), seed % 2 == 1
     requests, pacing = random_requests(rng, mode), Scripted(drafters_of(runner), SCRIPT)
-    how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": reuses}
+    how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": "prefixes" if reuses else "prompts"}
     decoder = Decoder(runner, pacing, verification=mode, **how)
     cancelled = drive(decoder, requests, rng)
     for request in requests:
