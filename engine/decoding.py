@@ -86,6 +86,7 @@ class Decoder:
         self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
+        self._mark = object()  # what its requests note: the decoder itself would stay in memory with them
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The request whose prompt is on its way into a row, if one is.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
@@ -101,9 +102,9 @@ class Decoder:
 
         Requests of one id and seed share their random numbers. Errors: ConfigError, and the request is not queued, if
         its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
-        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was submitted before.
+        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if any decoder has taken it.
         """
-        if request.tokens or request.finish_reason is not None or request in self._waiting:
+        if request.tokens or request.finish_reason is not None or request.taken_by is not None:
             seen = f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
             fix = "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
@@ -115,14 +116,18 @@ class Decoder:
         if not request.sampling.greedy:
             self._mode = mode
         self._filters |= Filters.of([request.sampling])
-        request.counts = Counts.of_gamma(gamma)
+        request.counts, request.taken_by = Counts.of_gamma(gamma), self._mark
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
-        forgets what the row holds. One that ended stays as it is."""
+        forgets what the row holds. One that ended stays as it is. Errors: ConfigError if it was not submitted here."""
         if request.finish_reason is not None:
             return
+        if request.taken_by is not self._mark:
+            seen = "not submitted" if request.taken_by is None else "submitted to another decoder"
+            what, fix = "a decoder cancels its own requests", "cancel it where it was submitted"
+            raise ConfigError(what, f"prompt {request.index}", seen, "a request of this decoder", fix)
         request.finish_reason = "cancelled"
         if request in self._waiting:
             self._waiting.remove(request)
@@ -300,5 +305,6 @@ def generate(
         decoder.submit(request)
     rounds, counts = tuple(iter(decoder.step, None)), tuple(one.counts for one in requests)
     stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
-    reasons, errors = [one.finish_reason for one in requests], [one.error for one in requests]
+    reasons = [one.finish_reason for one in requests]
+    errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
     return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
