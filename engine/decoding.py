@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
 
 Phase = Callable[[str], AbstractContextManager[object]]
+Reuse = Literal["prefixes", "prompts", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Decoder:
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
         prefill_tokens: the most tokens of a prompt that run between two rounds; None: all prompts that find a row.
-        reuses: a prompt takes over what its row holds of it, by an earlier request (see `ModelRunner.prefilling`).
+        reuses: what a prompt takes over of an earlier request's text in its row (see `ModelRunner.prefilling`):
+            "prefixes", all that both begin with; "prompts", a prompt that is held whole; "nothing", so that the work
+            for a prompt does not depend on earlier ones (but `NGramCache` drafts by all texts).
 
     `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
@@ -71,7 +75,7 @@ class Decoder:
         progress: Progress | None = None,
         phase: Phase | None = None,
         prefill_tokens: int | None = None,
-        reuses: bool = False,
+        reuses: Reuse = "prompts",
     ) -> None:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         if pacing is not None and drafter is not None:
@@ -82,6 +86,7 @@ class Decoder:
         self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
+        self._mark = object()  # what its requests note: the decoder itself would stay in memory with them
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The request whose prompt is on its way into a row, if one is.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
@@ -97,9 +102,9 @@ class Decoder:
 
         Requests of one id and seed share their random numbers. Errors: ConfigError, and the request is not queued, if
         its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
-        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was submitted before.
+        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if any decoder has taken it.
         """
-        if request.tokens or request.finish_reason is not None or request in self._waiting:
+        if request.tokens or request.finish_reason is not None or request.taken_by is not None:
             seen = f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
             fix = "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
@@ -111,14 +116,18 @@ class Decoder:
         if not request.sampling.greedy:
             self._mode = mode
         self._filters |= Filters.of([request.sampling])
-        request.counts = Counts.of_gamma(gamma)
+        request.counts, request.taken_by = Counts.of_gamma(gamma), self._mark
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
-        forgets what the row holds. One that ended stays as it is."""
+        forgets what the row holds. One that ended stays as it is. Errors: ConfigError if it was not submitted here."""
         if request.finish_reason is not None:
             return
+        if request.taken_by is not self._mark:
+            seen = "not submitted" if request.taken_by is None else "submitted to another decoder"
+            what, fix = "a decoder cancels its own requests", "cancel it where it was submitted"
+            raise ConfigError(what, f"prompt {request.index}", seen, "a request of this decoder", fix)
         request.finish_reason = "cancelled"
         if request in self._waiting:
             self._waiting.remove(request)
@@ -172,13 +181,16 @@ class Decoder:
                     return
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        row, drafters = self._rows.place_for(request.prompt, self._reuses), self._pacing.drafters
-        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, self._reuses)
+        reuses, drafters = self._reuses == "prefixes", self._pacing.drafters
+        row = self._rows.place_for(request.prompt, reuses)
+        if self._reuses == "nothing":
+            self._runner.cache.notes.pop(row, None)
+        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, reuses)
         # One that has to take back more than a round's drafts may lack what its cache held before those.
         known = {
             index: min(n, request.n_reused)
             for index, n in self._rows.followed[row].items()
-            if self._reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
+            if reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
         }
         self._rows.begin(row, request.n_reused, known)
         return row, request, chunks
@@ -293,5 +305,6 @@ def generate(
         decoder.submit(request)
     rounds, counts = tuple(iter(decoder.step, None)), tuple(one.counts for one in requests)
     stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
-    reasons, errors = [one.finish_reason for one in requests], [one.error for one in requests]
+    reasons = [one.finish_reason for one in requests]
+    errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
     return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)

@@ -1,6 +1,6 @@
 """Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
@@ -8,10 +8,12 @@ from typing import Any, Literal
 from common.errors import ConfigError, flag
 from engine.round import Outcome
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, is_integer
 from engine.stats import Counts
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
+# What generate() calls the fields of a Request that it is given otherwise.
+ARGUMENTS = {"prompt": "prompts", "limit": "max_new_tokens", "id": "request_ids", "index": "numbered_from"}
 
 
 @dataclass(eq=False)
@@ -21,6 +23,8 @@ class Request:
     id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it. logprobs: a list where
     they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
     decides. speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held.
+    taken_by: stands for the decoder that it was submitted to. `prompt` and `stop_tokens` are copied. Errors:
+    ConfigError naming a field of another type: numpy's integers are integers, bools are not.
     """
 
     prompt: Sequence[int]
@@ -36,11 +40,20 @@ class Request:
     logprobs: list[float] | None = None
     speculate: bool = True
     n_reused: int = 0
+    taken_by: object | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, Integral) or not 0 <= self.id < 2**32:  # a word of the random numbers' counter
-            where = f"prompt {self.index}: request_ids"
-            raise _refuse("a request id is out of range", where, self.id, "an integer, 0 <= id < 2**32")
+        integers = {"index": [self.index], "id": [self.id], "limit": [self.limit]}
+        for name, values in (integers | {"prompt": self.prompt, "stop_tokens": self.stop_tokens}).items():
+            if (seen := _no_integer(values)) is not None:
+                raise _refuse(f"the {name} of a request has to be integers", _where(self.index, name), seen, "integers")
+        if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
+            raise _refuse("a request id is out of range", _where(self.index, "id"), self.id, "0 <= id < 2**32")
+        if not isinstance(self.sampling, SamplingParams):
+            what, where = "the sampling of a request is of another type", _where(self.index, "sampling")
+            raise _refuse(what, where, repr(self.sampling), "SamplingParams")
+        self.index, self.id, self.limit = int(self.index), int(self.id), int(self.limit)
+        self.prompt, self.stop_tokens = [*map(int, self.prompt)], frozenset(map(int, self.stop_tokens))
 
     @property
     def length(self) -> int:
@@ -76,7 +89,7 @@ class Request:
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""
         self.finish_reason = "error"
-        self.error = f"row {self.index}: logits at position {position} are NaN or infinite"
+        self.error = f"logits at position {position} are NaN or infinite"
 
 
 class Progress:
@@ -104,7 +117,7 @@ def make_requests(
         raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
     # A value for all of them, or one a prompt.
     columns: dict[str, Sequence[Any]] = {
-        "max_new_tokens": [max_new_tokens] * n_prompts if isinstance(max_new_tokens, int) else max_new_tokens,
+        "max_new_tokens": max_new_tokens if isinstance(max_new_tokens, Sized) else [max_new_tokens] * n_prompts,
         "stop_tokens": [stop_tokens] * n_prompts if n_ids == len(stop_tokens) else stop_tokens,
         "sampling": [sampling] * n_prompts if isinstance(sampling, SamplingParams) else sampling,
         "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
@@ -116,7 +129,7 @@ def make_requests(
     owner: dict[tuple[int, int], int] = {}
     of_prompts = enumerate(zip(prompts, *columns.values(), strict=True), numbered_from)
     for index, (prompt, limit, stop, params, id_) in of_prompts:
-        requests.append(Request(list(prompt), limit, frozenset(map(int, stop)), params, id_, index))
+        requests.append(Request(prompt, limit, stop, params, id_, index))
         first = index if params.greedy else owner.setdefault((id_, params.seed), index)
         if first != index:
             where, seen = f"prompt {index}: request_ids", f"id {id_} and seed {params.seed}, as prompt {first}"
@@ -134,7 +147,7 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
         fix = "encode the prompt with the model's own tokenizer"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
-        raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
+        raise _refuse("nothing to generate", _where(index, "limit"), limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1
     rooms = (("the model's context", runner.model.config.max_context), ("the KV cache", runner.cache.max_block))
     for name, room in rooms:
@@ -146,6 +159,18 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
 
 
 def _refuse(
-    what: str, where: str, seen: object, required: object, fix: str = "correct the call to generate()"
+    what: str, where: str, seen: object, required: object, fix: str = "correct the Request, or the call to generate()"
 ) -> ConfigError:
     return ConfigError(what, where, seen, required, fix)
+
+
+def _where(index: object, name: str) -> str:
+    return f"prompt {index}: Request.{name} (generate: {ARGUMENTS.get(name, name)})"
+
+
+def _no_integer(ids: object) -> str | None:
+    """Return what is no integer: the first such value, or `ids` itself where that is no collection; None if all are."""
+    if not isinstance(ids, Collection):
+        return repr(ids)
+    kinds = {type(one): one for one in ids}  # a prompt is long, and of few types
+    return next((repr(one) for one in kinds.values() if not is_integer(one)), None)

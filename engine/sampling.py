@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from numbers import Integral
+from numbers import Integral, Real
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,17 +39,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         bounds = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
-        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        heat, top_p = self.temperature, self.top_p
+        fits = _is_number(heat) and (heat == 0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE)
         checks = (
             ("temperature", fits, bounds, "use 0 for greedy decoding, 0.6 to 1 for usual sampling"),
             ("top_k", _is_int63(self.top_k), "an integer, 0 <= top_k < 2**63", "use 0 to keep every token"),
-            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
+            ("top_p", _is_number(top_p) and 0 < top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
             ("seed", _is_int63(self.seed), "an integer, 0 <= seed < 2**63", "use a smaller non-negative integer"),
         )
         for name, good, required, fix in checks:
             if not good:
                 where = f"SamplingParams.{name} ({flag(name)})"
-                raise ConfigError(f"{name} is out of range", where, getattr(self, name), required, fix)
+                raise ConfigError(f"{name} is out of range", where, repr(getattr(self, name)), required, fix)
+        for name in ("top_k", "seed"):  # numpy's integers have no bit_length
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -172,8 +175,17 @@ def logprobs_of(tokens: Sequence[int], logits: torch.Tensor) -> list[float]:
     return (rows.gather(1, chosen[:, None])[:, 0] - rows.logsumexp(dim=-1)).tolist()
 
 
-def _is_int63(value: object) -> bool:
-    return isinstance(value, Integral) and 0 <= int(value) < 2**63
+def is_integer(value: object) -> bool:
+    """True for Python's and numpy's integers; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_int63(value: Any) -> bool:
+    return is_integer(value) and 0 <= value < 2**63
 
 
 def _like(per_row: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from serving import openai_routes, tgi
-from serving.answers import Failure
+from serving.answers import TOO_LONG, Failure
 from serving.gate import Gate
 from serving.service import Service
 
@@ -20,12 +20,13 @@ HUNG_SECONDS = 120.0
 PAGE = Path(__file__).with_name("page.html")
 
 
-def _told(error: dict[str, Any]) -> tuple[list[str], str]:
-    """Where it is, and what. Where JSON breaks off is its `loc`; that of a union has the names of its members."""
+def _told(error: dict[str, Any]) -> tuple[list[str], str, str]:
+    """Where it is, what, and pydantic's type. Where JSON breaks off is its `loc`; that of a union has the names of its
+    members."""
     if error["type"] == "json_invalid":
-        return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
+        return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}", error["type"]
     names = [name for name in map(str, error["loc"][1:]) if not name.startswith(("function-", "constrained-", "list["))]
-    return names, error["msg"].removeprefix("Value error, ")
+    return names, error["msg"].removeprefix("Value error, "), error["type"]
 
 
 def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
@@ -62,10 +63,11 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
             return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
         errors = [*map(_told, error.errors())]
         about = errors[0][0]
-        # What may be a text or a list is told of both: the list's errors are about what is in it.
-        names, says = max((one for one in errors if one[0][: len(about)] == about), key=lambda one: len(one[0]))
-        param = ".".join(names)
-        return Failure(422, "validation", f"{param or 'body'}: {says}", param or None).response(request)
+        # What may be a text or a list is told of both: the list's errors are about what is in it, or its length.
+        same = (one for one in errors if one[0][: len(about)] == about)
+        names, says, type_ = max(same, key=lambda one: (len(one[0]), one[2] == "too_long"))
+        param, kind = ".".join(names), TOO_LONG if (names, type_) == (["prompt"], "too_long") else "validation"
+        return Failure(422, kind, f"{param or 'body'}: {says}", param or None).response(request)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

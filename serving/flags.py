@@ -35,7 +35,7 @@ class Batch:
     """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
     """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
-    no_prefix_reuse: bool = False  # run every prompt from its beginning, whatever its row holds of it
+    no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text
     verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
     sampling, which accepts a little more"""
@@ -102,6 +102,11 @@ class ServeFlags:
         if draft is not None and draft.needs_baseline:
             required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"
             raise ConfigError("nothing is known of an answer beforehand", flag("draft"), draft.name, required, fix)
+        names = [one.name for one in (draft, *getattr(draft, "texts", ())) if one is not None and one.shares_texts]
+        if names and self.batch.no_prefix_reuse:
+            what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
+            required = f"drafts of a row's own text, beside {flag('no_prefix_reuse')}"
+            raise ConfigError(what, where, names[0], required, "use suffix, which copies from a row's own text")
         sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
         return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
 

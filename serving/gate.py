@@ -83,7 +83,8 @@ class Gate:
         headers = dict(reversed(scope["headers"]))  # of several the first counts
         host = PORT.sub("", headers.get(b"host", b"").decode("latin-1").lower())
         if self._hosts is not None and host not in self._hosts:
-            return Failure(400, "validation", f"this server is {' or '.join(self._hosts)}, not {host or 'nameless'}")
+            said = headers.get(b"host", b"").decode("latin-1") or "nameless"
+            return Failure(400, "validation", f"this server is {' or '.join(self._hosts)}, not {said}")
         if self._key is None or (scope["method"], scope["path"]) in OPEN:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

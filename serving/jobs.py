@@ -74,12 +74,14 @@ class Job:
         if update.round > 0:
             self.counts.add_round(update.drafted, update.accepted, len(self.pieces) - n_before)
         if self.finish is None and update.finish is not None:
+            self.finish = REASONS.get(update.finish, "error")
             if self.pieces:  # what waited for more is shown
                 rest, last = self._stream.rest(), self.pieces[-1]
                 shown, has_ended = self.stops.add(rest)
                 last.shown += shown + ("" if has_ended else self.stops.rest())
                 last.text += "" if last.special else rest
-            self.finish = REASONS.get(update.finish, "error")
+                if has_ended and update.finish in REASONS:
+                    self.finish = STOP
             if update.request.error is not None:
                 self.failure = Failure(424, "generation", update.request.error)
         self.changed(update.seen)

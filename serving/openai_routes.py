@@ -30,8 +30,8 @@ def routes(service: Service) -> APIRouter:
         def encode() -> list[int]:
             return service.prompts.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-        n_new = body.max_tokens or min(COMPLETION_TOKENS, service.limits.max_new_tokens)
-        wanted = Wanted(body, encode, n_chars, n_new, "prompt", logprobs=has_logprobs)
+        n_new, most = body.max_tokens, COMPLETION_TOKENS
+        wanted = Wanted(body, encode, n_chars, n_new, "prompt", logprobs=has_logprobs, most_unasked=most)
         return await _answer(service, request, body, wanted, Text)
 
     @router.post("/chat/completions")

@@ -1,6 +1,7 @@
 """What a route asks for, its prompt tokenised beside the event loop, and the bounds of both."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,8 @@ LONGEST_STOP = 256
 @dataclass(frozen=True)
 class Wanted:
     """What a route asks for. encode: makes the prompt, of texts of n_chars characters. of_prompt, of_length: what the
-    route calls the prompt and the number of new tokens; within: what stands before the names of `own`."""
+    route calls the prompt and the number of new tokens; within: what stands before the names of `own`. most_unasked:
+    new tokens where the client names no number."""
 
     own: Decoding
     encode: Callable[[], list[Any]]
@@ -30,6 +32,7 @@ class Wanted:
     within: str = ""
     keeps_stop: bool = False
     logprobs: bool = False
+    most_unasked: int = sys.maxsize
 
 
 def require(*checks: tuple[bool, str, str], kind: str = "validation") -> None:
@@ -96,11 +99,12 @@ class Prompts:
         """New tokens behind this prompt. Raises Failure."""
         n_prompt, of_prompt, room = len(prompt), wanted.of_prompt, self.max_total - len(prompt)
         self._check_length(n_prompt, of_prompt)
-        outside = min(prompt, default=0) < 0 or max(prompt, default=0) >= self._vocab_size
-        limit = wanted.max_new_tokens or min(room, self._limits.max_new_tokens)
+        highest, n_ids = max(prompt, default=0), self._vocab_size
+        limit = wanted.max_new_tokens or min(room, self._limits.max_new_tokens, wanted.most_unasked)
         require(
             (n_prompt == 0, of_prompt, "is empty"),
-            (outside, of_prompt, f"has a token id outside 0 to {self._vocab_size - 1}"),
-            (limit > room, wanted.of_length, f"is {limit}; behind {n_prompt} prompt tokens there is room for {room}"),
+            (highest >= n_ids, of_prompt, f"has the token id {highest}; those of this model are below {n_ids}"),
         )
+        says = f"is {limit}; behind {n_prompt} prompt tokens there is room for {room}"
+        require((limit > room, wanted.of_length, says), kind=TOO_LONG)
         return limit

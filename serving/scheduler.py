@@ -63,7 +63,7 @@ class Scheduler(Progress):
             verification=batch.verification,
             progress=self,
             prefill_tokens=chunk,
-            reuses=not batch.no_prefix_reuse,
+            reuses="nothing" if batch.no_prefix_reuse else "prefixes",
         )
         self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
         self._waiting: deque[Asked] = deque()

@@ -65,7 +65,7 @@ async def _respond(
     own, text, prompts = body.own, body.inputs, service.prompts
     if not text:
         raise invalid("inputs", "is empty")
-    said = prompts.conversation([{"role": "user", "content": text}], "chat") if own.chat else None
+    said = prompts.conversation([{"role": "user", "content": text}], "parameters.chat") if own.chat else None
 
     def encode() -> list[int]:
         return (said() if said else prompts.tokenizer.encode(text))[-(own.truncate or 0) :]

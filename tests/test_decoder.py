@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from pacings import Scripted
@@ -81,7 +82,7 @@ def test_each_request_gets_what_it_gets_alone(seed, mode):
     rng = random.Random(f"{seed} {mode}")
     runner, reuses = witness_runner(rng.randint(1, 4)), seed % 2 == 1
     requests, pacing = random_requests(rng, mode), Scripted(drafters_of(runner), SCRIPT)
-    how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": reuses}
+    how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": "prefixes" if reuses else "prompts"}
     decoder = Decoder(runner, pacing, verification=mode, **how)
     cancelled = drive(decoder, requests, rng)
     for request in requests:
@@ -174,6 +175,78 @@ def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
     decoder = Decoder(witness_runner(2), progress=Cancelling())
     decode(decoder, first, second)
     assert ended == [first] and second.finish_reason == "cancelled" and second.tokens == continue_plainly([5, 2, 7], 2)
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 3, 9])
+def test_a_request_that_any_decoder_has_taken_is_refused(n_steps):
+    """While it waits, is prefilled, decodes, and when it has ended; the decoder that has it goes on."""
+    decoder, other = (Decoder(witness_runner(2), prefill_tokens=4) for _ in range(2))
+    requests = [Request([5, 1, 7, 2, 9, 4, 8, 3, 6], 4), Request([2, 7], 6)]
+    for request in requests:
+        decoder.submit(request)
+    for _ in range(n_steps):
+        decoder.step()
+    assert n_steps != 1 or not (requests[0].tokens or requests[0] in decoder._waiting)
+    for again in (decoder, other):
+        for request in requests:
+            with pytest.raises(ConfigError, match="submitted once"):
+                again.submit(request)
+    before = [request.finish_reason for request in requests]
+    for request in requests:
+        if request.finish_reason is None:
+            with pytest.raises(ConfigError, match="cancels its own"):
+                other.cancel(request)
+    assert other.idle and [request.finish_reason for request in requests] == before
+    decode(decoder)
+    for request in requests:
+        assert request.tokens == continue_plainly(request.prompt, request.limit) and request.finish_reason == "length"
+
+
+def test_one_that_was_refused_may_be_submitted_elsewhere():
+    small = ModelRunner(WitnessModel(), FullKVCache(WitnessModel().config, 2, 8, dtype=torch.int64))
+    requests = [Request([5, 1, 7, 2, 9], 6), Request([5], 6)]
+    with pytest.raises(ConfigError, match="exceeds the KV cache"):
+        Decoder(small).submit(requests[0])
+    decode(Decoder(witness_runner(2)), *requests)
+    assert all(one.tokens == continue_plainly(one.prompt, 6) for one in requests)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("prompt", value) for value in (None, 5, "ab", [1, 2.0], [1, True], [[1]], ["1"], np.array([0.5]))),
+        *(("stop_tokens", value) for value in (3, [2.0], {True}, "a")),
+        *((name, value) for name in ("limit", "id", "index") for value in (2.0, True, "3", None, np.float32(1))),
+        ("sampling", None),
+        ("sampling", 0.7),
+    ],
+)
+def test_a_request_of_other_types_is_refused_when_it_is_made(field, value):
+    with pytest.raises(ConfigError, match=rf"of a request (.|\n)*Request\.{field} "):
+        Request(**{"prompt": [1, 2], "limit": 3, field: value})
+
+
+def test_a_request_takes_numbers_of_numpy():
+    prompts, limits, stops = [np.array([5, 1, 7]), [np.int32(5), np.uint8(2)]], np.array([9, 4]), [np.int64(VOCAB - 1)]
+    out = generate(witness_runner(2), prompts, max_new_tokens=limits, stop_tokens=stops, request_ids=np.arange(2))
+    plain = [continue_plainly([5, 1, 7], 9), continue_plainly([5, 2], 4)]
+    assert out.tokens == [cut(tokens, [VOCAB - 1]) for tokens in plain]
+    request = Request(np.array([5, 1]), np.int64(3), stop_tokens=np.array([4]), id=np.int64(2), index=np.int16(1))
+    assert {type(one) for one in (*request.prompt, *request.stop_tokens, request.limit, request.id)} == {int}
+
+
+def test_a_request_keeps_its_own_copy_of_a_prompt():
+    prompts, stops = [[5, 1, 7], [2, 9]], [VOCAB - 1]
+    requests = [Request(prompt, 6, stops) for prompt in prompts]
+    decoder = Decoder(witness_runner(1))
+    for request in requests:
+        decoder.submit(request)
+    decoder.step()
+    for changed in (*prompts, stops):
+        changed[:] = [0]
+    decode(decoder)
+    for request, prompt in zip(requests, ([5, 1, 7], [2, 9]), strict=True):
+        assert request.tokens == cut(continue_plainly(prompt, 6), [VOCAB - 1])
 
 
 def test_what_is_refused_is_not_queued():

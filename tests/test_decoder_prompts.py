@@ -8,8 +8,8 @@ from published_heads import random_eagle
 from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
-from engine.drafters import Drafter, Eagle
+from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, generate
+from engine.drafters import Drafter, Eagle, Suffix
 from engine.pacing import Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs
@@ -95,7 +95,7 @@ def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
 def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     """Behind the answer, on the target and on a draft model, while another conversation has its own row."""
     target, own = counting(2), counting(2, seed=5)
-    decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=parts, reuses=True)
+    decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=parts, reuses="prefixes")
     turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]
 
     def answer(*requests: Request) -> None:
@@ -116,9 +116,49 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     assert again.n_reused == len(again.prompt) - 1 and max(n for _, n in target.ran) == 3
 
 
+def drafter_of(kind: str, target: Counting) -> tuple[Drafter, list[object]]:
+    """And what it runs beside the target's own forwards, as it grows."""
+    if kind == "standalone":
+        own = counting(target.max_batch, seed=5)
+        return StandaloneDraft(own, 2), own.ran
+    if kind == "eagle":
+        head, ran, again = random_eagle(TINY), [], target.run_again
+        target.run_again = lambda row, text, at, layers=(): ran.append((row, at)) or again(row, text, at, layers)
+        return Eagle(target, head, full_cache(head.body, target.max_batch), 2), ran
+    texts = {"ngram": NGram, "suffix": Suffix}
+    return texts[kind](target, 2) if kind in texts else self_draft(target, Streaming(12, n_sink=2), 2), []
+
+
+@pytest.mark.parametrize("parts", [None, 8])
+@pytest.mark.parametrize("kind", ["self", "standalone", "eagle", "ngram", "suffix"])
+def test_without_reuse_earlier_requests_change_no_forward(kind, parts):
+    """A prompt that a row holds whole or in part, or that another request brings at the same time, runs whole; target,
+    draft and acceptance are what they are behind texts that have nothing in common with it."""
+
+    def work(decoder: Decoder, ran: list[list], prompts: list[list[int]]) -> tuple[object, ...]:
+        requests = [Request(prompt, 9, id=i) for i, prompt in enumerate(prompts)]
+        for each in ran:
+            each.clear()
+        decode(decoder, *requests)
+        assert [one.n_reused for one in requests] == [0] * len(prompts)
+        assert sum(n for rows, n in ran[0] if rows == 1) == sum(map(len, prompts))
+        return [[*each] for each in ran], [one.tokens for one in requests], [one.counts for one in requests]
+
+    def work_behind(earlier: list[list[int]], prompts: list[list[int]]) -> tuple[object, ...]:
+        target = counting(3)
+        drafter, ran = drafter_of(kind, target)
+        decoder = Decoder(target, drafter=drafter, prefill_tokens=parts, reuses="nothing")
+        work(decoder, [target.ran, ran], earlier)
+        return work(decoder, [target.ran, ran], prompts)
+
+    [first, second], others = random_prompts([30, 11]), random_prompts([30, 11], seed=7)
+    for prompts in ([first, second], [[*first, 5, 7], second[:6]], [first, first, second], [second, first]):
+        assert work_behind([first, second], prompts) == work_behind(others, prompts)
+
+
 def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ago():
     runner = witness_runner(3)
-    decoder = Decoder(runner, reuses=True)
+    decoder = Decoder(runner, reuses="prefixes")
 
     def row_of(prompt: list[int]) -> tuple[int, int]:
         decode(decoder, request := Request(prompt, 2))
@@ -145,7 +185,7 @@ def test_a_row_holds_nothing_behind_its_prompt():
 def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
     """The next prompt shares the beginning of the text that the row holds, of which the draft's cache holds the end."""
     own = ModelRunner(tiny_model(seed=5), StreamingKVCache(TINY, 1, 12, 2, dtype=torch.float64))
-    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses=True)
+    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses="prefixes")
     [prompt] = random_prompts([60])
     for text in (prompt, [*prompt[:40], 1]):
         decode(decoder, request := Request(text, 2))
@@ -197,7 +237,7 @@ def test_a_prompt_is_run_again_from_where_it_is_not_finite():
         return hidden(tokens, positions, cache).masked_fill((tokens == 7)[..., None], float("nan"))
 
     model.hidden = spoiled
-    decoder = Decoder(ModelRunner(model, full_cache(model, 1)), reuses=True)
+    decoder = Decoder(ModelRunner(model, full_cache(model, 1)), reuses="prefixes")
     for prompt, n_reused in (([1, 2, 3, 7, 4, 5], 0), ([1, 2, 3, 7, 4, 5, 6, 8], 3)):
         decoder.submit(request := Request(prompt, 4))
         decoder.step()

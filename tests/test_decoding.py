@@ -118,8 +118,13 @@ def bad_calls():
     yield "sampling given per prompt does not match", {"sampling": [warm]}
     yield "request_ids given per prompt does not match", {"request_ids": [1]}
     yield "share their random numbers", {"request_ids": [4, 4], "sampling": warm}
-    for bad in ([0, 2**32], [-1, 0], [0.5, 1]):
+    for bad in ([0, 2**32], [-1, 0]):
         yield "a request id is out of range", {"request_ids": bad}
+    yield r"integers(.|\n)*prompt 0(.|\n)*request_ids(.|\n)*0\.5", {"request_ids": [0.5, 1]}
+    yield r"integers(.|\n)*prompt 1(.|\n)*max_new_tokens(.|\n)*2\.5", {"max_new_tokens": [4, 2.5]}
+    yield r"integers(.|\n)*prompt 0(.|\n)*max_new_tokens(.|\n)*True", {"max_new_tokens": True}
+    yield r"integers(.|\n)*prompt 1(.|\n)*prompts(.|\n)*False", {"prompts": [[1, 2], [3, False]]}
+    yield r"integers(.|\n)*prompt 1(.|\n)*stop_tokens(.|\n)*1\.5", {"stop_tokens": [[1], [1.5]]}
 
 
 @pytest.mark.parametrize("message,change", list(bad_calls()))

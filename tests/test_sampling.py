@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -125,16 +126,24 @@ def test_extreme_temperatures_and_logits_leave_a_distribution(temperature):
 @pytest.mark.parametrize(
     "field,values",
     [
-        ("temperature", [-1.0, 1e-6, 1e39, math.inf, math.nan, -math.inf]),
-        ("top_k", [-1, 2**63, 2.5]),
-        ("top_p", [0.0, -0.1, 1.01, math.nan]),
-        ("seed", [-1, 2**63, 1.7e9]),
+        ("temperature", [-1.0, 1e-6, 1e39, math.inf, math.nan, -math.inf, True, "1"]),
+        ("top_k", [-1, 2**63, 2.5, True, "3"]),
+        ("top_p", [0.0, -0.1, 1.01, math.nan, True, "0.5"]),
+        ("seed", [-1, 2**63, 1.7e9, False]),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=rf"{field} is out of range(.|\n)*--{field}"):
             SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    own = SamplingParams(np.float32(0.5), np.int64(5), np.float64(0.9), np.uint32(7))
+    assert own == SamplingParams(0.5, 5, 0.9, 7)
+    logits = torch.linspace(-2, 3, 16)[None]
+    same = [Distribution.of([one]).probs(logits).tolist() for one in (own, SamplingParams(0.5, 5, 0.9, 7))]
+    assert same[0] == same[1]
 
 
 def test_top_p_is_not_rounded_to_float32():

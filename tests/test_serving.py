@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
-from openai import OpenAI, UnprocessableEntityError
+from openai import BadRequestError, OpenAI, UnprocessableEntityError
 from serving_cases import PLAIN, Alone, Served, serving, without_template
 
 from engine.sampling import SamplingParams
@@ -169,12 +169,32 @@ def test_clients_raise_what_is_refused(hub, openai):
     assert caught.value.param == "n" and "not supported" in caught.value.message
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_knows_a_prompt_that_is_too_long(openai, stream):
+    """Also one that leaves too little room for what is asked for behind it."""
+    message, completion, chat = {"role": "user"}, openai.completions.create, openai.chat.completions.create
+    for ask, how, param in (
+        (completion, {"prompt": "a" * 400}, "prompt"),
+        (completion, {"prompt": [5] * 400}, "prompt"),
+        (completion, {"prompt": "a" * 40_000}, "prompt"),
+        (completion, {"prompt": "a" * 299, "max_tokens": 17}, "max_tokens"),
+        (chat, {"messages": [message | {"content": "a" * 400}]}, "messages"),
+        (chat, {"messages": [message | {"content": "a" * 280}], "max_tokens": 100}, "max_tokens"),
+        (chat, {"messages": [message | {"content": "a" * 280}], "max_completion_tokens": 100}, "max_completion_tokens"),
+    ):
+        with pytest.raises(BadRequestError) as caught:
+            ask(model="m", stream=stream, **how)
+        error = caught.value
+        assert (error.status_code, error.code, error.param) == (400, "context_length_exceeded", param)
+        assert error.type == "invalid_request_error" and error.body["message"].startswith(f"{param}: ")
+
+
 def test_a_model_without_a_chat_template_says_so(chat_checkpoint, tmp_path):
     with serving(without_template(chat_checkpoint, tmp_path / "model"), "--gamma 0", PLAIN) as one:
         refused = one.ask("/v1/chat/completions", {"messages": MESSAGES})
         assert refused.status == 422 and "has no chat template" in refused.json["error"]["message"]
         question = {"inputs": "abc", "parameters": {"chat": True}}
-        assert "chat: " in one.ask("/generate_stream", question).json["error"]
+        assert one.ask("/generate_stream", question).json["error"].startswith("parameters.chat: ")
         assert one.get("/info").json["chat"] is False
         assert one.generate("abc", max_new_tokens=5)["details"]["speculation"]["drafted"] == 0
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_cases import Served, serving
+from serving_cases import PLAIN, Served, serving
 
-from serving.schemas import Body, ChatCompletion, Message, Parameters, StreamOptions, TextCompletion
+from serving.schemas import MOST_TOKENS, Body, ChatCompletion, Message, Parameters, StreamOptions, TextCompletion
 
 LIMITS = "--max_queue 1 --max_new_tokens 8 --max_stop_sequences 2 --max_body_bytes 4000 --max_input_length 60"
 MESSAGES = [{"role": "user", "content": "a"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
+PART = {"type": "text", "text": "a"}
 IMAGE = {"image_url": {"url": "x"}, "type": "image_url"}
 TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 
@@ -136,6 +137,9 @@ def test_values_that_cannot_be_are_refused_by_name(strict: Served, path, body, p
         ),
         (V1, {"prompt": "a", "stop": ["a", ""]}, "stop", "empty"),
         (V1, {"prompt": "a", "stop": "a" * 257}, "stop", "more than 256"),
+        (V1, {"prompt": "a", "stop": ["x"] * 300}, "stop", "at most 256 items"),
+        (CHATS, {"messages": [{"role": "user", "content": [PART] * 33}]}, "messages.0.content", "at most 32 items"),
+        (V1, {"prompt": [5, 10**6]}, "prompt", "token id 1000000"),
     ],
 )
 def test_limits_are_told(strict: Served, path, body, param, says):
@@ -164,6 +168,20 @@ def test_a_prompt_that_is_too_long_is_told_as_openai_does(strict: Served, path, 
     error = answer.json["error"]
     assert (answer.status, error["code"], error["type"]) == (400, "context_length_exceeded", "invalid_request_error")
     assert error["message"].startswith(says)
+
+
+def test_a_completion_that_names_no_length_takes_what_room_there_is(served: Served):
+    for n_room in (40, 16, 5, 1):
+        body = {"prompt": "a" * (315 - n_room), "temperature": 0.0}
+        for asked in (body, body | {"max_tokens": None}):
+            answer = served.ask(V1, asked)
+            assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == min(16, n_room), answer.body
+
+
+def test_a_list_of_too_many_token_ids_is_a_prompt_that_is_too_long(chat_checkpoint):
+    with serving(chat_checkpoint, "--gamma 0 --max_body_bytes 4000000", PLAIN) as one:
+        error = one.ask(V1, b'{"prompt": [' + b"1," * MOST_TOKENS + b"1]}").json["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
 def test_a_row_has_an_end(served: Served):

@@ -1,6 +1,7 @@
 """What a server does with its rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import torch
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 
 from common import cli
-from common.errors import OutOfMemoryError
+from common.errors import ConfigError, OutOfMemoryError
 from engine.bench.memory import memory_plan
 from engine.cost_model.adaptive import Adaptive
 from engine.sampling import SamplingParams
@@ -77,22 +78,58 @@ def test_the_next_turn_runs_only_what_is_new(served: Served):
         assert after[f"foretoken_{kind}_tokens_total"] - before[f"foretoken_{kind}_tokens_total"] == n
 
 
-def test_reuse_can_be_left_out(chat_checkpoint):
-    with serving(chat_checkpoint, "--no_prefix_reuse") as one:
-        for text in ("abcdef", "abcdefg"):
-            assert one.generate(text, max_new_tokens=3)["details"]["timings"]["cache_n"] == 0
+def forwards(served: Served) -> list[tuple[int, int]]:
+    """Rows and tokens of every forward of the target's model from now on, as it grows."""
+    model, ran = served.server.service.session.runner.model, []
+    hidden = model.hidden
+
+    def noted(tokens: torch.Tensor, *given: object) -> torch.Tensor:
+        ran.append(tuple(tokens.shape))
+        return hidden(tokens, *given)
+
+    model.hidden = noted
+    return ran
+
+
+def test_without_reuse_every_token_of_a_prompt_is_run(chat_checkpoint, capsys):
+    """The same prompt again, one that begins with it, and the same one that others bring at the same time."""
+    guess, other = "the password is swordfish", "something else"
+    with serving(chat_checkpoint, "--no_prefix_reuse") as one, ThreadPoolExecutor(3) as pool:
+        ran, n_before = forwards(one), one.metrics()["foretoken_prefill_tokens_total"]
+
+        def ask(text: str) -> dict[str, int]:
+            return one.generate(text, max_new_tokens=6)["details"]["timings"]
+
+        for texts in ([guess, other], [guess], [guess], [guess + " not"], [guess, guess, other], [guess[:20]]):
+            ran.clear()
+            timings = [*pool.map(ask, texts)]
+            n_tokens = [1 + len(text) for text in texts]  # one a byte, and the first
+            assert [timing["prompt_n"] for timing in timings] == n_tokens
+            assert {timing["cache_n"] for timing in timings} == {0}
+            assert sum(n for rows, n in ran if rows == 1) == sum(n_tokens)
+            n_told = one.metrics()["foretoken_prefill_tokens_total"]
+            assert n_told - n_before == sum(n_tokens)
+            n_before = n_told
+        answer = one.ask("/v1/completions", {"prompt": guess, "max_tokens": 2})
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert one.metrics()["foretoken_reused_prompt_tokens_total"] == 0
+        one.until_idle()
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert len(logged) == 10 and {line["reused"] for line in logged} == {0}
+
+
+@pytest.mark.parametrize("draft", ["--draft cache", "--text_drafts cache"])
+def test_a_draft_that_shares_texts_is_refused_without_reuse(chat_checkpoint, draft):
+    words = [f"--model={chat_checkpoint}", *PLAIN.split(), *draft.split()]
+    assert cli.read(Serve, words, prog="serving").config().draft
+    with pytest.raises(ConfigError, match="no_prefix_reuse"):
+        cli.read(Serve, [*words, "--no_prefix_reuse"], prog="serving").config()
+    cli.read(Serve, [*words[:-1], "suffix", "--no_prefix_reuse"], prog="serving").config()
 
 
 def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
     with serving(chat_checkpoint, "--prefill_tokens 16") as one:
-        scheduler, ran = one.server.service.scheduler, []
-        hidden = scheduler._decoder._runner.model.hidden
-
-        def noted(tokens: torch.Tensor, *given: object) -> torch.Tensor:
-            ran.append(tuple(tokens.shape))
-            return hidden(tokens, *given)
-
-        scheduler._decoder._runner.model.hidden = noted
+        ran = forwards(one)
         stream = one.begin("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 100}}).getresponse()
         stream.readline()
         answer = one.generate("b" * 200, max_new_tokens=5)

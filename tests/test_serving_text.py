@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -126,6 +127,40 @@ def test_what_might_have_become_a_stop_string_is_shown_in_the_end(alone: Alone):
     assert one.pieces[-1].special and one.pieces[-1].text == "<s>"
 
 
+@pytest.mark.parametrize("finish", ["length", "stop"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    ("text", "n_missing", "stop", "ends"),
+    [
+        ("ab€", 0, "b€", True),  # the last token completes the character
+        ("ab€", 1, "b\ufffd", True),  # no token does
+        ("abé", 1, "\ufffd", True),
+        ("abé", 1, "é", False),
+        ("abé", 1, "\ufffdc", False),
+    ],
+)
+def test_a_stop_string_may_end_with_the_last_character(alone: Alone, text, n_missing, stop, ends, keeps, finish):
+    tokens = alone.tokenizer.encode(text, add_bos=False)
+    tokens = tokens[: len(tokens) - n_missing]
+    one, whole = job(alone.tokenizer, [stop], keeps), alone.tokenizer.decode(tokens)
+    one.take(update(tokens[:1], 0))
+    one.take(update([*tokens[1:], *([0] if finish == "stop" else [])], 1, 3, 3, finish))
+    assert one.text == (whole if keeps or not ends else whole.removesuffix(stop))
+    assert one.finish == ("stop_sequence" if ends else "eos_token" if finish == "stop" else "length")
+    assert (
+        one.report()["timings"]["predicted_n"] == len(one.pieces) == len(tokens) + (finish == "stop" and n_missing > 0)
+    )
+
+
+def test_logits_that_are_not_finite_are_told_without_the_servers_numbers(alone: Alone):
+    request = Asked([1], 99, index=17)
+    request.fail(5)
+    one = job(alone.tokenizer, [])
+    one.take(Update(request, [], [], 0, 0, 1, 2.0, "error"))
+    assert one.failure is not None and one.failure.status == 424
+    assert "position 5" in one.failure.message and "17" not in one.failure.message
+
+
 def test_what_comes_while_something_is_written_is_written_next(alone: Alone):
     async def written() -> list[int]:
         one, found = job(alone.tokenizer, []), []
@@ -138,6 +173,52 @@ def test_what_comes_while_something_is_written_is_written_next(alone: Alone):
         return found
 
     assert asyncio.run(written()) == [65, 66, 67, 68]
+
+
+def cut_in_a_character(alone: Alone, prompt_of: Callable[[str], list[int]]) -> tuple[str, int, str]:
+    """What to ask, for how many tokens, and the answer: its last character is not complete."""
+    for inputs in (f"prompt {i}" for i in range(99)):
+        stream, text = TextStream(alone.tokenizer), ""
+        for n, token in enumerate(alone.tokens(prompt_of(inputs), 40), start=1):
+            text += stream.add(token)
+            whole = text + stream.rest()
+            if n > 5 and whole != text and whole.find(whole[-2:]) == len(whole) - 2 > 0:
+                return inputs, n, whole
+    raise AssertionError("no answer ends within a character")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_stop_string_that_a_cut_character_completes_over_the_wire(served: Served, alone: Alone, path):
+    """The length limit cuts a character, which is shown as U+FFFD and completes a stop string: that is the reason."""
+    encode = alone.tokenizer.encode
+    of_chat = path.endswith("chat/completions")
+    inputs, n, whole = cut_in_a_character(
+        alone, lambda text: encode(f"[user]{text}\n[a]", add_bos=False) if of_chat else encode(text)
+    )
+    stop, before = whole[-2:], whole[:-2]
+    if path == "/generate":
+        body = {"inputs": inputs, "parameters": {"max_new_tokens": n, "stop": [stop], "details": True}}
+        answer, *events = served.ask(path, body).json, *served.ask("/generate_stream", body).events
+        for details in (answer["details"], events[-1]["details"]):
+            assert (details["finish_reason"], details["generated_tokens"]) == ("stop_sequence", n)
+        assert answer["generated_text"] == events[-1]["generated_text"] == whole
+        for tokens in (answer["details"]["tokens"], [event["token"] for event in events]):
+            assert "".join(token["text"] for token in tokens) == whole
+            assert len(tokens) == n and all(token["logprob"] < 0 for token in tokens)
+        return
+    asked = {"messages": [{"role": "user", "content": inputs}], "logprobs": True} if of_chat else {"prompt": inputs}
+    body = {"logprobs": 0, "max_tokens": n, "temperature": 0, "stop": stop} | asked
+    answer = served.ask(path, body).json
+    *events, usage = served.ask(path, body | {"stream": True, "stream_options": {"include_usage": True}}).events[:-1]
+    choices = [event["choices"][0] for event in events]
+    shown = [one["delta"].get("content", "") if of_chat else one["text"] for one in choices]
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"] if of_chat else choice["text"]) == "".join(shown) == before
+    assert choice["finish_reason"] == choices[-1]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == usage["usage"]["completion_tokens"] == n
+    for logprobs in ([choice["logprobs"]], [one["logprobs"] for one in choices]):
+        each = [value for one in logprobs for value in one["content" if of_chat else "token_logprobs"]]
+        assert len(each) == n
 
 
 def test_stop_strings_over_the_wire(served: Served, alone: Alone):

@@ -80,7 +80,7 @@ class Rehearsal:
         chosen_anew = self._phases.seconds["refresh"]
         n_before = len(chosen_anew)
         round_ = self._decoder.step()
-        if broken := [request.error for request in self._requests if request.error]:
+        if broken := [f"row {one.index}: {one.error}" for one in self._requests if one.error]:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))

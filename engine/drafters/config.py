@@ -48,6 +48,8 @@ class DrafterConfig(ABC):
     name: ClassVar[str]
     # Whether it proposes what the baseline emitted, which has to run first.
     needs_baseline: ClassVar[bool] = False
+    # Whether it drafts by the texts of other requests, so that these show in how much is accepted.
+    shares_texts: ClassVar[bool] = False
     # The option without which there is nothing to draft from.
     needs_option: ClassVar[str | None] = None
 

@@ -73,6 +73,7 @@ class NGramCacheConfig(HostDrafterConfig):
     """What most often followed the last tokens in any row so far."""
 
     name: ClassVar[str] = "cache"
+    shares_texts: ClassVar[bool] = True
     max_ngram: int = 3
     """longest match that is looked for"""
     ngram_cache: str | None = None

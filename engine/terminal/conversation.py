@@ -78,7 +78,7 @@ def _answer(session: Session, drafter: Drafter, request: Request) -> str:
         return piece
 
     # A decoder of its own: one that was interrupted in a round is of no use any more.
-    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode, reuses=True)
+    decoder = Decoder(session.runner, drafter=drafter, verification=session.sampling.mode, reuses="prefixes")
     decoder.submit(request)
     with suppress(KeyboardInterrupt):
         while True:
