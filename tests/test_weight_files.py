@@ -73,12 +73,22 @@ STRAY: dict[str, tuple[Callable[[Path, Path, Path, Path], object], str]] = {
     "a tensor in two shards": (lambda single, index, one, two: move(one, two, keeps=True), "two"),
     "a tensor in another shard": (lambda single, index, one, two: move(one, two, keeps=False), "one"),
     "a tensor in no shard": (lambda single, index, one, two: list_extra(index, two.name), "two"),
+    "an index that names the single file as a shard": (
+        lambda single, index, one, two: merge(single, index, one),
+        "single",
+    ),
     "no index": (lambda single, index, one, two: index.unlink(), "one"),
 }
 
 
 def sharded(single: Path, number: int, n: int) -> Path:
     return single.with_name(f"{single.stem}-{number:05}-of-{n:05}{single.suffix}")
+
+
+def merge(single: Path, index: Path, shard: Path) -> None:
+    """The single file, which transformers reads alone, takes the shard's place."""
+    shard.rename(single)
+    index.write_text(index.read_text().replace(shard.name, single.name))
 
 
 def list_extra(index: Path, file: str) -> None:

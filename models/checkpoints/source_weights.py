@@ -72,8 +72,9 @@ def _open_weights(
         return ((single,), _open_shards((single,), dtypes)) if there else None
     places = _read_index(index)
     files = tuple(folder / name for name in sorted(set(places.values())))
-    if strays := sorted(there.difference(files)):
-        what, required = "a file of weights that the index does not name", f"the files of {index.name} and no others"
+    # transformers reads the single file, whatever the index says.
+    if strays := sorted(there.difference(files) or ({single} & there if len(files) > 1 else ())):
+        what, required = "a file of weights that is no shard of the index", f"the shards of {index.name} and no others"
         fix = f"delete {strays[0].name}, or the index and its shards: whichever is not this model's"
         raise CheckpointError(what, strays[0], ", ".join(path.name for path in strays[:4]), required, fix)
     tensors = _open_shards(files, dtypes)
