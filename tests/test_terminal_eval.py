@@ -169,6 +169,7 @@ def test_every_answer_is_saved_and_counted(calculate: Evaluate) -> None:
     assert [row["identical"] for row in rows] == same and 0 < sum(same) == record["identical_answers"] < 50
     assert {row["run"] for row in rows} == {record["run"]} and record["generations"] == "eval/generations.jsonl"
     assert 0 < record["speculative"]["acceptance_rate"] < 0.5
+    assert 0 < record["speculative"]["acceptance_standard_error"] < 0.1 and " ± 0." in ended.out
     shown = [line.split() for line in ended.lines]
     assert ["plain", "decoding", str(record["plain"]["right"])] in [line[:3] for line in shown]
 

@@ -55,7 +55,12 @@ def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
         assert len(speculative["ms_per_token"]) == 3
     table = [line.split() for line in ended.lines if " self " in line]
     assert [cells[1] for cells in table] == ["float64", "int8", "int4"] * 2
-    assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000"]
+    assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000", "±", "0.000"]
+
+
+def test_samples_are_of_one_text_by_default(latency) -> None:
+    record = latency("--nb_prompts 2 --temperature 1 --draft ngram").record
+    assert [row["verification"] for row in record["rows"]] == ["coupled"] * 2
 
 
 def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(

@@ -19,8 +19,8 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.bench.text import PromptText
 from engine.contention import contention, usage_so_far
+from engine.counts import acceptance_standard_error, total
 from engine.decoding import GenerateOutput
-from engine.stats import total
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
@@ -68,7 +68,9 @@ def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
     rounds = [one.stats.rounds for one in outputs]
     ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
     p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
-    counts = total([row for one in outputs for row in one.stats.rows])
+    rows = [row for one in outputs for row in one.stats.rows]
+    counts = total(rows)
     rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
     found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
-    return found | {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    found |= {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    return found | {"acceptance_standard_error": acceptance_standard_error(rows)}
