@@ -55,7 +55,8 @@ class Eval(ModelFlags):
         sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
         sizes, rows_kept = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
         config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
-        session = Session.of_plan(plan_of(config, [prompt(one) for one in asked]))
+        texts, evicts = [prompt(one) for one in asked], self.draft.draft_budget is None
+        session = Session.of_plan(plan_of(config, texts, evicts=evicts))
         assert session.tokenizer and session.draft
         say(f"every generation is appended to {self.save}, run {session.run}")
         stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]

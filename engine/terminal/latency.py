@@ -75,7 +75,8 @@ class Latency(ModelFlags):
         sizes = Sizes(self.B, prefix_len, self.gen_len)
         config = self.config(sizes=sizes, rows=Rows(num_prompts=self.B * (self.nb_prompts + 1)))
         rows: list[dict[str, Any]] = []
-        for plan in [plan_of(replace(config, target=target)) for target in self.target.each()]:
+        evicts = self.draft.draft_budget is None
+        for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
             if rows:  # what an interruption leaves
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
