@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -70,6 +71,28 @@ def total(counts: Sequence[Counts]) -> Counts:
         verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
         accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
     )
+
+
+def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
+    """Return the standard error of the acceptance rate of all rows together; None unless two rows verified drafts.
+
+    Drafts of one text depend on each other, so the rows are the sample (clusters), and the rate R = sum(accepted) /
+    sum(verified) is a ratio estimate: `sqrt(n / (n - 1) * sum((accepted - R * verified)**2)) / sum(verified)` over the
+    n rows that verified any (Cochran 1977, Sampling Techniques, chapter 6).
+    """
+    rows = [row for row in rows if row.verified]
+    if len(rows) < 2:
+        return None
+    n_verified = sum(row.verified for row in rows)
+    rate = sum(row.accepted for row in rows) / n_verified
+    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
+    return math.sqrt(len(rows) / (len(rows) - 1) * squares) / n_verified
+
+
+def acceptance_text(record: Mapping[str, Any]) -> str | None:
+    """Return the acceptance rate, with its standard error if it has one: `0.812 ± 0.013`. None without a rate."""
+    rate, error = record.get("acceptance_rate"), record.get("acceptance_standard_error")
+    return None if rate is None else f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
 
 
 def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:

@@ -11,12 +11,10 @@ share of distinct 4-grams says how much a text repeats itself. The record is the
 import common.startup
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from tyro.conf import arg
 
 import engine
@@ -26,15 +24,15 @@ from common.jsonl import publish
 from common.say import say
 from common.tables import console
 from engine import bench
-from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
-from engine.counts import Counts, total
+from engine.counts import acceptance_standard_error, acceptance_text, total
 from engine.drafters.config import DrafterConfig
 from kv_cache.policy import BudgetedPolicy, policies
 from reproduce.paper.columns import TEXTS, of
 from reproduce.paper.prompts import KINDS, needles
 
-GREEDY, USUAL = Sampling(), Sampling(temperature=0.6)
+GREEDY, USUAL = Sampling(), ComparedSampling(temperature=0.6)
 BUDGETED = {name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
 OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
 # Settings that are each row's own.
@@ -49,7 +47,7 @@ class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=Sizes)
-    sampling: Sampling = field(default_factory=lambda: USUAL)
+    sampling: ComparedSampling = field(default_factory=lambda: USUAL)
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     gamma: int = 3  # tokens drafted per round
@@ -99,7 +97,7 @@ def main(flags: Flags) -> None:
         own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(bench.rounded(_row(own, text)))
         kept = " ".join(str(rows[-1][name]) for name in ("draft_policy", "draft_budget") if rows[-1][name])
-        say(f"{kept}, {text}: {rows[-1]['acceptance_rate']}")
+        say(f"{kept}, {text}: {acceptance_text(rows[-1])}")
     say(console(rows, of("texts")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
@@ -123,20 +121,11 @@ def _row(session: engine.Session, text: str) -> dict[str, Any]:
     session.runner.drop_graphs()
     own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
     own |= {} if own["draft_policy"] in BUDGETED else {"draft_budget": None}
-    counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": standard_error(each)}
+    counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": acceptance_standard_error(each)}
     counted |= {"judged": counts.verified} | {
         name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")
     }
     return {"text": text, **own, **counted, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
-
-
-def standard_error(rows: Sequence[Counts]) -> float | None:
-    """Of the acceptance of all rows together, by how much rows differ (the ratio estimator's); None for one row."""
-    accepted, verified = np.array([(row.accepted, row.verified) for row in rows]).T
-    if len(rows) < 2 or not verified.any():
-        return None
-    left = accepted - accepted.sum() / verified.sum() * verified
-    return float(np.sqrt(np.square(left).sum() * len(rows) / (len(rows) - 1)) / verified.sum())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What every drafter gains on one text: plain decoding and each of them from one prefilled state, in both orders.
 
     python reproduce/drafters.py --B 1 --prefix_len 2000 --gen_len 128 --output reproduction/drafters.jsonl
-    python reproduce/drafters.py --B 1 --prefix_len 2000 --temperature 0.6 --verification coupled --drafters self ngram
+    python reproduce/drafters.py --B 1 --prefix_len 2000 --temperature 0.6 --drafters self ngram
     python reproduce/drafters.py --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
 
 Each repeat has drafters that know nothing of the last; medians are over repeats. A draft's cost is all that a round

@@ -22,9 +22,9 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from engine import bench
-from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
-from engine.counts import total
+from engine.counts import acceptance_standard_error, total
 from models.names import Dtype, Scheme
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
@@ -46,7 +46,7 @@ class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=Sizes)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: ComparedSampling = field(default_factory=ComparedSampling)
     output: Output = field(default_factory=Output)
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
@@ -108,6 +108,8 @@ class Contender:
         budgets = [[bench.cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
         same = min(bench.identical_rows(plain.tokens, own.tokens) for plain, own in pairs)
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
+        # A row's repeats are of one prompt, and so of one cluster.
+        counts = [total(repeats) for repeats in zip(*(one.stats.rows for one in self.outputs), strict=True)]
         row = {
             "way": self.name,
             "draft_budget": budget,
@@ -116,7 +118,8 @@ class Contender:
             "tokens_per_second": rates,
             "speedup": median(speedups),
             "speedups": speedups,
-            "acceptance_rate": total([output.stats.counts for output in self.outputs]).acceptance_rate,
+            "acceptance_rate": total(counts).acceptance_rate,
+            "acceptance_standard_error": acceptance_standard_error(counts),
             "identical_rows": same if self.session.sampling.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,

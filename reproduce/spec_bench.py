@@ -30,10 +30,11 @@ from common.jsonl import append_or_put_off, publish, read_lines, require_appenda
 from common.provenance import provenance
 from common.tables import console
 from engine import bench
-from engine.bench.config import AUTO, Output, Rows, RunConfig, Sampling, Sizes, Target
+from engine.bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.contention import contention
+from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from kv_cache.policy import policies
@@ -63,7 +64,7 @@ class Drafters:
     FLAGS: ClassVar[dict[str, str]] = {"draft": "--drafters", "draft_model": "--drafters"}
 
     target: Target = field(default_factory=Target)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: ComparedSampling = field(default_factory=ComparedSampling)
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
@@ -73,7 +74,7 @@ class Drafters:
     def configs(self) -> dict[str, DrafterConfig]:
         """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
         self.target.require_trained("random weights have nothing to say")
-        sampled = self.sampling.temperature > 0 and self.sampling.verification != "coupled"
+        sampled = self.sampling.temperature > 0 and self.sampling.mode != "coupled"
         given = self.draft.given()
         able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
         names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
@@ -103,6 +104,7 @@ class Flags(Drafters):
     def cell(self, category: Sequence[Prompt]) -> str:
         """16 digits of what is run: these conversations, and all flags that have a say in how."""
         own = {name: value for name, value in asdict(self).items() if name not in ELSEWHERE}
+        own["sampling"]["verification"] = self.sampling.mode
         said = json.dumps([own, [asdict(prompt) for prompt in category]], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -155,6 +157,7 @@ def converse(
     but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
+    each: dict[str, list[list[Counts]]] = {draft: [[] for _ in category] for draft in batches}
     turned = [PLAIN, *drafters][::-1]
     for turn in range(max(len(prompt.turns) for prompt in category)):
         going = [row for row, prompt in enumerate(category) if turn < len(prompt.turns)]
@@ -172,10 +175,12 @@ def converse(
                 seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
                 parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
+                for row, counts in zip(rows, seen[draft].stats.rows, strict=True):
+                    each[draft][row].append(counts)
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
                 talks[row].append({"role": "assistant", "content": template.tokenizer.decode(tokens)})
             first += len(rows)
-    return {draft: summed(parts) for draft, parts in batches.items()}
+    return {draft: summed(parts, [*map(total, each[draft])]) for draft, parts in batches.items()}
 
 
 def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
@@ -193,12 +198,14 @@ def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> R
     }
 
 
-def summed(parts: Sequence[Record]) -> Record:
-    """Several as one, with its rates."""
+def summed(parts: Sequence[Record], each: Sequence[Counts]) -> Record:
+    """Several as one, with its rates. each: what was verified of each conversation, over its turns; none if unknown."""
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
+    rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
+    rates |= {"judged_of_each": [one.verified for one in each], "accepted_of_each": [one.accepted for one in each]}
     rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
@@ -208,7 +215,15 @@ def table_rows(records: Iterable[Record]) -> list[Record]:
     own = ((record | row, row) for record in records for row in record["rows"])
     rows = [{name: one[name] for name in (*SHARED, "category", *row)} for one, row in own]
     groups = grouped(rows, itemgetter(*SHARED)).values()
-    return [row for own in groups for row in (*own, *([summed(own) | {"category": ALL}] if len(own) > 1 else []))]
+    return [row for own in groups for row in (*own, *([_all(own)] if len(own) > 1 else []))]
+
+
+def _all(rows: Sequence[Record]) -> Record:
+    """What a drafter's categories sum up to; records that were written before had no counts of each conversation."""
+    is_known = all("judged_of_each" in row for row in rows)
+    pairs = (zip(row["judged_of_each"], row["accepted_of_each"], strict=True) for row in rows if is_known)
+    each = [Counts(verified_at=[judged], accepted_at=[accepted]) for judged, accepted in chain(*pairs)]
+    return summed(rows, each) | {"category": ALL}
 
 
 def measure(

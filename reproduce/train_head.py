@@ -22,8 +22,9 @@ from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.tables import console
 from engine import bench
-from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
 from engine.bench.draft_flags import CHOSEN, draft_flags
+from engine.counts import acceptance_standard_error
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.manifest import CONFIG, write_text
 from models.config import read_config
@@ -125,10 +126,11 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
     for draft in flags.drafts():
         opened = engine.Session.of_plan(bench.resolve(replace(config, sizes=sizes, draft=draft)))
         for temperature in TEMPERATURES:
-            session = opened.variant(prompts=[*prompts], sampling=Sampling(temperature))
-            counts = session.generate(session.drafter()).stats.counts
-            own = {"draft": draft.name, "temperature": temperature, "verified": counts.verified}
-            rows.append(own | {name: getattr(counts, name) for name in COUNTED})
+            session = opened.variant(prompts=[*prompts], sampling=ComparedSampling(temperature))
+            stats = session.generate(session.drafter()).stats
+            own = {"draft": draft.name, "temperature": temperature, "verification": session.sampling.mode}
+            own |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
+            rows.append(own | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
     return rows
 
 

@@ -90,6 +90,9 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert all(row["text"] == texts[f"row {row['row']}"] for row in kept)
     (headline,) = (line for line in run.lines if "prefill" in line)
     assert "; greedy; " in headline
+    (accepted,) = (line for line in run.lines if line.startswith("  acceptance rate "))
+    assert accepted.endswith(f" {record['acceptance_rate']:.3f} ± {record['acceptance_standard_error']:.3f}")
+    assert 0 < record["acceptance_standard_error"] < 0.5
     phases = [line.split()[-1] for line in run.lines if line.startswith("  ms ")]
     shown = ("round_ms", "draft_step_ms", "verify_step_ms", "other_ms_per_round")
     assert phases == [f"{record[name]:.1f}" for name in shown]
@@ -147,6 +150,12 @@ def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
     assert all(json.loads(line)["text"] is None for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     (shown,) = (line for line in run.lines if line.startswith("prompt 1 ends: "))
     assert len(ast.literal_eval(shown.partition(": ")[2])) == 32, "token ids, since random weights have no text"
+
+
+def test_one_row_has_no_standard_error(call) -> None:
+    ended = call(SELFSPEC, f"{SIZES} {DRAFT} --B 1 --dtype float64")
+    assert 0 < ended.record["acceptance_rate"] < 1 and ended.record["acceptance_standard_error"] is None
+    assert "±" not in ended.out
 
 
 def test_selfspec_stops_rows_at_their_end(call) -> None:

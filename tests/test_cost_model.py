@@ -17,7 +17,8 @@ CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)
 
 def given(alphas):
     """The acceptance of each of `DRAFTS`, by context."""
-    return {context: dict(zip(DRAFTS, rates, strict=False)) for context, rates in alphas.items()}
+    rates = {context: map(cost_tables.Acceptance, each) for context, each in alphas.items()}
+    return {context: dict(zip(DRAFTS, each, strict=False)) for context, each in rates.items()}
 
 
 def test_tokens_per_round_is_the_geometric_sum():

@@ -26,15 +26,19 @@ def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):
     given = call(COST_MODEL, f"{GRID} --alpha 0.9")
     record = given.record
     assert record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and record["acceptance_of"] == "given"
+    assert record["acceptance_standard_errors_by_context"] == [[None, None]] * 4 and "±" not in given.out
 
 
 def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call):
-    both = call(COST_MODEL, GRID).record
+    ended = call(COST_MODEL, GRID)
+    both = ended.record
     alone = call(COST_MODEL, GRID.replace("--contexts 40 90", "--contexts 90")).record
     for rates in both["acceptance_rates_by_context"]:
         assert len(rates) == 2 and all(0 <= rate <= 1 for rate in rates)
     assert [row[1:] for row in both["acceptance_rates_by_context"]] == alone["acceptance_rates_by_context"]
     assert any(short != long for short, long in both["acceptance_rates_by_context"])
+    errors = both["acceptance_standard_errors_by_context"]
+    assert all(error >= 0 for row in errors for error in row) and any(error for row in errors for error in row)
 
 
 def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):

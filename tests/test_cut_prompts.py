@@ -5,8 +5,6 @@ import re
 import pytest
 
 from common.errors import ConfigError
-from engine.counts import Counts
-from reproduce.acceptance import standard_error
 from reproduce.paper.prompts import KINDS, LATEST, needles
 
 TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
@@ -38,10 +36,3 @@ def test_what_is_asked_stands_early_and_is_answered(kind):
 def test_a_short_prompt_has_no_room_for_a_fact():
     with pytest.raises(ConfigError, match="has no room for facts"):
         needles("multikey", [[1] * 200], encode, 99)
-
-
-def test_the_standard_error_is_that_of_rows():
-    """As far as they differ, weighted by what was judged of each; rows that agree have none."""
-    one, other = Counts(verified_at=[10], accepted_at=[8]), Counts(verified_at=[30], accepted_at=[12])
-    assert standard_error([one, one]) == 0 and standard_error([one]) is None
-    assert standard_error([one, other]) == pytest.approx((2 * (3**2 + 3**2)) ** 0.5 / 40)

@@ -36,6 +36,17 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
     assert all(f"| {name} |" in shown for name in drafters) and "2 of 2" in shown
 
 
+def test_samples_are_of_one_text_by_default(call):
+    """The oracle, which drafts plain decoding's text, is always right; repeats make no rate more certain."""
+    flags = f"{SIZES} --temperature 1 --seed 2 --drafters oracle self:snapkv --draft_budget 40 --repeats"
+    ended, again = (call("reproduce/drafters.py", f"{flags} {n}") for n in (1, 3))
+    oracle, snapkv = ended.record["rows"]
+    assert ended.record["verification"] == "coupled" and oracle["identical_rows"] == snapkv["identical_rows"] == 2
+    assert oracle["acceptance_rate"] == 1 > snapkv["acceptance_rate"]
+    assert oracle["acceptance_standard_error"] == 0 < snapkv["acceptance_standard_error"]
+    assert again.record["rows"][1]["acceptance_standard_error"] == snapkv["acceptance_standard_error"]
+
+
 def test_a_cache_is_kept_where_a_file_is_named(call, tmp_path: Path):
     flags = f"{SIZES} --repeats 1 --drafters cache --ngram_cache {tmp_path / 'cache.json'}"
     first, again = (call("reproduce/drafters.py", flags).record["rows"][0]["mean_accepted_length"] for _ in range(2))

@@ -58,6 +58,15 @@ def test_a_policy_that_was_measured_again_on_a_text_is_shown_as_it_was_last(reco
         assert [row["acceptance_rate"] for row in policies.judged([one, again])] == shown
 
 
+def test_tables_say_how_sure_a_rate_is_and_how_drafts_were_verified(records):
+    """Also of records that have no standard error."""
+    one, other = (next(row for row in records if key in row) for key in ("rows", "speedup"))
+    row = one["rows"][0]
+    accepted, timed = policies.table([one, other]).split("Speed by policy")
+    assert row["verification"] in accepted and f"{row['acceptance_rate']:.3f} ± " in accepted
+    assert other["verification"] in timed and f" {other['acceptance_rate']:.3f} " in timed and "±" not in timed
+
+
 @pytest.mark.parametrize("name", policies.FIGURES)
 def test_a_policy_looks_the_same_in_every_panel_and_open_with_quantised_weights(records, name):
     series = [one for panel in policies.FIGURES[name](records).panels for one in panel.series]

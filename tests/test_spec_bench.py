@@ -12,6 +12,7 @@ from published_heads import medusa_tensors, save_head
 from published_runs import ORIGIN, write
 
 from engine.bench import passes
+from engine.counts import acceptance_standard_error, total
 from models import ModelConfig
 from reproduce.paper.columns import NONE
 from reproduce.performance_page import page
@@ -100,7 +101,7 @@ def test_each_category_has_a_record_and_every_row_is_plain_decodings(bench, tmp_
     )
 
 
-@pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --top_k 40"])
+@pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --top_k 40 --verification rejection"])
 def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talking: Path, sampling: str) -> None:
     """For every drafter, also where its own samples were others; rows whose conversation has ended are left out."""
     from models.checkpoints.model_source import find_model
@@ -135,6 +136,33 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
     others = [call[2].tokens != batch[0][2].tokens for batch in batches for call in batch[1:]]
     assert any(others) == bool(sampling)
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
+
+
+def test_samples_are_of_one_text_by_default(bench, decoded) -> None:
+    """All drafters, the oracle too, decode plain decoding's; a record of rejection does not stand for one of them."""
+    sampling = "--categories math --temperature 1.5 --seed 3 --top_k 40"
+    ended = bench(sampling)
+    assert [row["drafter"] for row in ended.record["rows"]] == DRAFTERS
+    assert {row["identical_sequences"] for row in ended.record["rows"]} == {5}
+    n_run = len(decoded)
+    assert bench(f"{sampling} --verification coupled").record["rows"] == ended.record["rows"] and len(decoded) == n_run
+    rejection = [bench(f"{sampling} --drafters self {mode}").record for mode in ("--verification rejection", "")]
+    assert [row["identical_sequences"] for one in rejection for row in one["rows"]] == [None, 5]
+
+
+def test_the_standard_error_is_over_conversations(bench, decoded, tmp_path: Path) -> None:
+    """Whose turns are counted together, in a category and over all of them."""
+    ended = bench("--drafters ngram self")
+    drawn = [output.stats.rows for name, _, output, _ in decoded if name.endswith(", self")]
+    # Two conversations at a time: the turns of math, then of letters, then of end.
+    (first, second), (third,), (first_on, third_on), (fourth,), (fourth_on,), (fifth,) = drawn
+    each = [total([first, first_on]), second, total([third, third_on]), total([fourth, fourth_on]), fifth]
+    math, whole = lines(tmp_path / "out.jsonl")[0]["rows"][1], ended.record["rows"][-1]
+    assert (math["drafter"], whole["category"]) == ("self", "all")
+    for row, own in ((math, each[:3]), (whole, each)):
+        assert row["judged_of_each"] == [one.verified for one in own] and len({*row["judged_of_each"]}) > 1
+        assert row["acceptance_standard_error"] == round(acceptance_standard_error(own) or 0, 4)
+    assert any(f"{whole['acceptance_rate']:.3f} ± {whole['acceptance_standard_error']:.3f}" in x for x in ended.lines)
 
 
 def test_what_has_a_record_is_not_run_again(bench, decoded, tmp_path: Path) -> None:
@@ -193,6 +221,7 @@ def test_categories_are_summed_by_tokens_and_settings_apart() -> None:
     assert [(row["B"], row["category"]) for row in rows] == [(8, "a"), (8, "b"), (8, "all"), (1, "a")]
     whole = rows[2]
     assert whole["acceptance_rate"] == 12 / 40 and whole["mean_accepted_length"] == 32 / 20
+    assert whole["acceptance_standard_error"] is None, "these records do not have each conversation"
     assert whole["speedup"] == pytest.approx((32 / 5) / (32 / 4)) and whole["identical_sequences"] == 8
 
 

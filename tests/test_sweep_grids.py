@@ -30,6 +30,19 @@ def test_flags_become_arguments():
     assert labels([cell, beside])[0] == "selfspec_benchmark B=8 benchmark budgets=64,128 x=-1"
 
 
+@pytest.mark.parametrize("script", [SELFSPEC, "tests/longspec_benchmark.py", "tests/baseline_benchmark.py"])
+def test_benchmarks_that_sample_decode_one_text_in_all_cells(script):
+    """Unless a mode is named. Keys do not depend on it, so what was recorded before is not run again."""
+    sampled = Cell(script, {"temperature": 0.6, "n_sink": 8})
+    assert sampled.argv()[1:] == ["--verification", "coupled", "--temperature", "0.6", "--n_sink", "8"]
+    assert "verification" not in sampled.given
+    named = Cell(script, {"temperature": 0.6, "verification": "rejection"})
+    assert sorted(named.argv()[1:]) == ["--temperature", "--verification", "0.6", "rejection"]
+    for flags in ({}, {"temperature": 0}, {"temperature": 0.0, "n_sink": 8}):
+        assert "coupled" not in Cell(script, flags).argv(), "greedy text is the same for all"
+    assert "coupled" not in Cell("reproduce/certify.py", {"temperature": 0.6}).argv(), "it has no such flag"
+
+
 def test_a_grid_is_the_product_of_its_axes_in_order():
     cells = Sweep(SELFSPEC, {"B": 2}, {"gamma": [1, 3], "budgets": [[64, 128], 256]}).cells()
     points = [(gamma, budgets) for gamma in (1, 3) for budgets in ([64, 128], 256)]

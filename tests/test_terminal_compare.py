@@ -22,6 +22,7 @@ from rich.console import Console
 
 from engine import RunConfig, Session
 from engine.bench.config import Sizes, Target
+from engine.counts import acceptance_text
 from engine.drafters.self_speculation import SelfConfig
 from engine.requests import Progress, Request
 from engine.round import Outcome
@@ -139,7 +140,8 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
     assert "\x1b" not in ended.out + ended.err and "has no chat template" in ended.err
     assert "  identical: 3 of 3 rows" in ended.lines
     [plain, drafted] = [line for line in ended.lines if "ms per token" in line]
-    assert plain.startswith("  plain decoding: ") and f"acceptance rate {record['acceptance_rate']:.3f}" in drafted
+    assert plain.startswith("  plain decoding: ") and f"acceptance rate {acceptance_text(record)}, " in drafted
+    assert record["acceptance_standard_error"] > 0
     asked = {"benchmark": "compare", "identical_sequences": 3, "first_difference": None, "prompts": str(prompts)}
     assert {name: record[name] for name in asked} == asked and record["prefix_len"] == 1 + max(map(len, TEXTS))
     assert json.loads((tmp_path / "out.jsonl").read_text()) == record
@@ -161,10 +163,19 @@ def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch:
     assert ended.record["first_difference"] == {"row": 1, "token": 5}
     both = f"{ended.record['speedup']:.2f} times as fast ({ended.record['wall_speedup']:.2f} to the last row)"
     assert any(both in line for line in ended.lines)
-    sampled = run(COMPARE, f"{flags} --temperature 1".split())
+    sampled = run(COMPARE, f"{flags} --temperature 1 --verification rejection".split())
     assert sampled.record["first_difference"] is None and any(
         "not meant to be the same" in line for line in sampled.lines
     )
+
+
+def test_samples_are_those_of_plain_decoding_by_default(checkpoint: Path, prompts: Path) -> None:
+    """With every draft, so that drafts are compared on one text."""
+    flags = f"{checkpoint} {{}} --prompts {prompts} --gen_len 24 --dtype float64 --device cpu --temperature 1 --seed 3"
+    records = [run(COMPARE, flags.format(draft).split()).record for draft in ("self --draft_budget 16", "ngram")]
+    assert [(one["verification"], one["identical_sequences"]) for one in records] == [("coupled", 3)] * 2
+    assert len({one["tokens_sha256"] for one in records}) == 1
+    assert len({one["acceptance_rate"] for one in records}) == 2, "the drafts are meant to differ"
 
 
 class Page(HTMLParser):

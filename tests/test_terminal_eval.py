@@ -169,6 +169,7 @@ def test_every_answer_is_saved_and_counted(calculate: Evaluate) -> None:
     assert [row["identical"] for row in rows] == same and 0 < sum(same) == record["identical_answers"] < 50
     assert {row["run"] for row in rows} == {record["run"]} and record["generations"] == "eval/generations.jsonl"
     assert 0 < record["speculative"]["acceptance_rate"] < 0.5
+    assert 0 < record["speculative"]["acceptance_standard_error"] < 0.1 and " ± 0." in ended.out
     shown = [line.split() for line in ended.lines]
     assert ["plain", "decoding", str(record["plain"]["right"])] in [line[:3] for line in shown]
 
@@ -199,6 +200,16 @@ def test_reproducible_modes_give_identical_answers(mode: str, draft: str, evalua
     record = evaluate(f"{draft} --nb_prompts 6 --B 4 {mode}").record
     assert (record["identical_answers"], record["plain"]["right"], record["mcnemar_p"]) == (6, 0, 1)
     assert record["plain"]["interval"][0] == 0 < record["plain"]["interval"][1] and not record["significant"]
+
+
+@pytest.mark.parametrize("draft", ["self", "DRAFT"])
+def test_the_drafts_cache_evicts_entries_by_default(draft: str, evaluate: Evaluate, characters: Path) -> None:
+    """Its budget is half of the longest prompt; a draft that keeps all entries is always right here."""
+    name, flags = draft.replace("DRAFT", str(characters)), "--nb_prompts 6 --B 4 --temperature 0 --draft_dtype same"
+    evicting, full = (evaluate(f"{name} {flags} {more}").record for more in ("", "--draft_policy full"))
+    assert evicting["draft_budget"] == max(len(prompt(one)) + 1 for one in problems(0, 6)) // 2
+    assert evicting["speculative"]["acceptance_rate"] < full["speculative"]["acceptance_rate"] == 1
+    assert evaluate(f"{name} {flags} --draft_budget 200").record["draft_budget"] == 200
 
 
 def test_what_was_answered_survives_an_interruption(calculate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:

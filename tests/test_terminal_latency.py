@@ -55,7 +55,24 @@ def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
         assert len(speculative["ms_per_token"]) == 3
     table = [line.split() for line in ended.lines if " self " in line]
     assert [cells[1] for cells in table] == ["float64", "int8", "int4"] * 2
-    assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000"]
+    assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000", "±", "0.000"]
+
+
+def test_samples_are_of_one_text_by_default(latency) -> None:
+    record = latency("--nb_prompts 2 --temperature 1 --draft ngram").record
+    assert [row["verification"] for row in record["rows"]] == ["coupled"] * 2
+
+
+@pytest.mark.parametrize(
+    "length,budget", [("", 24), ("--length 81", 40), ("--length 10", 8), ("--draft_budget 80", 80)]
+)
+def test_the_drafts_cache_evicts_entries_by_default(latency, length: str, budget: int) -> None:
+    """It holds half of a prompt, unless that is too little for a round, or a budget is given; so what is drafted
+    differs from the target's tokens, which a draft with all entries never does."""
+    ended = latency(f"--nb_prompts 3 --draft_dtype same {length}")
+    assert ended.record["rows"][1]["draft_budget"] == budget
+    assert (ended.record["rows"][1]["acceptance_rate"] < 1) == (budget < 80)
+    assert (f"keeps {budget} entries" in ended.err) == (budget < 80)
 
 
 def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(

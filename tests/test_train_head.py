@@ -159,6 +159,7 @@ def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
     record = call("reproduce/train_head.py", flags).record
     assert [row["draft"] for row in record["rows"]] == [x for x in ("eagle", "medusa", "ngram", "self") for _ in "12"]
     assert [row["temperature"] for row in record["rows"]] == [0.0, 0.6] * 4
+    assert [row["verification"] for row in record["rows"]] == ["greedy", "coupled"] * 4
     assert all(len(row["acceptance_per_position"]) == 2 for row in record["rows"])
     assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
     again = call("reproduce/train_head.py", flags).record

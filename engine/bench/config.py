@@ -126,6 +126,24 @@ class Sampling:
     """rejection: speculative sampling, the target's distribution; coupled: the samples of plain decoding in that mode,
     token for token; auto: greedy at temperature 0, else rejection"""
 
+    @property
+    def mode(self) -> str:
+        """The verification mode to resolve."""
+        return self.verification
+
+
+@dataclass(frozen=True)
+class ComparedSampling(Sampling):
+    """The distribution of the next token, and the rule by which drafts are verified."""
+
+    verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
+    """coupled: the samples of plain decoding in that mode, token for token, so that all drafts decode one text;
+    rejection: speculative sampling, other samples for each draft; auto: greedy at temperature 0, else coupled"""
+
+    @property
+    def mode(self) -> str:
+        return "coupled" if self.verification == AUTO and self.temperature > 0 else self.verification
+
 
 @dataclass(frozen=True)
 class RankOptions:

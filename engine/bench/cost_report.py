@@ -13,11 +13,11 @@ from common.provenance import git_commit
 from common.say import say
 from engine.bench.config import AUTO, RunConfig, Sizes
 from engine.bench.cost_flags import CostFlags, Draft
-from engine.bench.cost_tables import Acceptances, best_of_each, best_table, cost_table, heat_map
+from engine.bench.cost_tables import Acceptance, Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.bench.data import make_prompts
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.plan import check_layers, resolve_several
-from engine.bench.record import record_of
+from engine.bench.record import record_of, rounded
 from engine.bench.session import Session
 from engine.cost_model.costs import CostGrid, Costs
 from engine.cost_model.machines import find_machine
@@ -25,8 +25,8 @@ from engine.cost_model.measure import measure_costs
 from engine.cost_model.published import published_acceptance
 from engine.cost_model.rehearsal import Rehearsal
 from engine.cost_model.roofline import Stored, predict_costs
+from engine.counts import acceptance_standard_error, total
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import total
 from kv_cache.policy import policies
 from models.config import ModelConfig
 
@@ -118,10 +118,10 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
     return CostGrid.of(list(drafts), {size: measure(*size) for size in tqdm(sizes, desc="costs", unit="cell")})
 
 
-def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, float]:
+def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, Acceptance]:
     """The acceptance of each draft on the data set's own text behind `context` tokens, unless it is given."""
     if flags.alpha is not None:
-        return dict.fromkeys(flags.configs(), flags.alpha)
+        return dict.fromkeys(flags.configs(), Acceptance(flags.alpha))
     assert session.tokenizer is not None
     n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
     narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
@@ -131,15 +131,19 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
     rates = {}
     for draft, config in flags.configs().items():
         drafter = narrow.drafter(replace(config, gamma=gamma))
-        summed = total(forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode))
-        rates[draft] = summed.accepted / summed.verified
+        rows = forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode)
+        summed = total(rows)
+        rates[draft] = Acceptance(summed.accepted / summed.verified, acceptance_standard_error(rows))
     return rates
 
 
 def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]:
-    """For a JSON record: rates `[D][S]`, by draft and context, what they are of, and what pays best."""
-    rates = [[round(acceptances[context][draft], 4) for context in grid.contexts] for draft in grid.drafts]
-    return {"acceptance_rates_by_context": rates, "acceptance_of": of, "best": best_of_each(grid, acceptances)}
+    """Return for a record acceptance rates `[D][S]` by draft and context, their standard errors, what they are of, and
+    what pays best."""
+    rows = [[acceptances[context][draft] for context in grid.contexts] for draft in grid.drafts]
+    rates, errors = (rounded([[one[i] for one in row] for row in rows]) for i in (0, 1))
+    found = {"acceptance_rates_by_context": rates, "acceptance_standard_errors_by_context": errors}
+    return found | {"acceptance_of": of, "best": best_of_each(grid, acceptances)}
 
 
 def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[Stored, Stored]:
@@ -169,4 +173,4 @@ def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
         seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
         required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
         raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {s: {draft: found[i] for draft, found in known.items()} for i, s in enumerate(contexts)}
+    return {s: {draft: Acceptance(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}

@@ -2,23 +2,32 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.tables import Column, console
 from engine.bench.cost_flags import Draft
 from engine.cost_model.costs import CostGrid, tokens_per_round
+from engine.counts import acceptance_text
 
 SHADES = " .:-=+*#%@"
 
-# The acceptance rate of every draft, by context (tokens).
-Acceptances = Mapping[int, Mapping[Draft, float]]
+
+class Acceptance(NamedTuple):
+    """The acceptance rate of a draft, and its standard error where it was measured."""
+
+    acceptance_rate: float
+    acceptance_standard_error: float | None = None
+
+
+# The acceptance of every draft, by context (tokens).
+Acceptances = Mapping[int, Mapping[Draft, Acceptance]]
 
 
 def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
     """The speedup, from the draft's acceptance at that context, which is one of those that it was measured at."""
-    tokens = tokens_per_round(acceptances[context][draft], gamma)
+    tokens = tokens_per_round(acceptances[context][draft].acceptance_rate, gamma)
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
@@ -51,9 +60,9 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
     """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
     rows, gains = [], {gamma: f"g={gamma}" for gamma in grid.gammas}
     for size in itertools.product(grid.batches, grid.contexts):
-        row = {"B": size[0], "context": size[1], "acceptance": acceptances[size[1]][draft]}
+        row = {"B": size[0], "context": size[1], **acceptances[size[1]][draft]._asdict()}
         rows.append(row | {name: predict(grid, draft, gamma, acceptances, *size) for gamma, name in gains.items()})
-    columns = [Column("B", "B"), Column("context", "context"), Column("acceptance", "acceptance", ".3f")]
+    columns = [Column("B", "B"), Column("context", "context"), Column(acceptance_text, "acceptance")]
     columns += [Column(name, name, _shaded) for name in gains.values()]
     title = "predicted speedup, {} {} (darker is larger; below 1 plain decoding wins)".format(*draft)
     return f"{title}\n{console(rows, columns)}"

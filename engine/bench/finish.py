@@ -13,6 +13,7 @@ from engine.bench.passes import Passes
 from engine.bench.record import make_record
 from engine.bench.resolved import ResolvedDraft
 from engine.bench.session import Session
+from engine.counts import acceptance_text
 
 # Tokens of a prompt that --printoutput shows.
 PROMPT_END = 32
@@ -109,7 +110,7 @@ def table(record: dict[str, Any]) -> str:
         ("ms per step / round", figure("baseline_step_ms"), figure("round_ms")),
         ("speedup (all rows busy)", unit, figure("speedup", 2)),
         ("speedup (to the last row)", unit, figure("wall_speedup", 2)),
-        ("acceptance rate", None, figure("acceptance_rate", 3)),
+        ("acceptance rate", None, acceptance_text(record)),
         (f"tokens per round (of {most})", one, figure("mean_accepted_length", 2)),
         ("identical rows", None, identical),
     ]

@@ -17,7 +17,7 @@ from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.contention import contention
 from engine.cost_model.costs import Costs
-from engine.counts import Counts
+from engine.counts import Counts, acceptance_standard_error
 from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
@@ -102,6 +102,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "check_ranks": session.ranks.check,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),
+        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
         "inner": _counted(drafted.inner) if drafted and drafted.inner else None,
         "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),

@@ -153,7 +153,7 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
     if params.greedy and sampling.seed is not None:
         what, seen = "a seed has no effect on greedy decoding", f"{sampling.seed} at temperature 0"
         raise without_effect(["seed"], what, seen=seen, required=needed)
-    return ResolvedSampling(params, resolve_mode(sampling.verification, [params]))
+    return ResolvedSampling(params, resolve_mode(sampling.mode, [params]))
 
 
 def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len: int) -> ResolvedDraft:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from engine.bench.config import Output, Rows, Sizes, Text
+from engine.bench.config import ComparedSampling, Output, Rows, Sizes, Text
 from engine.terminal.models import ModelFlags
 
 
@@ -23,6 +23,7 @@ class Questions(Rows):
 class Compare(ModelFlags):
     """the same prompts decoded plainly and speculatively, live and side by side"""
 
+    sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
     rows: Questions = field(default_factory=Questions)

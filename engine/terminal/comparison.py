@@ -21,6 +21,7 @@ from engine.bench.prompt_sets import load_prompts
 from engine.bench.record import make_record
 from engine.bench.session import Session
 from engine.bench.text import PromptText
+from engine.counts import acceptance_text
 from engine.terminal.panes import TITLES, Panes
 from engine.terminal.track import printable
 from models.checkpoints.chat_template import NoChatTemplateError
@@ -100,7 +101,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
         f"plain decoding: {plain:.1f} tokens/s, {1e3 * record['B'] / plain:.1f} ms per token",
         f"speculation:    {drafted:.1f} tokens/s, {1e3 * record['B'] / drafted:.1f} ms per token: "
         f"{record['speedup']:.2f} times as fast ({record['wall_speedup']:.2f} to the last row), "
-        f"acceptance rate {record['acceptance_rate'] or 0:.3f}, {record['mean_accepted_length']:.2f} tokens per round",
+        f"acceptance rate {acceptance_text(record) or '0.000'}, {record['mean_accepted_length']:.2f} tokens per round",
         identity,
     ]
 

@@ -10,6 +10,7 @@ from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
 from engine.bench.config import Output, Rows, Sampling, Sizes
+from engine.counts import Counts, acceptance_standard_error, acceptance_text, total
 from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
 from engine.evaluation.success import compared
 from engine.terminal.models import ModelFlags
@@ -43,7 +44,6 @@ class Eval(ModelFlags):
     def run(self) -> None:
         from engine.bench.record import record_of
         from engine.bench.session import Session
-        from engine.stats import Counts, total
         from engine.terminal.in_turn import decode_in_turn, plan_of
 
         require_at_least("nb_prompts", self.nb_prompts, 1)
@@ -55,7 +55,8 @@ class Eval(ModelFlags):
         sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
         sizes, rows_kept = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
         config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
-        session = Session.of_plan(plan_of(config, [prompt(one) for one in asked]))
+        texts, evicts = [prompt(one) for one in asked], self.draft.draft_budget is None
+        session = Session.of_plan(plan_of(config, texts, evicts=evicts))
         assert session.tokenizer and session.draft
         say(f"every generation is appended to {self.save}, run {session.run}")
         stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]
@@ -73,6 +74,7 @@ class Eval(ModelFlags):
         found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
         drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
         found["speculative"] |= {one: getattr(drafted, one) for one in ("acceptance_rate", "mean_accepted_length")}
+        found["speculative"] |= {"acceptance_standard_error": acceptance_standard_error(counts)}
         measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
         measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)
@@ -84,7 +86,7 @@ COLUMNS = [
     Column("right", "right"),
     Column("success", "success", ".1%"),
     Column("interval", "95% interval", lambda ends: f"{ends[0]:.1%} to {ends[1]:.1%}"),
-    Column("acceptance_rate", "acceptance", ".3f"),
+    Column(acceptance_text, "acceptance"),
     Column("mean_accepted_length", "tokens per round", ".2f"),
 ]
 

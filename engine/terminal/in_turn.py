@@ -9,27 +9,48 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, flag
+from common.say import say
 from engine.bench.auto_costs import costs_of
 from engine.bench.config import RunConfig
 from engine.bench.passes import make_pacing, warm_up
-from engine.bench.plan import Plan, resolve
+from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.progress import progress_bar
 from engine.bench.record import rounded
 from engine.bench.session import Session
 from engine.bench.settings import settings_record
 from engine.bench.text import PromptText
 from engine.contention import contention, usage_so_far
+from engine.counts import acceptance_standard_error, total
 from engine.decoding import GenerateOutput
-from engine.stats import total
+from engine.drafters.config import ModelDrafterConfig
+from kv_cache.policy import BudgetedPolicy
 
 
-def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Plan:
-    """As `resolve`. Errors: UserError, also for random weights and a draft that needs the baseline's tokens."""
+def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
+    """As `resolve`. evicts: as of `evicting`. Errors: UserError, also for random weights and a draft that needs the
+    baseline's tokens."""
     config.target.with_text()
     if config.draft and config.draft.needs_baseline:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
         raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")
-    return resolve(config, texts)
+    plan = resolve(config, texts)
+    return evicting(plan) if evicts else plan
+
+
+def evicting(plan: Plan) -> Plan:
+    """Lower the draft's budget to half of the longest prompt: behind prompts within its budget, the draft's cache would
+    hold all that the target's does. A draft that chooses its cache, or is itself drafted for, keeps its budget."""
+    config, draft = plan.config.draft, plan.draft
+    if draft is None or not isinstance(config, ModelDrafterConfig) or not isinstance(config.policy, BudgetedPolicy):
+        return plan
+    if config.policies or config.auto_budget or config.inner is not None:
+        return plan
+    # At least what its policy always keeps, and a verification block.
+    budget = max(plan.prefix_len // 2, config.policy.reserved + draft.gamma + 1)
+    if budget >= config.policy.budget:
+        return plan
+    say(f"note: the draft's cache keeps {budget} entries of prompts of up to {plan.prefix_len} tokens (--draft_budget)")
+    return with_draft(plan, replace(config, policy=config.policy.with_entries(budget)))
 
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
@@ -68,7 +89,9 @@ def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
     rounds = [one.stats.rounds for one in outputs]
     ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
     p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
-    counts = total([row for one in outputs for row in one.stats.rows])
+    rows = [row for one in outputs for row in one.stats.rows]
+    counts = total(rows)
     rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
     found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
-    return found | {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    found |= {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    return found | {"acceptance_standard_error": acceptance_standard_error(rows)}

@@ -10,7 +10,8 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from common.tables import Column, console
-from engine.bench.config import DEFAULT_MODEL, Output, Rows, Sizes, Target, Text
+from engine.bench.config import DEFAULT_MODEL, ComparedSampling, Output, Rows, Sizes, Target, Text
+from engine.counts import acceptance_text
 from engine.terminal.models import ModelFlags, NamedDraft, PositionalTarget
 from models.names import Scheme
 
@@ -25,7 +26,7 @@ COLUMNS = [
     Column("spread_ms", "p90 - p10", ".1f"),
     Column("tokens_per_second", "tokens/s", ".1f"),
     Column("speedup", "speedup", ".2f"),
-    Column("acceptance_rate", "acceptance", ".3f"),
+    Column(acceptance_text, "acceptance"),
 ]
 
 
@@ -52,6 +53,7 @@ class Latency(ModelFlags):
 
     target: Targets = field(default_factory=Targets)
     draft: NamedDraft = field(default_factory=NamedDraft)
+    sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)
     length: Literal["short", "long"] | int = "short"
@@ -73,7 +75,8 @@ class Latency(ModelFlags):
         sizes = Sizes(self.B, prefix_len, self.gen_len)
         config = self.config(sizes=sizes, rows=Rows(num_prompts=self.B * (self.nb_prompts + 1)))
         rows: list[dict[str, Any]] = []
-        for plan in [plan_of(replace(config, target=target)) for target in self.target.each()]:
+        evicts = self.draft.draft_budget is None
+        for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
             if rows:  # what an interruption leaves
                 say(console(rows, COLUMNS))
             rows += latencies(plan)

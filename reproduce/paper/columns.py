@@ -8,6 +8,7 @@ from typing import Any
 
 from common.tables import Column
 from engine import bench
+from engine.counts import acceptance_text
 from reproduce.paper.published import SELF, Record, draft_name, speedup, target_name
 
 NONE = "not measured"
@@ -56,6 +57,7 @@ COMPUTED = {
     "target": target_name,
     "draft": draft_name,
     "formula": _formula_speedup,
+    "acceptance_rate": acceptance_text,
     "identical": _identical,
     "rows_a_round": rows_a_round,
     "draft_weights": lambda row: row.get("draft_weights") or row.get("draft_dtype"),

@@ -46,9 +46,16 @@ class Cell:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def argv(self) -> list[str]:
-        """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
-        arguments = [str(ROOT / self.script)]
-        for name, value in self.given.items():
+        """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved.
+
+        A benchmark that samples gets `--verification coupled` unless the cell names a mode: cells of the same prompts
+        then decode the same text, so that drafts can be compared. Other scripts that compare drafts do so themselves.
+        """
+        arguments, given = [str(ROOT / self.script)], self.given
+        temperature = given.get("temperature", 0)
+        if self.script.endswith("_benchmark.py") and isinstance(temperature, (int, float)) and temperature > 0:
+            given = {"verification": "coupled"} | given
+        for name, value in given.items():
             values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
             texts = list(map(value_text, values))
             is_like_a_flag = len(texts) == 1 and texts[0].startswith("-")
