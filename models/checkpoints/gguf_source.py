@@ -159,7 +159,7 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
         fix = "put the original model's config.json beside the GGUF, or use another file"
-        raise CheckpointError(what, path, seen, "the sizes of the model", fix) from None
+        raise CheckpointError(what, path, seen, "sizes and settings that are supported", fix) from None
     return config
 
 
