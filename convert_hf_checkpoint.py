@@ -58,6 +58,9 @@ def convert(
     from models.checkpoints.loading import drop_layers, save_checkpoint
     from models.checkpoints.source_weights import open_source
 
+    if (adapter := checkpoint_dir / "adapter_config.json").is_file():
+        required, fix = "weights alone", "merge the adapter into the weights (peft: merge_and_unload), then delete it"
+        raise CheckpointError("an adapter lies beside the weights", adapter, "an adapter", required, fix)
     in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"

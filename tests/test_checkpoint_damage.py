@@ -76,6 +76,7 @@ SOURCE_DAMAGE: Damage = {
     "tokenizer of another kind": (lambda d: (d / "tokenizer.json").write_text('{"model": 5}'), "tokenizer.json"),
     "tokenizer cut": (lambda d: truncate(d / "tokenizer.json", 0.5), "tokenizer.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json"),
     "no weights": (remove_weights, "gguf"),
     "no folder": (shutil.rmtree, "no such folder"),
 }

@@ -16,6 +16,7 @@ from models.rope import inverse_frequencies
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
 MISTRAL = SHAPE | {"architectures": ["MistralForCausalLM"]}
+QWEN2 = SHAPE | {"architectures": ["Qwen2ForCausalLM"]}
 LLAMA3 = LLAMA3_CORNERS | {"factor": 8.0}
 
 
@@ -62,12 +63,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ": low_freq_factor"),
     ({"rope_scaling": {"type": "linear", "factor": "eight"}}, "eight"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
-    ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope type"),
+    ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope_type"),
     ({"rope_scaling": False}, "rope"),
     ({"rope_theta": 0}, "rope_theta"),
     ({"rope_theta": "big"}, "big"),
     ({"rms_norm_eps": "tiny"}, "tiny"),
-    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+    ({"architectures": ...}, ": architectures"),
+    *(
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, key: None}}, key)
+        for key in ("rope_type", "rope_theta")
+    ),
+    (rope(1e4) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling\n  seen:     yarn"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    *(({key: None}, key) for key in ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")),
+    *(({key: True}, key) for key in ("attention_bias", "mlp_bias", "is_encoder_decoder")),
+    ({"model_type": "mistral"}, "model_type\n  seen:     'mistral'\n  required: no such key or \"llama\""),
+    ({"sliding_window": 4096}, "sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"text_config": {}}, "text_config"),
+    (MISTRAL | {"layer_types": None}, "layer_types"),
+    (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
+    (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    (QWEN2 | {"head_dim": None}, "head_dim"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window"),
     ({"num_key_value_heads": 8}, "n_kv_head 8"),
     ({"hidden_size": 64.5}, "hidden_size\n  seen:     64.5"),

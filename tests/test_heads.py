@@ -24,6 +24,11 @@ EAGLES = {
     "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
     "EAGLE-3, inputs normalised at once": (3, 1, {"norm_before_fc": True, "attention_bias": True}),
     "EAGLE-3, a vocabulary of its own": (3, 1, {"n_draft": 20}),
+    "EAGLE-3, keys of its target": (
+        3,
+        1,
+        {"model_type": "qwen2", "sliding_window": 3, "layer_types": ["sliding_attention"]},
+    ),
 }
 
 

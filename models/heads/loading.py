@@ -14,9 +14,10 @@ from models.checkpoints.convert import DTYPES, Part, SourceTensor, check_names, 
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.source_weights import open_tensors
-from models.config import ModelConfig, positive, read_config
+from models.config import ModelConfig, read_config
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.medusa import MedusaHeads, MedusaShape
+from models.hf_config import positive
 from models.packed_linear import pack_linears
 from models.quantize import quantize_linears
 
@@ -29,6 +30,9 @@ LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 # One of these makes it EAGLE-3's, so that the others have to be there.
 OF_EAGLE_3 = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
+# An EAGLE head has layers of Llama without windows, whatever its config.json took over from its target's.
+AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
+AS_LLAMA |= {"attention_bias": False, "sliding_window": None, "layer_types": None}
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
 
 
@@ -166,7 +170,7 @@ def _eagle_shape(
     own = values.get("transformer_layer_config") or values
     if not isinstance(own, dict):
         raise CheckpointError("the head's layers are not described", where, repr(own)[:80], "a JSON object", FIX)
-    given = {**own, "architectures": ["LlamaForCausalLM"], "eos_token_id": None}
+    given = {**own, **AS_LLAMA}
     config = ModelConfig.from_hf(given, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
     names, vocab_size = tensors.keys(), config.vocab_size
