@@ -83,7 +83,7 @@ def test_a_stride_that_keeps_every_token_is_refused(stride: int, extended: Path)
 
 
 def test_help_lists_both(extended: Path) -> None:
-    listed = python("tests/selfspec_benchmark.py", "--help", cwd=extended).out
+    listed = python("tests/selfspec_benchmark.py", "--help_all", cwd=extended).out
     assert all(name in listed for name in ("strided", "--stride", "bigram", "--min_seen"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pacings import Clock
-from programs import Ended, run
+from programs import Ended, Terminal, run
 
 from engine.bench import session as sessions
 from engine.decoding import GenerateOutput
@@ -56,6 +56,15 @@ def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
     table = [line.split() for line in ended.lines if " self " in line]
     assert [cells[1] for cells in table] == ["float64", "int8", "int4"] * 2
     assert table[2][2:] == ["self", "0.5", "0.5", "0.0", "2000.0", "4.00", "1.000"]
+
+
+def test_a_terminal_is_shown_the_record_only_with_output(
+    latency, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("io.StringIO", Terminal)
+    flags = "--nb_prompts 1 --B 2 --draft ngram"
+    assert "ngram" in (shown := latency(flags).out) and '{"benchmark"' not in shown
+    assert '{"benchmark"' in latency(f"{flags} --output {tmp_path / 'out.jsonl'}").out
 
 
 def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
