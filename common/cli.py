@@ -7,25 +7,45 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
-from itertools import dropwhile, takewhile
+from contextlib import redirect_stderr
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from functools import reduce
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
+from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, Suppress
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from common.checkout import ROOT
 from common.errors import ConfigError, flag
 from common.exit import exit_on_user_error
+from common.flags import COMMON
 
-SEE = "see --help"
+SEE = "see --help_all"
 Config = TypeVar("Config")
 Main = Callable[[], None]
+ORDERED = ConstructorRegistry()
+
+
+@ORDERED.primitive_rule
+def choice_in_order(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Read one of several words. The order in which errors list them is that of their declaration; tyro itself lists
+    those of a union in any order."""
+    parts = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
+    words = tuple(chain.from_iterable(map(get_args, parts)))
+    if not parts or any(get_origin(part) is not Literal and part is not NoneType for part in parts):
+        return None
+    metavar, read_one = f"{{{','.join(words)}}}", operator.itemgetter(0)
+    return PrimitiveConstructorSpec(1, metavar, read_one, {None, *words}.__contains__, lambda one: [str(one)], words)
+
+
 # Flags are the fields' own names, however deep these lie; switches have no `--no_` of their own.
-STYLE: Any = {"config": (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone), "use_underscores": True}
+MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
+STYLE: Any = {"config": MARKERS, "use_underscores": True, "registry": ORDERED, "return_unknown_args": True}
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
@@ -49,27 +69,44 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
     import_from_now_on()
+    words = [*(sys.argv[1:] if argv is None else argv)]
     prog, about = prog or _program(), (sys.modules["__main__"].__doc__ or "").strip()
-    said = io.StringIO()
+    is_short, said = not {"-h", "--help"}.isdisjoint(words), io.StringIO()
+    shown: Any = _common(kind) if is_short else kind
+    args = ["--help" if word == "--help_all" else word for word in words]
     try:
         with redirect_stderr(said):
-            config, unknown = tyro.cli(kind, prog=prog, description=about, args=argv, return_unknown_args=True, **STYLE)
+            config, unknown = tyro.cli(shown, prog=prog, description=about, args=args, **STYLE)
     except SystemExit as ending:
-        if not ending.code:
-            raise
-        seen = _first_paragraph(said.getvalue())
-        if commands := re.search(r"Expected one of \{(.*)\}", seen):
-            word = next(iter(sys.argv[1:] if argv is None else argv), "no command").partition("=")[0]
-            fix = _perhaps([word], commands[1].split(", "))
-            raise _unreadable(prog, word, f"a command: {commands[1]}", fix) from None
-        choice, _, choices = seen.partition("' for argument ")
-        fix = _perhaps([choice.partition("'")[2]], re.findall(r"(?<=[(\s])'(.*?)'", choices))
-        raise _unreadable(prog, seen, "values as --help lists them", fix) from None
+        if ending.code:
+            raise _refused(prog, _first_paragraph(said.getvalue()), words, getattr(kind, "ELSEWHERE", {})) from None
+        if is_short:
+            print("  --help_all shows every flag")
+        raise
     if unknown:
-        raise _unknown(type(config), prog, unknown, sys.argv[1:] if argv is None else argv)
+        raise _unknown(type(config), prog, unknown, words)
     if empty := list(_emptied(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value", "at least one value")
     return config
+
+
+def _common(kind: Any, is_group: bool = False) -> Any:
+    """Return a dataclass with the same flags, of which `--help` shows fewer: of the dataclasses in it, those that are
+    `Common` or have to be given. Of a union, each of its dataclasses."""
+    if commands := get_args(kind):
+        return reduce(operator.or_, map(_common, commands))
+    hints, changed = get_type_hints(kind, include_extras=True), list[tuple[str, Any, Any]]()
+    for one in map(copy, fields(kind)):
+        hint, default = hints[one.name], one.default_factory
+        if is_dataclass(hint):
+            hint = _common(hint, is_group=True)
+            if default is not MISSING:
+                one.default_factory = lambda hint=hint, default=default: hint(**vars(default()))
+            changed.append((one.name, hint, one))
+        elif is_group and COMMON not in getattr(hint, "__metadata__", ()) and one.default is not MISSING:
+            changed.append((one.name, Annotated[hint, Suppress], one))
+    own = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}  # tyro reads its source
+    return make_dataclass(kind.__name__, changed, bases=(kind,), namespace=own, frozen=True, kw_only=True)
 
 
 def _emptied(config: Any) -> Iterator[str]:
@@ -93,34 +130,33 @@ def _unknown(kind: type, prog: str, words: Sequence[str], argv: Sequence[str]) -
     """Words that are no flags are not repeated: a value that follows a mistyped flag may be a secret."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not flags:
-        before = [*dropwhile(lambda word: word != words[0], reversed(argv))][1:]
-        is_once = list(argv).count(words[0]) == 1
-        last = next((word for word in before if is_once and re.match(r"--\w", word)), "")
-        n_values = "no" if before[:1] == [last] and "=" not in last else "one"
-        required = f"{n_values} value behind {last.partition('=')[0]}" if last else "flags of this program"
         seen, fix = "unrecognized arguments without a flag", "quote what has spaces, or name a folder of files"
-        return _unreadable(prog, seen, required, f"{fix}; {SEE}")
-    seen = f"unrecognized arguments: {' '.join(flags)}"
-    told = io.StringIO()
-    with redirect_stdout(told), suppress(SystemExit):
-        tyro.cli(kind, args=["--help"], **STYLE)
-    known = re.findall(r"(?<!\S)--\w+", told.getvalue())
-    command, early = kind.__name__.lower(), " ".join(name for name in flags if name in known)
-    fix = f"put {early} behind {command}" if early and command in argv[1:] else _perhaps(flags, known)
-    return _unreadable(prog, seen, "flags of this program", fix)
+        return _unreadable(prog, seen, "flags of this program", f"{fix}; {SEE}")
+    command, seen = kind.__name__.lower(), f"unrecognized arguments: {' '.join(flags)}"
+    is_early = argv[0] in words and command in argv
+    return _unreadable(prog, seen, "flags of this program", f"put flags behind {command}" if is_early else SEE)
 
 
-def _perhaps(words: Sequence[str], known: Sequence[str]) -> str:
-    near = " and ".join(match for word in words for match in get_close_matches(word, known, 1))
-    return f"perhaps you meant {near}; {SEE}" if near else SEE
+def _refused(prog: str, seen: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> ConfigError:
+    """The error that tyro's words become: of a value, or of what is missing. elsewhere: fixes for choices that another
+    program has."""
+    if commands := re.search(r"Expected one of \{(.*)\}", seen):
+        word = next(iter(words), "no command").partition("=")[0]
+        return _unreadable(prog, word, f"a command: {commands[1]}")
+    if choice := re.search(r"(invalid choice '(.*)' for argument .*)\. Expected one of \((.*)\)", seen):
+        required = choice[3].replace("'", "").rstrip(",")
+        return _unreadable(prog, choice[1], required, elsewhere.get(choice[2], SEE))
+    if kinds := re.search(r"(Error parsing .*): no type matching (.*) could be instantiated from \[(.*)\]", seen):
+        known = kinds[2].replace("INT", "a whole number").replace("FLOAT", "a number").replace("|", " or ")
+        return _unreadable(prog, f"{kinds[1]}: {kinds[3]}", re.sub("[{}]", "", known))
+    return _unreadable(prog, seen, "values as --help_all lists them")
 
 
 def _first_paragraph(boxed: str) -> str:
     """Of a message below a title, in a frame or, where a terminal has no characters for that, between ruled lines."""
     lines = [line.strip("│ ") for line in boxed.splitlines()[1:]]
     text = [line if line.strip("╰╯─-") else "" for line in lines]
-    paragraph = " ".join(takewhile(bool, dropwhile(operator.not_, text)))
-    return paragraph.replace("'None', ", "").replace(", 'None')", ")")  # a default, which cannot be given
+    return " ".join(takewhile(bool, dropwhile(operator.not_, text)))
 
 
 def _unreadable(prog: str, seen: str, required: str, fix: str = SEE) -> ConfigError:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,11 +59,16 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
             print(json.dumps(record), flush=True)
 
 
-def publish(path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = ()) -> None:
-    """Print the texts and last the record, and append it to `path`: either is done where the other fails. Errors:
-    ConfigError of what was not appended, or the first that a run `put_off`; OSError of what was not printed."""
+def publish(
+    path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = (), for_people: bool = False
+) -> None:
+    """Print the texts and last the record, and append it to `path`: either is done where the other fails. for_people: a
+    terminal is not shown a record that has no `path`. Errors: ConfigError of what was not appended, or the first that a
+    run `put_off`; OSError of what was not printed."""
+    is_hidden = for_people and path is None and sys.stdout.isatty()
     try:
-        print(*texts, json.dumps(record), sep="\n", flush=True)
+        for line in (*texts, *([] if is_hidden else [json.dumps(record)])):
+            print(line, flush=True)
     finally:
         append_record(path, record)
     if put_off:

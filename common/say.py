@@ -1,6 +1,7 @@
 """What a run says while it goes on."""
 
 import sys
+from collections.abc import Iterable
 
 from common.process import is_leader
 
@@ -9,6 +10,11 @@ def say(message: str) -> None:
     """Progress and remarks go to stderr, from one rank: stdout is for results, its last line for the record."""
     if is_leader():
         print(message, file=sys.stderr, flush=True)
+
+
+def note_without_effect(fields: Iterable[str], why: str) -> None:
+    """Say that flags have no effect."""
+    say(f"note: {', '.join(f'--{field}' for field in fields)} without effect: {why}")
 
 
 def dtype_name(dtype: object) -> str:

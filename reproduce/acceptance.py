@@ -19,9 +19,9 @@ from tyro.conf import arg
 
 import engine
 from common import cli
-from common.errors import ConfigError, flag, require_at_least, without_effect
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
-from common.say import say
+from common.say import note_without_effect, say
 from common.tables import console
 from engine import bench
 from engine.bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, Target, Text
@@ -61,16 +61,13 @@ class Flags:
     def check(self) -> None:
         require_at_least("budgets", min(self.budgets), 1)
         if BUDGETED.isdisjoint(self.policies) and self.budgets != Flags.budgets:
-            what, seen = "a policy that keeps all entries has no budget", " ".join(self.policies)
-            seen = f"{flag('policies')} {seen}"
-            raise without_effect(["budgets"], what, seen=seen, required="a policy with a budget")
+            note_without_effect(["budgets"], "a policy that keeps all entries has no budget")
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
         self.target.require_trained("random weights have no acceptance")
         unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
         if unlike and "sampled" not in self.texts:
-            what, seen = "only sampled text is sampled", f"{flag('texts')} {' '.join(self.texts)}"
-            raise without_effect(unlike, what, seen=seen, required="sampled among the texts")
+            note_without_effect(unlike, "only sampled text is sampled, which is not among the texts")
         if self.sampling.temperature == 0 and "sampled" in self.texts:
             where, fix = f"{flag('temperature')} with {flag('texts')} sampled", f"leave out {flag('temperature')}"
             raise ConfigError("sampled text needs a temperature", where, 0.0, "> 0", fix)

@@ -22,7 +22,7 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from engine import bench
-from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from engine.bench.config import BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
 from engine.bench.draft_flags import ALIASES, BudgetedName, draft_flags
 
 Draft: Any = draft_flags(["self"], without=["gamma", "draft_policy", "draft_budget", "draft_positions"])
@@ -37,7 +37,7 @@ class Flags:
     draft: Draft = field(default_factory=Draft)
     output: Output = field(default_factory=Output)
     tokens: int = 2000  # tokens to certify, over all rows
-    B: int = 8  # rows decoded together
+    B: BatchSize = 8  # rows decoded together
     prefix_len: int = 1000  # prompt tokens of the longest row
     gamma: int = 3  # tokens drafted per round
     draft_budget: Annotated[int, arg(aliases=ALIASES["draft_budget"])] = 256  # the draft's KV entries per row

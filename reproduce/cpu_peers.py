@@ -23,7 +23,7 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from engine import bench
-from engine.bench.config import Output, RunConfig, Sizes, Target
+from engine.bench.config import BatchSize, Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.paper.in_turns import in_turns
 
@@ -35,7 +35,7 @@ Turns = Iterator[tuple[list[float], list[int]]]
 class Flags(Output):
     FLAGS: ClassVar[dict[str, str]] = {"gen_len": "--turns x --tokens_per_turn"}
 
-    B: int = 8  # rows decoded together
+    B: BatchSize = 8  # rows decoded together
     prefix_len: int = 7500  # prompt tokens per row
     turns: int = 4  # interleaved turns of every peer
     tokens_per_turn: int = 6  # new tokens of a row

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
@@ -30,7 +29,7 @@ from common.jsonl import append_or_put_off, publish, read_lines, require_appenda
 from common.provenance import provenance
 from common.tables import console
 from engine import bench
-from engine.bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
+from engine.bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
 from engine.bench.draft_flags import TEXTS, draft_flags
 from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.contention import contention
@@ -98,7 +97,7 @@ class Flags(Drafters):
     categories: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all)")] = None  # only these
     per_category: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
     """conversations of each, the first ones"""
-    B: int = 8  # conversations decoded together
+    B: BatchSize = 8  # conversations decoded together
     gen_len: int = 128  # new tokens of each turn, at most
 
     def cell(self, category: Sequence[Prompt]) -> str:
@@ -120,10 +119,8 @@ def _chosen(name: str) -> dict[str, Any]:
     if is_known and set(texts) <= TEXTS.keys():
         given = {"draft": kind, behind: path, "text_drafts": tuple(texts)}
         return {name: value for name, value in given.items() if value} | own
-    near = get_close_matches(kind, [*ALONE, STANDALONE], 1)
-    required, fix = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT", "choose among these"
-    fix = f"perhaps you meant {near[0]}{':CHECKPOINT' if near[0] == STANDALONE else ''}" if near else fix
-    raise ConfigError("there is no such drafter", flag("drafters"), name, required, fix)
+    required = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT"
+    raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
 
 def open_session(

@@ -23,6 +23,13 @@ BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longsp
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
+class Terminal(io.StringIO):
+    """In place of io.StringIO, what a program prints to in `run`."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a program ended: its exit code, stdout, stderr, and the error it reported if it ran in this process."""

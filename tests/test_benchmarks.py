@@ -188,6 +188,13 @@ def test_the_baseline_drafts_nothing(call) -> None:
     assert record["decode_tokens_per_second"] == record["baseline_tokens_per_second"]
 
 
+def test_a_flag_of_sampling_without_effect_is_a_note(call) -> None:
+    plain, seeded = (call(BASELINE, f"{SIZES} {more}") for more in ("", "--seed 3 --top_k 5"))
+    same = ("tokens_sha256", "seed", "top_k")
+    assert [plain.record[name] for name in same] == [seeded.record[name] for name in same]
+    assert "note: --top_k, --seed" in seeded.err and "note: " not in plain.err
+
+
 def test_a_baseline_under_torchrun_of_one_process(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
     flags = f"--model {checkpoint} --dataset {books} --num_prompts 3 --printoutput {SIZES}"

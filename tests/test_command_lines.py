@@ -1,16 +1,18 @@
 """What every command line of the project says of flags that it does not have, and its help."""
 
 import io
+import re
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from programs import BENCHMARKS, ROOT, TERMINAL, Ended, python, run
+from programs import BENCHMARKS, COST_MODEL, ROOT, TERMINAL, Ended, python, run
 
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
+from common.flags import Common
 from engine.bench.draft_flags import draft_flags
 
 
@@ -18,12 +20,16 @@ from engine.bench.draft_flags import draft_flags
 class Inner:
     """Some flags."""
 
-    gammas: tuple[int, ...] = (3,)
+    gammas: Common[tuple[int, ...]] = (3,)
     """how many"""
     compile: bool = False
     """whether"""
     draft: Literal["self", "ngram"] | None = None
     """what"""
+    dtype: Literal["auto"] | Literal["z", "b", "y", "a", "x", "c", "w"] = "auto"
+    """stored how"""
+    budget: int | Literal["auto"] = 8
+    """entries"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Flags:
 
     model: str
     """where"""
+    rows: int = 1  # together
     inner: Inner = field(default_factory=Inner)
 
 
@@ -44,14 +51,35 @@ def refused(*argv: str) -> str:
 def test_flags_are_the_fields_however_deep():
     assert read(Flags, ["--model", "m"]) == Flags("m")
     given = read(Flags, ["--gammas", "1", "2", "--model=m", "--compile", "--draft", "ngram"])
-    assert given == Flags("m", Inner((1, 2), True, "ngram"))
+    assert given == Flags("m", inner=Inner((1, 2), True, "ngram"))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_an_error_has_no_frame_whatever_characters_a_terminal_has_for_one(encoding):
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding=encoding)):
         said = refused("--model", "m", "--draft", "ngrm").splitlines()
-    assert len(said) == 5 and said[-1] == "  fix:      perhaps you meant ngram; see --help"
+    assert len(said) == 5 and said[3:] == ["  required: self, ngram", "  fix:      see --help_all"]
+
+
+def test_choices_and_kinds_of_values_are_listed_as_they_are_declared():
+    assert "required: auto, z, b, y, a, x, c, w\n" in refused("--model", "m", "--dtype", "d")
+    assert "--budget: '0.1'\n  required: a whole number or auto\n" in refused("--model", "m", "--budget", "0.1")
+
+
+def test_help_shows_what_is_common_and_help_all_everything(capsys):
+    """Of a program's groups of flags; those that are its own are all common."""
+    said = []
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as ending:
+            read(Flags, [word], "program.py")
+        assert not ending.value.code
+        said.append(capsys.readouterr().out)
+    short, whole = said
+    every = ["--model", "--rows", "--gammas", "--compile", "--draft", "--dtype", "--budget"]
+    flags_of = re.compile(r"^. (--(?!help)\w+)", re.MULTILINE)
+    assert flags_of.findall(whole) == every and flags_of.findall(short) == every[:3] and "--help_all" in short
+    for text in ("together (default: 1)", "how many (default: 3)"):
+        assert text in short and text in whole
 
 
 def test_values_of_what_is_no_flag_are_not_repeated():
@@ -65,28 +93,23 @@ def test_what_is_required_is_named_and_none_is_no_value():
 
 
 @pytest.mark.parametrize(
-    ("flags", "advised"),
+    ("flags", "useless"),
     [
-        ("--p_min 0.5", "--gamma_schedule confidence"),
-        ("--text_match 4", "--text_drafts suffix"),
-        ("--p_min 0.5 --text_match 4", "--gamma_schedule confidence and --text_drafts suffix"),
-        ("--inner_gamma 2", "--draft_of_draft streaming"),
-        ("--draft_of_draft ngram --inner_budget 16", "--draft_of_draft streaming"),
-        ("--inner_gamma 2 --draft_budget 32", ""),
-        ("--draft_of_draft streaming --text_match 4", ""),
-        ("--draft_of_draft streaming --p_min 0.5", ""),
-        *((f"{draft} --p_min 0.5", "") for draft in ("--draft ngram", "--draft suffix", "--gamma 0", "--gamma auto")),
+        ("--p_min 0.5", ["--p_min"]),
+        ("--p_min 0.5 --text_match 4", ["--p_min", "--text_match"]),
+        ("--draft_of_draft ngram --inner_budget 16", ["--inner_budget"]),
+        ("--inner_gamma 2 --draft_budget 32", ["--inner_gamma"]),
+        ("--draft ngram --draft_budget 32 --max_ngram 2", ["--draft_budget"]),
+        ("--draft_policy full --draft_budget 32 --gamma 2", ["--draft_budget"]),
+        ("--gamma 0 --draft_policy snapkv --draft_budget 64", ["--draft_policy", "--draft_budget"]),
+        ("--gamma_schedule confidence --p_min 0.5 --draft_budget 32", []),
     ],
 )
-def test_what_an_option_needs_is_advised_where_it_helps(flags, advised):
-    def accept(words: str) -> None:
-        read(draft_flags(), words.split()).config()
-
-    with pytest.raises(ConfigError) as caught:
-        accept(flags)
-    assert str(caught.value).partition(", or add ")[2] == advised
-    if advised:
-        accept(f"{flags} {advised.replace(' and ', ' ')}")
+def test_a_draft_flag_without_effect_is_a_note(flags: str, useless: list[str], capsys):
+    read(draft_flags(), flags.split()).config()
+    said = capsys.readouterr().err
+    assert said.startswith("note: ") == bool(useless) and len(said.splitlines()) <= 1
+    assert sorted(re.findall(r"--\w+", said)) == sorted(useless)
 
 
 def test_errors_call_fields_as_the_program_does():
@@ -111,9 +134,38 @@ def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
 
 
 @pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL])
-def test_help_is_printed(program: str):
-    ended = run(program, ["--help"])
-    assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
+def test_help_is_short(program: str):
+    short, whole = (run(program, [word]) for word in ("--help", "--help_all"))
+    shown, every = (set(re.findall(r"(?<!\S)--\w+", ended.out)) - {"--help_all"} for ended in (short, whole))
+    assert short.code == whole.code == 0 and short.out.startswith("usage:"), short.err
+    assert shown <= every and len(shown) <= 20
+    if program != "foretoken.py":
+        assert "--model_name" in every - shown
+
+
+# With what has to be given beside it.
+WITH_BATCH = {"tests/longspec_benchmark.py": ["--model", "m"]}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *BENCHMARKS,
+        *TERMINAL[:3],
+        COST_MODEL,
+        *(f"reproduce/{name}.py" for name in ("acceptance", "certify", "spec_bench")),
+    ],
+)
+def test_the_batch_size_has_its_usual_name_too(program: str):
+    said = run(program, ["--batch_size", "many", *WITH_BATCH.get(program, [])]).refusal
+    assert "--B" in said and "many" in said and "unrecognized" not in said
+
+
+def test_a_draft_of_another_program_is_said_to_be_there():
+    assert "tests/longspec_benchmark.py" in run("tests/selfspec_benchmark.py", ["--draft", "standalone"]).refusal
+    assert "tests/selfspec_benchmark.py" in run("tests/longspec_benchmark.py", ["--draft", "ngram"]).refusal
+    for words in (["--draft", "standalone"], ["target", "standalone"]):
+        assert "standalone:FOLDER" in run("foretoken.py compare", words).refusal
 
 
 def test_a_program_outside_of_the_checkout_is_called_by_its_file(monkeypatch, tmp_path):
@@ -125,13 +177,9 @@ def test_a_program_outside_of_the_checkout_is_called_by_its_file(monkeypatch, tm
 
 def test_flags_of_a_command_are_put_behind_it():
     for argv in (["--B", "1", "compare"], ["--B=1", "--zzz", "compare"]):
-        assert run("foretoken.py", argv).err.endswith("fix:      put --B behind compare\n")
-    near = run("foretoken.py", ["--gama", "2", "compare"]).err
-    assert near.endswith("fix:      perhaps you meant --gamma; see --help\n")
+        assert run("foretoken.py", argv).err.endswith("fix:      put flags behind compare\n")
+    assert "put flags" not in run("foretoken.py", ["compare", "--gama", "2"]).err
 
 
-def test_a_command_that_is_none_may_be_near_one():
-    assert "seen:     compar\n  required: a command: compare, " in (
-        said := run("foretoken.py", ["compar", "--B", "1"]).err
-    )
-    assert said.endswith("fix:      perhaps you meant compare; see --help\n")
+def test_what_is_no_command_is_told_which_there_are():
+    assert "seen:     compar\n  required: a command: compare, " in run("foretoken.py", ["compar", "--B", "1"]).err

@@ -84,7 +84,7 @@ def test_an_option_that_makes_no_sense_is_refused(extended: Path) -> None:
 
 
 def test_help_lists_both(extended: Path) -> None:
-    listed = python("tests/selfspec_benchmark.py", "--help", cwd=extended).out
+    listed = python("tests/selfspec_benchmark.py", "--help_all", cwd=extended).out
     assert all(name in listed for name in ("key_norm", "--norm_order", "bigram", "--min_seen"))
 
 

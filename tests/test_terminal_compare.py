@@ -147,6 +147,13 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
     assert json.loads((tmp_path / "out.jsonl").read_text()) == record
 
 
+@pytest.mark.parametrize("words", ["--draft ngram", "ngram", "ngram --draft ngram"])
+def test_the_draft_is_named_by_its_flag_or_behind_the_target(checkpoint: Path, prompts: Path, words: str) -> None:
+    sizes = SIZES.removesuffix(" --draft_budget 16")
+    record = run(COMPARE, f"{checkpoint} {words} --prompts {prompts} {sizes}".split()).record
+    assert (record["max_ngram"], record["sequences"], record["identical_sequences"]) == (3, 3, 3)
+
+
 def test_rows_that_differ_are_told(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = comparison.run_passes
 
@@ -251,13 +258,18 @@ def in_terminal(words: list[str], width: int, height: int, **environment: str) -
 
 
 @pytest.mark.parametrize("colours", [True, False])
-def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, colours: bool) -> None:
+def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, tmp_path: Path, colours: bool) -> None:
+    """And the record only if it is also appended to a file."""
     words = f"compare {checkpoint} --prompts {prompts} --gen_len 150 --device cpu --draft_budget 16".split()
+    words += ["--output", str(tmp_path / "out.jsonl")] if colours else []
     code, sent = in_terminal(words, 100, 30, **({} if colours else {"NO_COLOR": "1"}))
     assert code == 0, sent
     figures = re.findall(r"\d+ tokens\b", sent)
     assert len({*figures}) > 4 and "comes next" in sent and "\x1b[1A" in sent
     assert ("\x1b[32m" in sent) == colours and "\x1b[1m" in sent
     record, shown = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE), sent.rindex("plain decoding:")
-    assert record and json.loads(record[0])["sequences"] == 3 and record.end() < shown
+    if colours:
+        assert record and json.loads(record[0])["sequences"] == 3 and record.end() < shown
+    else:
+        assert record is None and "ms per token" in sent
     assert "baseline    :" not in sent

@@ -14,7 +14,7 @@ import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import Ended, run
+from programs import Ended, Terminal, run
 from torch import Tensor
 from transformers import LlamaConfig
 from witness import FakeConfig, FakeModel
@@ -172,6 +172,12 @@ def test_every_answer_is_saved_and_counted(calculate: Evaluate) -> None:
     assert 0 < record["speculative"]["acceptance_standard_error"] < 0.1 and " ± 0." in ended.out
     shown = [line.split() for line in ended.lines]
     assert ["plain", "decoding", str(record["plain"]["right"])] in [line[:3] for line in shown]
+
+
+def test_a_terminal_is_shown_the_record_only_with_output(calculate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("io.StringIO", Terminal)
+    assert "difference:" in (shown := calculate("--nb_prompts 4 --B 2").out) and '{"benchmark"' not in shown
+    assert '{"benchmark"' in calculate("--nb_prompts 4 --B 2 --output out.jsonl").out
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

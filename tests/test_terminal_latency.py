@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pacings import Clock
-from programs import Ended, run
+from programs import Ended, Terminal, run
 
 from engine.bench import session as sessions
 from engine.decoding import GenerateOutput
@@ -73,6 +73,15 @@ def test_the_drafts_cache_evicts_entries_by_default(latency, length: str, budget
     assert ended.record["rows"][1]["draft_budget"] == budget
     assert (ended.record["rows"][1]["acceptance_rate"] < 1) == (budget < 80)
     assert (f"keeps {budget} entries" in ended.err) == (budget < 80)
+
+
+def test_a_terminal_is_shown_the_record_only_with_output(
+    latency, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("io.StringIO", Terminal)
+    flags = "--nb_prompts 1 --B 2 --draft ngram"
+    assert "ngram" in (shown := latency(flags).out) and '{"benchmark"' not in shown
+    assert '{"benchmark"' in latency(f"{flags} --output {tmp_path / 'out.jsonl'}").out
 
 
 def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(

@@ -24,6 +24,10 @@ class BaselineFlags(PlainRun):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpecFlags(BaselineFlags):
+    ELSEWHERE: ClassVar[dict[str, str]] = dict.fromkeys(
+        Standalone.KINDS, "use tests/longspec_benchmark.py, whose --model is the draft's checkpoint"
+    )
+
     draft: SelfDraft = field(default_factory=SelfDraft)
     passes: Passes = field(default_factory=Passes)
 
@@ -31,6 +35,7 @@ class SelfSpecFlags(BaselineFlags):
 @dataclass(frozen=True, kw_only=True)
 class LongSpecFlags(BaselineFlags):
     FLAGS: ClassVar[dict[str, str]] = {"model": "--target", "draft_model": "--model"}
+    ELSEWHERE: ClassVar[dict[str, str]] = dict.fromkeys(SelfDraft.KINDS, "use tests/selfspec_benchmark.py")
 
     target: TargetBesideDraft = field(default_factory=TargetBesideDraft)
     draft: Standalone

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
+from common.flags import COMMON, Common
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.names import Backend, Dtype, KVDtype, Scheme
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
 DEFAULT_ROWS, DEFAULT_PREFIX_LEN = 8, 6000
+BatchSize = Annotated[int, arg(aliases=["--batch_size"]), COMMON]
 
 
 @dataclass(frozen=True)
 class Target:
     """The target model, how it is stored, and what it runs on."""
 
-    model: str = DEFAULT_MODEL
+    model: Common[str] = DEFAULT_MODEL
     """the target's converted checkpoint"""
     model_name: Annotated[str | None, arg(help_behavior_hint="(default: its folder's name)")] = None
     """name for the record; with --load_format dummy, the configuration to build"""
@@ -69,7 +71,7 @@ class Target:
 class TargetBesideDraft(Target):
     """The target model, how it is stored, and what it runs on."""
 
-    model: Annotated[str, arg(name="target", metavar="MODEL")] = DEFAULT_MODEL
+    model: Common[Annotated[str, arg(name="target", metavar="MODEL")]] = DEFAULT_MODEL
     """the target's converted checkpoint"""
 
 
@@ -86,11 +88,11 @@ class Text:
 class Sizes:
     """How much is decoded at once."""
 
-    B: int = DEFAULT_ROWS
+    B: BatchSize = DEFAULT_ROWS
     """rows decoded together"""
-    prefix_len: Annotated[int | None, arg(help_behavior_hint="(default: 6000)")] = None
+    prefix_len: Common[Annotated[int | None, arg(help_behavior_hint="(default: 6000)")]] = None
     """prompt tokens per row"""
-    gen_len: int = 64
+    gen_len: Common[int] = 64
     """new tokens per row"""
 
 
@@ -98,7 +100,7 @@ class Sizes:
 class Rows:
     """Which prompts, and where rows end."""
 
-    prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
+    prompts: Common[Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")]] = None
     """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     a .jsonl or .parquet file with `prompt`, `turns` or `context` in each row, or a known set (spec-bench,
     speed-bench/SPLIT)"""
@@ -114,7 +116,7 @@ class Rows:
 class Sampling:
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    temperature: float = 0.0
+    temperature: Common[float] = 0.0
     """0 is greedy"""
     top_k: int = 0
     """keep the k likeliest tokens; 0 keeps all"""
@@ -122,7 +124,7 @@ class Sampling:
     """keep the likeliest tokens until their mass reaches this"""
     seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None
     """key of the random numbers"""
-    verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
+    verification: Common[Literal["auto", "greedy", "rejection", "coupled"]] = "auto"
     """rejection: speculative sampling, the target's distribution; coupled: the samples of plain decoding in that mode,
     token for token; auto: greedy at temperature 0, else rejection"""
 
@@ -163,7 +165,7 @@ class RankOptions:
 class Output:
     """Where the record goes."""
 
-    output: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    output: Common[Annotated[str | None, arg(help_behavior_hint="(default: none)")]] = None
     """append the JSON record to this file"""
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
-from common.errors import ConfigError, flag, require_at_least, without_effect
+from common.errors import ConfigError, flag, require_at_least
+from common.say import note_without_effect
 from engine.bench.config import Output, Sampling, Target, Text
 from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.drafters.config import DrafterConfig
@@ -37,7 +38,7 @@ class CostFlags:
     machine: Annotated[str | None, arg(help_behavior_hint="(default: this one, measured)")] = None
     """predict, and measure nothing: A100-40, A100-80, H100, H200, L40 or L40S, eight of them as 8xH100, or numbers in
     SI units, such as 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"""
-    batches: Annotated[tuple[int, ...], arg(aliases=["--B"])] = (1, 4, 8)
+    batches: Annotated[tuple[int, ...], arg(aliases=["--B", "--batch_size"])] = (1, 4, 8)
     """rows decoded together"""
     contexts: Annotated[tuple[int, ...], arg(aliases=["--context"])] = (1000, 4000)
     """tokens per row"""
@@ -61,7 +62,7 @@ class CostFlags:
         return dict(zip(drafts, self.draft.variants(*each), strict=True))
 
     def check(self) -> None:
-        """Errors: ConfigError for a number too small, for what has no effect, and for random weights without alpha."""
+        """Errors: ConfigError for a number too small, and for random weights without alpha."""
         for name, minimum in {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}.items():
             require_at_least(name, min(getattr(self, name)), minimum)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
@@ -71,8 +72,7 @@ class CostFlags:
             pairs = (self.target, Target()), (self.text, Text()), (self.sampling, Sampling())
             given = [name for own, usual in pairs for name in vars(own) if getattr(own, name) != getattr(usual, name)]
             if useless := [name for name in given if name not in SHAPE]:
-                what = "nothing is loaded or measured where costs are predicted"
-                raise without_effect(useless, what, seen=f"given, with {flag('machine')}", required="either")
+                note_without_effect(useless, "costs are predicted: nothing is loaded or measured")
         elif self.alpha is None and self.target.load_format == "dummy":
             what, seen = "random weights have no acceptance", f"not given, with {flag('load_format')} dummy"
             raise ConfigError(what, flag("alpha"), seen, "an acceptance rate", f"add {flag('alpha')} 0.8")

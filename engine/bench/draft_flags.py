@@ -9,6 +9,8 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
+from common.flags import COMMON
+from common.say import note_without_effect
 from engine.bench.config import AUTO
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.schedules import OF_SCHEDULES
@@ -44,37 +46,15 @@ class DraftFlags:
 
     def variants(self, *each: Mapping[str, Any]) -> list[DrafterConfig]:
         """Several drafts, with what a program chooses for each in place of flags: an option is given to those that have
-        it. Errors: ConfigError for one that none has, and for those that do not go together."""
+        it, and one that none has is noted. Errors: ConfigError for those that do not go together."""
         options = [_without_full_budget(self.given() | dict(chosen)) for chosen in each]
         configs = [_drafter_config(self.KINDS, one) for one in options]
-        every = {name: value for one in options for name, value in one.items()}
-        takes = dict.fromkeys(name for config in configs for name in _options(config))
-        if useless := [name for name in every if name not in takes and name != "draft"]:
-            draft = " and ".join(dict.fromkeys(map(_called, configs)))
-            where = [flag(name) + "".join(f" ({alias})" for alias in ALIASES.get(name, ())) for name in useless]
-            seen = f"{', '.join(str(every[name]) for name in useless)} with draft {draft}"
-            if all(config.gamma == 0 for config in configs):
-                needed = f"a larger {flag('gamma')}: nothing is drafted"
-            else:
-                known = every.keys() | vars(self).keys()
-                needed = f"draft {draft} takes only {', '.join(flag(name) for name in takes if name in known)}"
-            ways = (config.unused[name].split() for config in configs for name in useless if name in config.unused)
-            fix = f"leave out {' and '.join(map(flag, useless))}{self._or_add(dict(ways), each)}"
-            raise ConfigError("a draft flag has no effect on this draft", ", ".join(where), seen, needed, fix)
+        taken = {"draft", *(name for config in configs for name in _options(config))}
+        if useless := dict.fromkeys(name for one in options for name in one if name not in taken):
+            note_without_effect(useless, f"not for draft {' and '.join(dict.fromkeys(map(_called, configs)))}")
         for config in configs:
             config.check()
         return configs
-
-    def _or_add(self, ways: Mapping[str, str], each: Sequence[Mapping[str, Any]]) -> str:
-        """Advises those options, if this has flags for them and all is right with them."""
-        if not ways or not vars(self).keys() >= ways.keys():
-            return ""
-        own = {name: (value,) if isinstance(vars(self)[name], tuple) else value for name, value in ways.items()}
-        try:
-            self.variants(*({**one, **own} for one in each))
-        except ConfigError:
-            return ""
-        return ", or add " + " and ".join(f"{flag(name)} {value}" for name, value in ways.items())
 
 
 def draft_flags(
@@ -95,17 +75,17 @@ def draft_flags(
     specs: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     if len(chosen) > 1:
         first = "self" if "self" in chosen else next(iter(chosen))
-        specs.append(("draft", Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen))], first))
+        specs.append(("draft", Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen)), COMMON], first))
     if kept:
         chooses = f"{AUTO}, of a self-draft: whichever with a budget pays best, chosen while decoding"
         hint = f"(default: {DEFAULT_POLICY})"
         says = arg(help=f"what the cache keeps. {_listed(kept)}; {chooses}", help_behavior_hint=hint)
-        specs.append(("draft_policy", Annotated[PolicyName | Literal["auto"] | None, says], None))
+        specs.append(("draft_policy", Annotated[PolicyName | Literal["auto"] | None, says, COMMON], None))
         says = arg(help="what guesses beside a draft model, where it is sure", help_behavior_hint="(default: none)")
         specs.append(("text_drafts", Annotated[tuple[TextName, ...], says], ()))
     for name, (owner, *others) in owners.items():
         of_all = {owner, *others} >= set(chosen.values()) or (others and issubclass(owner, BudgetedPolicy))
-        hint = get_type_hints(owner)[name]
+        hint, marked = (get_type_hints(owner, include_extras=extras)[name] for extras in (False, True))
         says = arg(
             help=("" if of_all else f"{', '.join(one.name for one in (owner, *others))}: ") + _documented(owner, name),
             name=(flags or {}).get(name),
@@ -113,7 +93,8 @@ def draft_flags(
             help_behavior_hint=_defaults(name, (owner, *others)),
         )
         is_required = name in _required(owner)
-        specs.append((name, Annotated[hint, says]) if is_required else (name, Annotated[hint | None, says], None))
+        taken: Any = Annotated[(hint if is_required else hint | None, says, *getattr(marked, "__metadata__", ()))]
+        specs.append((name, taken) if is_required else (name, taken, None))
     made = [spec for spec in specs if spec[0] not in without]
     own = {"KINDS": chosen, "__doc__": DraftFlags.__doc__}
     return make_dataclass("DraftFlags", made, bases=(DraftFlags,), namespace=own, frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from typing import Literal, TypeVar
 
 import torch
 
-from common.errors import ConfigError, flag, require_at_least, without_effect
+from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER, world_size
+from common.say import note_without_effect
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling, resolve_target
 from engine.bench.text import PromptText, own_prompts, resolve_dataset
@@ -123,9 +124,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
     if config.passes.measure_costs and not plan.chooses:
-        what = "costs are measured where something is chosen by them"
-        needed = f"{flag('gamma')}, {flag('draft_budget')} or {flag('draft_policy')} auto"
-        raise without_effect(["measure_costs"], what, seen="nothing to choose", required=needed)
+        note_without_effect(["measure_costs"], "nothing is auto, so nothing is chosen by them")
     _check_context(plan)
     return replace(plan, capacity=plan.length)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import ConfigError, flag, without_effect
+from common.errors import ConfigError, flag
 from common.process import local_rank, local_world_size
+from common.say import note_without_effect
 from engine.bench.config import AUTO, Sampling, Target
 from engine.drafters import check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig
@@ -144,15 +145,12 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
-    """Errors: ConfigError for what has no effect, or cannot be verified in that mode."""
+    """Errors: ConfigError for what cannot be verified in that mode."""
     params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
-    needed = "a temperature above 0"
-    if params.greedy and params.filters:
-        what, seen = "a filter has no effect on greedy decoding", f"top_k {params.top_k}, top_p {params.top_p}"
-        raise without_effect(["top_k", "top_p"], what, seen=f"{seen} at temperature 0", required=needed)
-    if params.greedy and sampling.seed is not None:
-        what, seen = "a seed has no effect on greedy decoding", f"{sampling.seed} at temperature 0"
-        raise without_effect(["seed"], what, seen=seen, required=needed)
+    given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "seed": sampling.seed is not None}
+    if params.greedy and any(given.values()):
+        note_without_effect([name for name, is_given in given.items() if is_given], "temperature 0 is greedy")
+        params = SamplingParams()
     return ResolvedSampling(params, resolve_mode(sampling.mode, [params]))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
+from common.flags import Common
 from engine.drafters.base import check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from kv_cache.policy import BudgetedPolicy, Policy, registered
@@ -53,7 +54,7 @@ class DrafterConfig(ABC):
     # The option without which there is nothing to draft from.
     needs_option: ClassVar[str | None] = None
 
-    gamma: int | Literal["auto"] = 3
+    gamma: Common[int | Literal["auto"]] = 3
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
     chosen before every round"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
@@ -75,9 +76,9 @@ class DrafterConfig(ABC):
         return "draft_model" in vars(self) or (self.inner is not None and self.inner.has_model)
 
     @property
-    def unused(self) -> dict[str, str]:
-        """Options that have no effect beside the others, and the option with which they would have one."""
-        return {} if self.gamma_schedule == "confidence" else dict.fromkeys(OF_CONFIDENCE, "gamma_schedule confidence")
+    def unused(self) -> tuple[str, ...]:
+        """Options that have no effect beside the others."""
+        return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def schedule(self, parts: Parts) -> Schedule:
         """How many of a round's tokens each row drafts, by the drafter of those parts."""
@@ -140,8 +141,8 @@ class ModelDrafterConfig(DrafterConfig):
         return isinstance(self.policy, BudgetedPolicy) and self.policy.draft_budget == "auto"
 
     @property
-    def unused(self) -> dict[str, str]:
-        return super().unused if self.texts else {**super().unused, "text_match": "text_drafts suffix"}
+    def unused(self) -> tuple[str, ...]:
+        return super().unused if self.texts else (*super().unused, "text_match")
 
     def check(self) -> None:
         super().check()

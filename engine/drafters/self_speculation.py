@@ -128,10 +128,9 @@ class SelfConfig(ModelDrafterConfig):
         return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
 
     @property
-    def unused(self) -> dict[str, str]:
+    def unused(self) -> tuple[str, ...]:
         by_kind = {None: ("inner_gamma", "inner_budget"), "ngram": ("inner_budget",)}
-        idle = by_kind.get(self.draft_of_draft, ())
-        return {**super().unused, **dict.fromkeys(idle, "draft_of_draft streaming")}
+        return *super().unused, *by_kind.get(self.draft_of_draft, ())
 
     @property
     def layers(self) -> tuple[int, ...] | None:

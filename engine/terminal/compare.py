@@ -1,21 +1,22 @@
 """foretoken.py compare: the same prompts decoded plainly and speculatively, live and side by side."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
+from common.flags import Common
 from engine.bench.config import ComparedSampling, Output, Rows, Sizes, Text
 from engine.terminal.models import ModelFlags
+
+SOME: Any = arg(help_behavior_hint="(default: a few; with --prefix_len or --dataset stretches of a text)")
 
 
 @dataclass(frozen=True)
 class Questions(Rows):
     """Which prompts, and where rows end."""
 
-    prompts: Annotated[
-        str | None, arg(help_behavior_hint="(default: a few; with --prefix_len or --dataset stretches of a text)")
-    ] = None
+    prompts: Common[Annotated[str | None, SOME]] = None
     """one's own, asked in the model's chat template if it has one: a file or folder as the benchmarks take"""
 
 

@@ -46,7 +46,7 @@ def compare(config: RunConfig, save: str | None) -> None:
     said = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.draft))]
     # On a screen that also shows the record, what people read is to stand below it.
     on_screen = console.is_terminal and sys.stdout.isatty()
-    publish(config.output.output, record, *([] if on_screen else said))
+    publish(config.output.output, record, *([] if on_screen else said), for_people=True)
     if console.is_terminal:
         room = console.height - 2 - sum(1 + len(line) // console.width for line in said)
         shown = panes.frame(console.width, room, is_running=False)

@@ -44,7 +44,7 @@ def converse(config: RunConfig, system: str | None, gen_len: int, context: int) 
             prompt = template.encode(asked)
             room = session.capacity - len(prompt) - session.gamma - 1
             if room < 1:
-                say(f"  no room for that in {session.capacity} tokens: {RESET} begins anew, {flag('context')} has more")
+                say(f"  no room for that in {session.capacity} tokens: {RESET} begins anew, --context has more")
                 continue
             ends, params = session.target.config.eos_tokens, session.sampling.params
             request = Request(prompt, min(gen_len, room), ends, params, id=next(numbers))

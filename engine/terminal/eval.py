@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from common.errors import require_at_least
+from common.flags import Common
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
-from engine.bench.config import Output, Rows, Sampling, Sizes
+from engine.bench.config import BatchSize, Output, Rows, Sampling, Sizes
 from engine.counts import Counts, acceptance_standard_error, acceptance_text, total
 from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
 from engine.evaluation.success import compared
@@ -20,9 +21,9 @@ from engine.terminal.models import ModelFlags
 class SeededSampling(Sampling):
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    temperature: float = 0.6
+    temperature: Common[float] = 0.6
     """0 is greedy"""
-    seed: int = 0
+    seed: Common[int] = 0
     """key of the problems, and of the random numbers"""
 
 
@@ -36,7 +37,7 @@ class Eval(ModelFlags):
     output: Output = field(default_factory=Output)
     nb_prompts: int = 2000
     """problems"""
-    B: int = 64
+    B: BatchSize = 64
     """problems decoded together"""
     save: str = "eval/generations.jsonl"
     """append every problem to this file, with what both ways answered"""
@@ -78,7 +79,7 @@ class Eval(ModelFlags):
         measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
         measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)
-        publish(self.output.output, record, _said(record), put_off=session.put_off)
+        publish(self.output.output, record, _said(record), put_off=session.put_off, for_people=True)
 
 
 COLUMNS = [

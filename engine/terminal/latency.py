@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from tyro.conf import Positional, arg
 
 from common.errors import require_at_least
+from common.flags import Common
 from common.jsonl import publish
 from common.say import say
 from common.tables import Column, console
-from engine.bench.config import DEFAULT_MODEL, ComparedSampling, Output, Rows, Sizes, Target, Text
+from engine.bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
 from engine.counts import acceptance_text
 from engine.terminal.models import ModelFlags, NamedDraft, PositionalTarget
 from models.names import Scheme
@@ -34,7 +35,7 @@ COLUMNS = [
 class Targets(PositionalTarget):
     """The target models, how they are stored, and what they run on."""
 
-    model: Positional[Annotated[tuple[str, ...], SEVERAL]] = ()  # type: ignore[assignment]
+    model: Common[Positional[Annotated[tuple[str, ...], SEVERAL]]] = ()  # type: ignore[assignment]
     """converted checkpoints, one after another: each a model.pth, or its folder"""
     quantize: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()  # type: ignore[assignment]
     """measure each model in these, too"""
@@ -49,7 +50,7 @@ class Targets(PositionalTarget):
 class Latency(ModelFlags):
     """ms per generated token of models and their quantised forms, plain and speculative"""
 
-    FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft", "prefix_len": "--length"}
+    FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
     draft: NamedDraft = field(default_factory=NamedDraft)
@@ -60,7 +61,7 @@ class Latency(ModelFlags):
     """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
     nb_prompts: int = 15
     """how many are measured, behind one that warms up"""
-    B: int = 1
+    B: BatchSize = 1
     """rows decoded together, each with a prompt of its own: so many times more prompts"""
     gen_len: int = 64
     """new tokens per row"""
@@ -84,4 +85,4 @@ class Latency(ModelFlags):
         said = f"\n  ms per generated token, behind {self.nb_prompts} prompts of {prefix_len} tokens\n"
         busy = "  threads waited for processors: no time or speedup here is to be trusted\n"
         contended = any(row["contended"] for row in rows)
-        publish(self.output.output, record, said, console(rows, COLUMNS), busy if contended else "")
+        publish(self.output.output, record, said, console(rows, COLUMNS), busy if contended else "", for_people=True)

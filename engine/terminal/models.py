@@ -1,12 +1,13 @@
 """What every subcommand has flags for: TARGET and DRAFT, how both are stored, what drafts how far, and sampling."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
 
 from common.errors import ConfigError, flag, require_at_least
+from common.flags import Common
 from engine.bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
 from engine.bench.draft_flags import draft_flags
 from engine.drafters.config import DrafterConfig, drafters
@@ -14,6 +15,8 @@ from engine.drafters.config import DrafterConfig, drafters
 NAMES = [*draft_flags().KINDS]
 WITH_MODEL = [name for name in drafters() if name not in NAMES]
 DRAFT_HELP = f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: eagle:PATH, medusa:PATH"
+TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
+DRAFT: Any = arg(metavar="DRAFT", help=DRAFT_HELP, help_behavior_hint="(default: self)")
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 
 
@@ -21,9 +24,7 @@ EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draf
 class PositionalTarget(Target):
     """The target model, how it is stored, and what it runs on."""
 
-    model: Positional[Annotated[str, arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")]] = (
-        DEFAULT_MODEL
-    )
+    model: Common[Positional[Annotated[str, TARGET]]] = DEFAULT_MODEL
     """the target's converted checkpoint: its model.pth, or its folder"""
 
 
@@ -31,20 +32,24 @@ class PositionalTarget(Target):
 class NamedDraft(EveryDraft):
     """What drafts, and how."""
 
-    draft: Annotated[str, arg(metavar="DRAFT", help=DRAFT_HELP)] = "self"
+    draft: Common[Annotated[str | None, DRAFT]] = None
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Errors: ConfigError also for a draft that there is not, and where nothing would be drafted."""
         if self.gamma is not None and self.gamma != "auto":
             require_at_least("gamma", self.gamma, 1)
-        kind, _, path = self.draft.partition(":")
+        name = self.draft or "self"
+        kind, _, path = name.partition(":")
         if path and kind in WITH_MODEL:
             chosen = {"draft": kind, "draft_model": path} | chosen
-        elif self.draft not in NAMES:
-            if not os.path.exists(self.draft):
-                required, fix = f"{', '.join(NAMES)}, or a converted checkpoint", "check the spelling and the folder"
-                raise ConfigError("there is no such draft", flag("draft"), self.draft[:80], required, fix)
-            chosen = {"draft": "standalone", "draft_model": self.draft} | chosen
+        elif name in NAMES:
+            chosen = {"draft": name} | chosen
+        elif os.path.exists(name):
+            chosen = {"draft": "standalone", "draft_model": name} | chosen
+        else:
+            fix = f"name its folder: {name}:FOLDER" if name in WITH_MODEL else "check the spelling and the folder"
+            required = f"{', '.join(NAMES)}, or a converted checkpoint"
+            raise ConfigError("there is no such draft", flag("draft"), name[:80], required, fix)
         return super().config(**chosen)
 
 
@@ -52,14 +57,24 @@ class NamedDraft(EveryDraft):
 class Draft(NamedDraft):
     """What drafts, and how."""
 
-    draft: Positional[Annotated[str, arg(metavar="[DRAFT]", help=DRAFT_HELP)]] = "self"
+    second: Common[Positional[Annotated[str | None, arg(metavar="[DRAFT]")]]] = None
+    """the draft, as --draft"""
+
+    def config(self, **chosen: Any) -> DrafterConfig:
+        """Errors: ConfigError also for another draft behind the target than `--draft`."""
+        if self.second is None:
+            return super().config(**chosen)
+        if self.draft not in (None, self.second):
+            where, fix = f"DRAFT, {flag('draft')}", f"leave out {flag('draft')}"
+            raise ConfigError("two drafts are named", where, f"{self.second}, {self.draft}", "one of them", fix)
+        return replace(self, draft=self.second, second=None).config(**chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """Those of one process. A subcommand adds groups of a `RunConfig` under their names there, and flags of its own."""
 
-    FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft": "DRAFT", "draft_model": "DRAFT"}
+    FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft"}
 
     target: PositionalTarget = field(default_factory=PositionalTarget)
     draft: Draft = field(default_factory=Draft)

@@ -31,14 +31,16 @@ PUBLISHED = {"linestyle": "--", "linewidth": 0.9, "markersize": 6.5, "markerface
 PUBLISHED |= {"marker": "o"}
 MEASURED = {"linestyle": "-", "linewidth": 1.4, "markersize": 4.5, "zorder": 3}
 POINTS = MEASURED | {"linestyle": "none"}
+# Of the bars over one name together, where names are 1 apart.
+BARS_WIDTH = 0.8
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 class Series(NamedTuple):
-    """Points that belong together. names: one for each point, written beside it."""
+    """Points that belong together; bars where `x` is names. names: one for each point, written beside it."""
 
     label: str
-    x: Sequence[float]
+    x: Sequence[float | str]
     y: Sequence[float]
     style: Style
     names: Sequence[str] = ()
@@ -146,7 +148,14 @@ def save(figure: Figure, name: str, folder: Path) -> list[Path]:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    for series in panel.series:
+    xs, ys = ([value for series in panel.series for value in getattr(series, of)] for of in ("x", "y"))
+    names = [*dict.fromkeys(x for x in xs if isinstance(x, str))]
+    for place, series in enumerate(panel.series):
+        if names:
+            width = BARS_WIDTH / len(panel.series)
+            middles = [names.index(x) + (place + 0.5) * width - BARS_WIDTH / 2 for x in series.x]
+            axes.bar(middles, series.y, width, label=series.label, color=series.style["color"])
+            continue
         axes.plot(series.x, series.y, label=series.label, **series.style)
         for *point, name in zip(series.x, series.y, series.names, strict=False):
             look = {"fontsize": 6.5, "color": series.style["color"]}
@@ -154,10 +163,15 @@ def _draw(axes: Any, panel: Panel) -> None:
     if panel.is_log_x:
         axes.set_xscale("log", base=2)
     if panel.is_log_x and panel.series:  # named are powers of two times the smallest value: sizes double
-        values = [x for series in panel.series for x in series.x]
-        ticks = [min(values) * 2**power for power in range(1 + math.ceil(math.log2(max(values) / min(values))))]
+        ticks = [min(xs) * 2**power for power in range(1 + math.ceil(math.log2(max(xs) / min(xs))))]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+    elif names:
+        axes.set_xticks(range(len(names)), names)
+    elif all(isinstance(x, int) for x in xs):
+        axes.locator_params(axis="x", integer=True)
+    if all(isinstance(y, int) for y in ys):
+        axes.locator_params(axis="y", integer=True)
     if panel.is_speedup:
         axes.axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
         axes.annotate("plain decoding", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")

@@ -1,0 +1,8 @@
+"""What a field of a configuration says of its flag."""
+
+from typing import Annotated, TypeVar
+
+T = TypeVar("T")
+COMMON = "common"
+# `Common[int]`: the type of a field whose flag is among the few that `--help` shows; --help_all shows every one.
+Common = Annotated[T, COMMON]
