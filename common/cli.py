@@ -33,8 +33,8 @@ ORDERED = ConstructorRegistry()
 
 @ORDERED.primitive_rule
 def choice_in_order(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Read one of several words. The order in which errors list them is that of their declaration; tyro itself lists
-    those of a union in any order."""
+    """Read one of several words. Errors list them in the order of their declaration; tyro itself lists those of a union
+    in any order."""
     parts = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
     words = tuple(chain.from_iterable(map(get_args, parts)))
     if not parts or any(get_origin(part) is not Literal and part is not NoneType for part in parts):
@@ -138,7 +138,7 @@ def _unknown(kind: type, prog: str, words: Sequence[str], argv: Sequence[str]) -
 
 
 def _refused(prog: str, seen: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> ConfigError:
-    """The error that tyro's words become: of a value, or of what is missing. elsewhere: fixes for choices that another
+    """Return the error for what tyro says of a value, or of what is missing. elsewhere: fixes for choices that another
     program has."""
     if commands := re.search(r"Expected one of \{(.*)\}", seen):
         word = next(iter(words), "no command").partition("=")[0]

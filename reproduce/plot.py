@@ -125,7 +125,7 @@ def _setting(record: Record, name: str) -> Any:
 
 
 def _values(records: Sequence[Record], name: str) -> list[Any]:
-    """Where records are drawn by that setting: its numbers if it has any, or else its names."""
+    """Return the numbers that this setting has in the records, or its names if it has no number."""
     given = {record[name] for record in records if isinstance(record.get(name), (int, float, str))}
     return [*filter(_is_number, given)] or [*given]
 
