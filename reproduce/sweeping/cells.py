@@ -36,8 +36,15 @@ class Cell:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The flags that are on the command line."""
-        return {name: value for name, value in self.flags.items() if value is not None and value is not False}
+        """The flags that are on the command line.
+
+        A benchmark that samples gets `verification = "coupled"` unless the cell names a mode: cells of the same prompts
+        then decode the same text, so that drafts can be compared. Other scripts that compare drafts do so themselves.
+        """
+        given = {name: value for name, value in self.flags.items() if value is not None and value is not False}
+        if self.script.endswith("_benchmark.py") and _is_positive(given.get("temperature", 0)):
+            return {"verification": "coupled"} | given
+        return given
 
     @property
     def key(self) -> str:
@@ -46,16 +53,9 @@ class Cell:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def argv(self) -> list[str]:
-        """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved.
-
-        A benchmark that samples gets `--verification coupled` unless the cell names a mode: cells of the same prompts
-        then decode the same text, so that drafts can be compared. Other scripts that compare drafts do so themselves.
-        """
-        arguments, given = [str(ROOT / self.script)], self.given
-        temperature = given.get("temperature", 0)
-        if self.script.endswith("_benchmark.py") and isinstance(temperature, (int, float)) and temperature > 0:
-            given = {"verification": "coupled"} | given
-        for name, value in given.items():
+        """The script and its arguments: `sys.argv` of the process that runs the cell, the script's path resolved."""
+        arguments = [str(ROOT / self.script)]
+        for name, value in self.given.items():
             values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
             texts = list(map(value_text, values))
             is_like_a_flag = len(texts) == 1 and texts[0].startswith("-")
@@ -72,6 +72,13 @@ def value_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(value_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_positive(value: object) -> bool:
+    try:
+        return float(value_text(value)) > 0
+    except ValueError:  # the script says what is wrong with it
+        return False
 
 
 def labels(cells: Sequence[Cell]) -> list[str]:
