@@ -145,7 +145,7 @@ def _refused(prog: str, seen: str, words: Sequence[str], elsewhere: Mapping[str,
         return _unreadable(prog, word, f"a command: {commands[1]}")
     if choice := re.search(r"(invalid choice '(.*)' for argument .*)\. Expected one of \((.*)\)", seen):
         required = choice[3].replace("'", "").rstrip(",")
-        return _unreadable(prog, choice[1], required, elsewhere.get(choice[2], SEE))
+        return _unreadable(prog, choice[1], required, elsewhere.get(choice[2], SEE) if "--draft" in choice[1] else SEE)
     if kinds := re.search(r"(Error parsing .*): no type matching (.*) could be instantiated from \[(.*)\]", seen):
         known = kinds[2].replace("INT", "a whole number").replace("FLOAT", "a number").replace("|", " or ")
         return _unreadable(prog, f"{kinds[1]}: {kinds[3]}", re.sub("[{}]", "", known))

@@ -1,4 +1,4 @@
-"""What a field of a configuration says of its flag."""
+"""Marks which flags `--help` shows."""
 
 from typing import Annotated, TypeVar
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -81,12 +81,15 @@ class Decoder:
         if pacing is not None and drafter is not None:
             what, fix = "a pacing brings its own drafters", "leave out drafter"
             raise ConfigError(what, "drafter, pacing", "both", "one of them", fix)
+        if reuses not in get_args(Reuse):
+            required, fix = " or ".join(get_args(Reuse)), 'use "nothing" to run every prompt whole'
+            raise ConfigError("there is no such reuse of prompts", "Decoder: reuses", repr(reuses), required, fix)
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
         resolve_mode(verification, [])  # refused now
         self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
-        self._mark = object()  # what its requests note: the decoder itself would stay in memory with them
+        self._mark = object()  # Request.taken_by: a reference to the decoder would keep its graphs in memory
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The request whose prompt is on its way into a row, if one is.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
@@ -105,7 +108,7 @@ class Decoder:
         context, the cache or a draft's cache, if the mode cannot verify its sampling, or if any decoder has taken it.
         """
         if request.tokens or request.finish_reason is not None or request.taken_by is not None:
-            seen = f"{len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
+            seen = f"submitted already: {len(request.tokens)} tokens, {request.finish_reason or 'not finished'}"
             fix = "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma

@@ -12,7 +12,7 @@ from engine.sampling import SamplingParams, is_integer
 from engine.stats import Counts
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
-# What generate() calls the fields of a Request that it is given otherwise.
+# The names of Request's fields as arguments of generate(), where they differ.
 ARGUMENTS = {"prompt": "prompts", "limit": "max_new_tokens", "id": "request_ids", "index": "numbered_from"}
 
 
@@ -112,6 +112,8 @@ def make_requests(
 ) -> list[Request]:
     """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
     sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(stop_tokens, Collection):
+        raise _refuse("stop_tokens has to be a collection", "stop_tokens", repr(stop_tokens), "ids, or lists of ids")
     n_prompts, n_ids = len(prompts), sum(isinstance(stop, Integral) for stop in stop_tokens)
     if 0 < n_ids < len(stop_tokens):
         raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
@@ -123,6 +125,8 @@ def make_requests(
         "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
     }
     for name, values in columns.items():
+        if not isinstance(values, Sized):
+            raise _refuse(f"{name} is of another type", name, repr(values), "one for all prompts, or a list of them")
         if len(values) != n_prompts:
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(values), n_prompts)
     requests: list[Request] = []
@@ -169,7 +173,7 @@ def _where(index: object, name: str) -> str:
 
 
 def _no_integer(ids: object) -> str | None:
-    """Return what is no integer: the first such value, or `ids` itself where that is no collection; None if all are."""
+    """Return a value that is no integer, or `ids` itself where that is no collection; None if all are integers."""
     if not isinstance(ids, Collection):
         return repr(ids)
     kinds = {type(one): one for one in ids}  # a prompt is long, and of few types

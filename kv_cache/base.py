@@ -208,11 +208,12 @@ class KVCache(ABC):
         source_row: int | None = None,
         known: int = 0,
     ) -> None:
-        """Replace a row by what this policy keeps of a row of `source` (the same, if not given), `length` tokens long.
+        """Replace a row by what this policy keeps of a row of `source`, `length` tokens long.
 
-        layers: those of the source that this cache has, in order; None: all. queries: of the last `n_queries` tokens
-        in every layer of the source, `[n_head, n_queries, head_dim]`. known: of so many of the tokens the row holds
-        what it was to keep, also what it selected, which stays. Errors: ConfigError if it needs queries and has none.
+        source_row: None: the row of the same number. layers: those of the source that this cache has, in order; None:
+        all. queries: of the last `n_queries` tokens in every layer of the source, `[n_head, n_queries, head_dim]`.
+        known: the first tokens are in place; only later ones are copied, and the selection stays. Errors: ConfigError
+        if it needs queries and has none.
         """
         selects = self.selects and length > self.capacity and not known
         if selects and self.n_queries and queries is None:

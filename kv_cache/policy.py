@@ -30,8 +30,6 @@ class Policy(ABC):
     of_self_drafts: ClassVar[bool] = False
     # Whether its cache takes other bytes than so many entries do.
     has_own_storage: ClassVar[bool] = False
-    # Whether it selects a prompt's entries by their content, as its cache's `selected` does.
-    selects: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:
@@ -61,8 +59,16 @@ class Policy(ABC):
 
     def check(self) -> None:
         """Raise ConfigError if its cache cannot be made; asked of a number of entries, never of `auto`."""
-        smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=1)
-        self.new_cache(smallest, 1, 1, "meta", torch.float32)
+        self._sample()
+
+    @property
+    def selects(self) -> bool:
+        """True if its cache selects a prompt's entries by their content. Never asked of `auto` entries."""
+        return self._sample().selects
+
+    def _sample(self) -> KVCache:
+        smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=2)
+        return self.new_cache(smallest, 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """What its options leave to choose among behind prompts of that length; mostly itself."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -33,6 +32,10 @@ class ScoredKVCache(StreamingKVCache):
             where = ", ".join(flag(name) for name in sizes if hasattr(policy, name))
             seen = f"budget {budget}, {policy.n_first} entries for sinks, window {window}"
             raise ConfigError(what, where, seen, "budget > sinks + window", f"raise the budget to {least} or more")
+        if policy.n_queries > budget:  # a prompt that is selected from may be one token longer than the budget
+            what, where = "the policy selects by more queries than it keeps entries", flag("draft_budget")
+            required, fix = f">= {policy.n_queries}", f"use {where} {policy.n_queries} or more"
+            raise ConfigError(what, where, budget, required, fix)
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_queries, self._score = policy.n_queries, policy.score
 
@@ -46,7 +49,6 @@ class ScoredKVCache(StreamingKVCache):
 class Scored(BudgetedPolicy):
     """A policy that ranks a prompt's entries; `score` is all that such a policy has to define."""
 
-    selects: ClassVar[bool] = True
     snapkv_window: int = 32
     """recent tokens in the budget, whose queries choose the others where a policy chooses by queries"""
 
@@ -72,7 +74,7 @@ class Scored(BudgetedPolicy):
 
     @property
     def n_first(self) -> int:
-        """Of a text's first entries, how many always stay."""
+        """How many of a text's first entries always stay."""
         return 0
 
     def for_block(self, n_token: int) -> dict[str, int]:

@@ -85,7 +85,7 @@ ROPE_FIELDS = {"original_max_position_embeddings": "original_context"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What sets an architecture apart: rules beside RULES, and what transformers takes for a key that is absent."""
+    """An architecture's rules beside RULES, and transformers' values of keys that are absent."""
 
     model_type: str
     rules: Mapping[str, Rule]

@@ -216,7 +216,7 @@ def table_rows(records: Iterable[Record]) -> list[Record]:
 
 
 def _all(rows: Sequence[Record]) -> Record:
-    """What a drafter's categories sum up to; records that were written before had no counts of each conversation."""
+    """Sum up a drafter's categories. Records that were written before had no counts of each conversation."""
     is_known = all("judged_of_each" in row for row in rows)
     pairs = (zip(row["judged_of_each"], row["accepted_of_each"], strict=True) for row in rows if is_known)
     each = [Counts(verified_at=[judged], accepted_at=[accepted]) for judged, accepted in chain(*pairs)]

@@ -2,8 +2,8 @@
 
     make mutants        or: python tests/mutants.py [--only WORD] [--output results.jsonl]
 
-Prints a table "bug -> killed by" and, last, one JSON object. Exit code 1 if a bug survives, if the tests
-fail without one, or if a bug no longer fits the source.
+Prints a table "bug -> killed by" and, last, one JSON object. Exit code 1 if a bug survives or if the tests
+fail without one, 2 if a bug no longer fits the source.
 
 The bugs are in tests/mutants.txt: a heading per source file, and below it each bug with its test and its edit.
 

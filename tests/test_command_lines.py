@@ -1,4 +1,4 @@
-"""What every command line of the project says of flags that it does not have, and its help."""
+"""Command lines: unknown flags and values, flags without effect, and help."""
 
 import io
 import re
@@ -67,7 +67,7 @@ def test_choices_and_kinds_of_values_are_listed_as_they_are_declared():
 
 
 def test_help_shows_what_is_common_and_help_all_everything(capsys):
-    """Of a program's groups of flags; those that are its own are all common."""
+    """A program's flags outside its groups are all common."""
     said = []
     for word in ("--help", "--help_all"):
         with pytest.raises(SystemExit) as ending:

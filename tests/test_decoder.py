@@ -249,6 +249,13 @@ def test_a_request_keeps_its_own_copy_of_a_prompt():
         assert request.tokens == cut(continue_plainly(prompt, 6), [VOCAB - 1])
 
 
+@pytest.mark.parametrize("reuses", [True, "prefix", "Nothing"])
+def test_a_misspelt_reuse_is_refused(reuses):
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="no such reuse"):
+        Decoder(ModelRunner(model, full_cache(model, 2)), reuses=reuses)
+
+
 def test_what_is_refused_is_not_queued():
     """Of a mode, a context or a vocabulary that does not fit, or while it waits or has ended: the others go on."""
     runner = witness_runner(1)

@@ -117,7 +117,7 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
 
 
 def drafter_of(kind: str, target: Counting) -> tuple[Drafter, list[object]]:
-    """And what it runs beside the target's own forwards, as it grows."""
+    """Return a drafter of that kind, and the growing list of the forwards that it runs beside the target's."""
     if kind == "standalone":
         own = counting(target.max_batch, seed=5)
         return StandaloneDraft(own, 2), own.ran

@@ -116,6 +116,8 @@ def bad_calls():
     yield "unknown verification mode", {"verification": "hope"}
     yield "greedy verification cannot verify samples", {"verification": "greedy", "sampling": [SamplingParams(), warm]}
     yield "sampling given per prompt does not match", {"sampling": [warm]}
+    yield "sampling is of another type", {"sampling": 0.7}
+    yield "stop_tokens has to be a collection", {"stop_tokens": 5}
     yield "request_ids given per prompt does not match", {"request_ids": [1]}
     yield "share their random numbers", {"request_ids": [4, 4], "sampling": warm}
     for bad in ([0, 2**32], [-1, 0]):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
+from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, SmallestKeys, generate_selecting
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -133,6 +133,15 @@ def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
 def test_options_say_whether_the_cache_selects(name):
     policy = policies()[name]()
     assert policy.selects == policy.new_cache(TINY, 1, 600, "meta", torch.float32).selects
+
+
+def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
+    class ManyQueries(SmallestKeys):
+        n_queries = 25
+
+    assert ManyQueries(25, 8).selects
+    with pytest.raises(ConfigError, match="more queries than it keeps entries"):
+        ManyQueries(24, 8).check()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])

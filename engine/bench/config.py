@@ -138,7 +138,7 @@ class Sampling:
 class ComparedSampling(Sampling):
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
+    verification: Common[Literal["auto", "greedy", "rejection", "coupled"]] = "auto"
     """coupled: the samples of plain decoding in that mode, token for token, so that all drafts decode one text;
     rejection: speculative sampling, other samples for each draft; auto: greedy at temperature 0, else coupled"""
 

@@ -115,5 +115,5 @@ class StandaloneConfig(ModelDrafterConfig):
             else ModelRunner(parts.model, parts.new_cache(parts.model.config), ranks=parts.runner.ranks)
         )
         drafter = StandaloneDraft(own, parts.gamma, parts.rehearses)
-        drafter.follows_parts = not self.policy.selects  # as it is on the ranks that have a cache
+        drafter.follows_parts = not self.policy.selects  # also on ranks without a cache
         return drafter

@@ -27,8 +27,8 @@ from kv_cache.policy import BudgetedPolicy
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
-    """As `resolve`. evicts: as of `evicting`. Errors: UserError, also for random weights and a draft that needs the
-    baseline's tokens."""
+    """Return the plan of a run that decodes prompts plainly and speculatively in turn. evicts: lower the draft's budget
+    (see `evicting`). Errors: UserError, also for random weights and a draft that needs the baseline's tokens."""
     config.target.with_text()
     if config.draft and config.draft.needs_baseline:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
@@ -38,8 +38,9 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
 
 
 def evicting(plan: Plan) -> Plan:
-    """Lower the draft's budget to half of the longest prompt: behind prompts within its budget, the draft's cache would
-    hold all that the target's does. A draft that chooses its cache, or is itself drafted for, keeps its budget."""
+    """Lower the draft's budget to half of the longest prompt, or to the least that its policy can do with: behind
+    prompts within its budget, the draft's cache would hold all that the target's does. A draft that chooses its cache,
+    or is itself drafted for, keeps its budget."""
     config, draft = plan.config.draft, plan.draft
     if draft is None or not isinstance(config, ModelDrafterConfig) or not isinstance(config.policy, BudgetedPolicy):
         return plan

@@ -16,6 +16,7 @@ NAMES = [*draft_flags().KINDS]
 WITH_MODEL = [name for name in drafters() if name not in NAMES]
 DRAFT_HELP = f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: eagle:PATH, medusa:PATH"
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
+SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
 DRAFT: Any = arg(metavar="DRAFT", help=DRAFT_HELP, help_behavior_hint="(default: self)")
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 
@@ -57,7 +58,7 @@ class NamedDraft(EveryDraft):
 class Draft(NamedDraft):
     """What drafts, and how."""
 
-    second: Common[Positional[Annotated[str | None, arg(metavar="[DRAFT]")]]] = None
+    second: Common[Positional[Annotated[str | None, SECOND]]] = None
     """the draft, as --draft"""
 
     def config(self, **chosen: Any) -> DrafterConfig:
