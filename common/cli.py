@@ -80,7 +80,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
     except SystemExit as ending:
         if ending.code:
             raise _refused(prog, _first_paragraph(said.getvalue()), words, getattr(kind, "ELSEWHERE", {})) from None
-        if is_short:
+        if shown != kind:
             print("  --help_all shows every flag")
         raise
     if unknown:
@@ -105,6 +105,8 @@ def _common(kind: Any, is_group: bool = False) -> Any:
             changed.append((one.name, hint, one))
         elif is_group and COMMON not in getattr(hint, "__metadata__", ()) and one.default is not MISSING:
             changed.append((one.name, Annotated[hint, Suppress], one))
+    if not changed:
+        return kind
     own = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}  # tyro reads its source
     return make_dataclass(kind.__name__, changed, bases=(kind,), namespace=own, frozen=True, kw_only=True)
 

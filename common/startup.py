@@ -13,6 +13,10 @@ INTERRUPTED_CODE = 130
 
 
 def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, ModuleNotFoundError) and "tyro" not in sys.modules:  # which every program imports
+        print(f"error: the package {error.name} is not installed\n  where:    {sys.executable}", file=sys.stderr)
+        print("  fix:      . .venv/bin/activate, or make the environment: make demo", file=sys.stderr, flush=True)
+        sys.exit(2)
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return

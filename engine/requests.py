@@ -33,16 +33,19 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: int = 0
     index: int = 0
-    counts: Counts = field(default_factory=Counts)
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = None
-    error: str | None = None
+    counts: Counts = field(default_factory=Counts, init=False)
+    tokens: list[int] = field(default_factory=list, init=False)
+    finish_reason: FinishReason = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
     logprobs: list[float] | None = None
     speculate: bool = True
-    n_reused: int = 0
+    n_reused: int = field(default=0, init=False)
     taken_by: object | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "limit", "stop_tokens", "id", "index"):
+            if hasattr(value := getattr(self, name), "tolist"):  # numpy's arrays, torch's tensors
+                setattr(self, name, value.tolist())
         integers = {"index": [self.index], "id": [self.id], "limit": [self.limit]}
         for name, values in (integers | {"prompt": self.prompt, "stop_tokens": self.stop_tokens}).items():
             if (seen := _no_integer(values)) is not None:

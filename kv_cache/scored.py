@@ -40,8 +40,12 @@ class ScoredKVCache(StreamingKVCache):
         self.n_queries, self._score = policy.n_queries, policy.score
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
-        scores = self._score(keys(), queries())[:, : length - self.window]
-        chosen = scores.topk(self.n_sink, dim=1).indices.sort(dim=1).values
+        scores, n_kv_head = self._score(keys(), queries()), self.entries.shape[3]
+        shape, shapes = tuple(scores.shape), [(n_kv_head, length), (n_kv_head, length - self.window)]
+        if shape not in shapes:
+            what, required = "a policy's scores are not one for each entry", f"[n_kv_head, length] = {shapes[0]}"
+            raise ConfigError(what, self._score.__qualname__, shape, required, "score each key of each head")
+        chosen = scores[:, : length - self.window].topk(self.n_sink, dim=1).indices.sort(dim=1).values
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
 

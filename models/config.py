@@ -113,6 +113,6 @@ def read_config(path: Path) -> dict[str, Any]:
         what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
         fix += ", or copy config.json beside the weights"
         raise ConfigError(what, path, "no such file", required, fix) from None
-    except (ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
         raise ConfigError("the model's config.json is not a JSON object", path, error, required, fix) from None
     return dict(values)

@@ -5,7 +5,7 @@ in a table below has no effect on them; docs/checkpoints.md lists both kinds.
 """
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -186,10 +186,10 @@ def _check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
 def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
     """A size, or with `kind` float another number; `default` where it is absent or null. Errors: ConfigError."""
     value = default if values.get(key) is None else values[key]
-    end = MAX_SIZE if kind is int else math.inf
+    end = MAX_SIZE if kind is int else sys.float_info.max
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:
         seen, name = "no such key" if value is None else repr(value), "integer" if kind is int else "number"
-        raise refuse(f"{key} is not a positive {name}", f"{where}: {key}", seen, f"> 0 and < {end}")
+        raise refuse(f"{key} is not a positive {name}", f"{where}: {key}", seen, f"> 0 and < {end:g}")
     return kind(value)
 
 

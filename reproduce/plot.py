@@ -58,6 +58,11 @@ def main(flags: Flags) -> None:
     """A figure with a panel for each of the flags' `y`, and what is in it said."""
     figures.require_matplotlib()
     records = read_records(flags.records)
+    named = [*([flags.x] if flags.x else []), *(flags.y if flags.y != MEASURED else [])]
+    for name in named:
+        if not any(name in record for record in records):
+            required = ", ".join(sorted({key for record in records for key in record if _is_number(record[key])}))
+            raise ConfigError("no record has this", "--x, --y", name, f"such as {required}", "check the spelling")
     measured = [record for record in records if any(_is_number(record.get(y)) for y in flags.y)]
     counts = {axis: len(_values(measured, axis)) for axis in (*AXES, *SETTINGS)}
     varied = [axis for axis in AXES if counts[axis] > 1] or SETTINGS

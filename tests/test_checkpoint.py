@@ -40,6 +40,18 @@ LAYOUTS = {"safetensors": torch.float32, "sharded safetensors": torch.bfloat16}
 LAYOUTS |= {"bin": torch.float16, "sharded bin": torch.float32, "old bin": torch.bfloat16}
 
 
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float16, torch.float32])
+def test_parts_of_one_tensor_keep_their_values_whatever_their_dtypes(tmp_path: Path, first: torch.dtype) -> None:
+    config = write_side_files(tmp_path, UNTIED)
+    weights = {
+        name: tensor.to(first if "q_proj" in name or "gate_proj" in name else torch.float32)
+        for name, tensor in hf_weights(config).items()
+    }
+    write_weights(tmp_path, weights, "safetensors")
+    convert(tmp_path, tmp_path)
+    assert_same(read_checkpoint(tmp_path)[1], stacked(weights, config))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversion_round_trip(tmp_path: Path, layout: str, kind: str) -> None:

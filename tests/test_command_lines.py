@@ -168,6 +168,11 @@ def test_a_draft_of_another_program_is_said_to_be_there():
         assert "standalone:FOLDER" in run("foretoken.py compare", words).refusal
 
 
+def test_a_python_without_the_packages_is_told_which_one_to_use():
+    ended = python("-S", ROOT / "tests/selfspec_benchmark.py")
+    assert ended.code == 2 and "Traceback" not in ended.err and "tyro" in ended.err
+
+
 def test_a_program_outside_of_the_checkout_is_called_by_its_file(monkeypatch, tmp_path):
     """As `python -m pytest` of a virtual environment that lies elsewhere."""
     monkeypatch.setattr("sys.argv", [str(tmp_path / "__main__.py")])

@@ -231,6 +231,7 @@ def test_a_request_takes_numbers_of_numpy():
     out = generate(witness_runner(2), prompts, max_new_tokens=limits, stop_tokens=stops, request_ids=np.arange(2))
     plain = [continue_plainly([5, 1, 7], 9), continue_plainly([5, 2], 4)]
     assert out.tokens == [cut(tokens, [VOCAB - 1]) for tokens in plain]
+    assert Request(torch.tensor([5, 1]), 3).prompt == [5, 1] == Request(range(5, 0, -4), torch.tensor(3)).prompt
     request = Request(np.array([5, 1]), np.int64(3), stop_tokens=np.array([4]), id=np.int64(2), index=np.int16(1))
     assert {type(one) for one in (*request.prompt, *request.stop_tokens, request.limit, request.id)} == {int}
 

@@ -62,10 +62,11 @@ DRAFTS = {
         "norm_order": 1,
     },
     "--draft bigram": {"draft": "bigram", "min_seen": 1},
+    "--text_drafts bigram --text_match 1 --draft_budget 24": {"draft": "self", "text_drafts": ["bigram"]},
 }
 
 
-@pytest.mark.parametrize("flags", DRAFTS, ids=["policy", "drafter"])
+@pytest.mark.parametrize("flags", DRAFTS, ids=["policy", "drafter", "beside a draft model"])
 def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint: Path, tmp_path: Path) -> None:
     """Three prompts of unlike lengths in two rows; all are identical to plain decoding."""
     texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]

@@ -100,6 +100,7 @@ def test_metadata_without_effect_is_passed_over(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)[0] == TINY
 
 
+FAR = {"metadata": {"llama.rope.freq_base": 500000.0}}
 FREQS = {"extra_tensor": "rope_freqs.weight"}
 # By case: keys of the config.json, options of the GGUF, and what a refusal names.
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
@@ -107,8 +108,12 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "another architecture": ({}, {"arch": "granite"}, "granite"),
     "tied, but not in the file": ({"tie_word_embeddings": True}, {}, "lm_head.weight"),
     "no scaling, factors of none": ({}, FREQS, None),
-    "scaling, factors of none": (llama3_rope(8.0), FREQS, "rope_freqs.weight"),
-    "scaling, fewer factors": (llama3_rope(8.0), FREQS | {"extra_values": (1.0,) * 4}, "rope_freqs.weight"),
+    "scaling, factors of none": (llama3_rope(8.0), FREQS | FAR, "rope_freqs.weight"),
+    "scaling, fewer factors": (llama3_rope(8.0), FREQS | FAR | {"extra_values": (1.0,) * 4}, "rope_freqs.weight"),
+    "another theta": ({}, FAR, "rope_theta"),
+    "another epsilon": ({"rms_norm_eps": 0.25}, {}, "norm_eps"),
+    "scaling in the file alone": ({}, {"metadata": {"llama.rope.scaling.factor": 4.0}}, "rope_scaling"),
+    "a key that is not supported": ({}, {"metadata": {"llama.attention.scale": 0.5}}, "attention.scale"),
 }
 
 

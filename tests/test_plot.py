@@ -160,15 +160,12 @@ def test_the_figure_lies_where_it_is_asked_for(tmp_path):
     [
         ([record(1, 1.1), record(1, 1.2)], (), "nothing to draw\n.*\n  seen: +2 records"),
         ([record(1, None), record(2, None)], ("--y", "speedup"), "nothing to draw\n.*\n  seen: +0 records with"),
-        (
-            [record(1, 1.1), record(2, 1.2)],
-            ("--x", "rows"),
-            "nothing to draw\n.*\n.*\n.*differ under rows",
-        ),
+        ([record(1, 1.1), record(2, 1.2)], ("--x", "draft_bugdet"), "no record has this\n.*\n.*draft_bugdet"),
+        ([record(1, 1.1), record(2, 1.2)], ("--y", "acceptance"), "no record has this\n.*\n.*acceptance"),
         ([record(1, 1.1), "text"], (), "this is no record\n  where: .*own.jsonl, line 2\n"),
         ([], ("nowhere.jsonl",), "no record\n.*nowhere.jsonl.*\n  seen: +no such file"),
     ],
-    ids=["nothing varies", "nothing was measured", "no such setting", "no record", "no file"],
+    ids=["nothing varies", "nothing was measured", "no such setting", "no such figure", "no record", "no file"],
 )
 def test_what_cannot_be_drawn_is_told(draw, lines, flags, what):
     assert re.search(what, draw(lines, *flags)[0].refusal)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, SmallestKeys, generate_selecting
+from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, SmallestKeys, generate_selecting, new_cache
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -133,6 +133,19 @@ def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
 def test_options_say_whether_the_cache_selects(name):
     policy = policies()[name]()
     assert policy.selects == policy.new_cache(TINY, 1, 600, "meta", torch.float32).selects
+
+
+@pytest.mark.parametrize(
+    "score", [lambda keys: keys[0, :, 0], lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]]
+)
+def test_scores_of_another_shape_are_refused(score):
+    class OtherShape(SmallestKeys):
+        def score(self, keys, queries):
+            return score(keys)
+
+    source = full_cache(tiny_model(), 1)
+    with pytest.raises(ConfigError, match="not one for each entry"):
+        new_cache(OtherShape(24, 8), TINY, SIZE).fill_row(0, source, 30)
 
 
 def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():

@@ -78,6 +78,7 @@ REFUSALS = [
     Refusal(SELFSPEC, "--gamma -1", ConfigError, "--gamma"),
     Refusal(SELFSPEC, "--draft_budget 4", ConfigError, "--draft_budget"),
     Refusal(SELFSPEC, "--draft_policy snapkv --draft_budget 8 --snapkv_window 8", ConfigError, "--draft_budget"),
+    Refusal(SELFSPEC, "--text_drafts cache", ConfigError, "--text_match"),
     Refusal(SELFSPEC, "--draft markov", ConfigError, "--markov_table"),
     Refusal(SELFSPEC, "--temperature 1 --draft oracle", ConfigError, "oracle"),
     Refusal(LONGSPEC, "--model other_words", ConfigError, "other_words"),

@@ -118,7 +118,7 @@ def test_without_reuse_every_token_of_a_prompt_is_run(chat_checkpoint, capsys):
     assert len(logged) == 10 and {line["reused"] for line in logged} == {0}
 
 
-@pytest.mark.parametrize("draft", ["--draft cache", "--text_drafts cache"])
+@pytest.mark.parametrize("draft", ["--draft cache", "--text_match 2 --text_drafts cache"])
 def test_a_draft_that_shares_texts_is_refused_without_reuse(chat_checkpoint, draft):
     words = [f"--model={chat_checkpoint}", *PLAIN.split(), *draft.split()]
     assert cli.read(Serve, words, prog="serving").config().draft

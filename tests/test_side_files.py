@@ -42,12 +42,12 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
 
 
 def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
-    """Also where the GGUF's own would be refused."""
+    """Also where the GGUF's own tokenizer would be refused."""
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
     factors = {"extra_tensor": "rope_freqs.weight", "extra_values": llama3_factors(ModelConfig.from_hf(own))}
-    write_tiny_gguf(folder, pre="deepseek-coder", **factors)
+    write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)
     (folder / "config.json").write_text(json.dumps(own))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
     before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}

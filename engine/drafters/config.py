@@ -111,6 +111,11 @@ class DrafterConfig(ABC):
 class HostDrafterConfig(DrafterConfig):
     """A drafter that looks tokens up on the host, where others can stand beside it."""
 
+    @property
+    def longest_match(self) -> int | None:
+        """The most tokens by which it finds a guess; None: no bound, or not known before it is built."""
+        return None
+
     @abstractmethod
     def build(self, parts: Parts) -> HostDrafter: ...
 
@@ -148,6 +153,10 @@ class ModelDrafterConfig(DrafterConfig):
         super().check()
         for text in self.texts:
             text.check()
+            if text.longest_match is not None and text.longest_match < self.text_match:
+                what, where = f"{text.name} finds no guess by so many tokens", flag("text_match")
+                required, fix = f"<= {text.longest_match}", f"use {where} {text.longest_match} or less"
+                raise ConfigError(what, where, self.text_match, required, fix)
         for name in OF_CONFIDENCE:
             if (share := getattr(self, name)) != "auto" and not 0 <= share <= 1:
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")

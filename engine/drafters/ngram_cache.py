@@ -81,6 +81,10 @@ class NGramCacheConfig(HostDrafterConfig):
     ngram_cache_size: int = 1 << 18
     """contexts that it keeps, the latest"""
 
+    @property
+    def longest_match(self) -> int:
+        return self.max_ngram
+
     def check(self) -> None:
         super().check()
         require_at_least("max_ngram", self.max_ngram, 1)

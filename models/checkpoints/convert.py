@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
 
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
-    """Read source tensors and stack them along dim 0, in `dtype` or their own, to the tensor `name` of model.pth.
-    Raises CheckpointError for one that cannot be read, or is not finite in that dtype."""
-    target, tensors = dtype or stacked[0].dtype, []
+    """Read source tensors and stack them along dim 0 to the tensor `name` of model.pth, in `dtype` or in the smallest
+    that holds all of theirs. Raises CheckpointError for one that cannot be read, or is not finite in that dtype."""
+    target, tensors = dtype or reduce(torch.promote_types, (source.dtype for source in stacked)), []
     for source in stacked:
         try:
             tensors.append(source.read().to(target))

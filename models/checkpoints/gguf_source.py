@@ -48,12 +48,13 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     if architecture not in ARCHITECTURES:
         required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2)"
         raise CheckpointError("unsupported architecture", f"{path}: general.architecture", architecture, required, fix)
-    has_config = CONFIG in side_files
-    described = path.with_name(CONFIG) if has_config else path
-    hf_config = read_config(described) if has_config else _hf_config(path, metadata, stored, architecture)
-    config = ModelConfig.from_hf(hf_config, where=str(described))
-    if has_config and ROPE_FACTORS in stored:
-        _check_rope_factors(stored[ROPE_FACTORS], config)
+    hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
+    config = ModelConfig.from_hf(hf_config, where=str(path))
+    if has_config:
+        beside, own = path.with_name(CONFIG), config
+        hf_config = read_config(beside)
+        config = ModelConfig.from_hf(hf_config, where=str(beside))
+        _check_beside(beside, config, own, stored.get(ROPE_FACTORS))
     tensors, names = {}, _hf_names(config)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
@@ -103,6 +104,20 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
         required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
         raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None
     return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
+
+
+def _check_beside(beside: Path, config: ModelConfig, own: ModelConfig, rope_factors: SourceTensor | None) -> None:
+    """Raise CheckpointError if the config.json beside a GGUF is of another model than the file's metadata describes.
+    Windows, ends of text and the scaling behind `rope_freqs.weight` are not in the metadata."""
+    names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
+    names += ["rope_scaling"] if rope_factors is None else []
+    for name in names:
+        seen, required = getattr(config, name), getattr(own, name)
+        if seen != required:
+            fix = f"put the {CONFIG} of this very model beside the GGUF, or none"
+            raise CheckpointError(f"{CONFIG} is not of the GGUF's model", beside, f"{name} {seen}", required, fix)
+    if rope_factors is not None:
+        _check_rope_factors(rope_factors, config)
 
 
 def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
@@ -158,7 +173,7 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
                 raise ValueError(f"{prefix}{key} {own[key]} is not supported")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
-        fix = "put the original model's config.json beside the GGUF, or use another file"
+        fix = "use another file of the model, or its safetensors"
         raise CheckpointError(what, path, seen, "sizes and settings that are supported", fix) from None
     return config
 
@@ -203,6 +218,8 @@ def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
     types: list[int] = metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    if strange := [merge for merge in merges if "".join(merge) not in vocabulary]:  # the package would panic
+        raise ValueError(f"the merge {strange[0]} gives no token")
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens, {len(vocabulary)} different, {len(types)} types")
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))

@@ -136,5 +136,7 @@ def _read_safetensors(path: Path) -> Stored:
 def _read_bin(path: Path) -> Stored:
     in_zip = zipfile.is_zipfile(path)  # not in the format before torch 1.6, which cannot be mapped
     values = torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items()
+    if strange := [name for name, x in values if not isinstance(name, str) or getattr(x, "is_sparse", False)]:
+        raise ValueError(f"{strange[0]!r} is no dense tensor under a name")
     tensors: Stored = {name: (x.shape, x.dtype, x.detach) for name, x in values if isinstance(x, Tensor)}
     return tensors | {name: ((), type(x).__name__, None) for name, x in values if not isinstance(x, Tensor)}

@@ -170,8 +170,7 @@ def _eagle_shape(
     own = values.get("transformer_layer_config") or values
     if not isinstance(own, dict):
         raise CheckpointError("the head's layers are not described", where, repr(own)[:80], "a JSON object", FIX)
-    given = {**own, **AS_LLAMA}
-    config = ModelConfig.from_hf(given, where=str(where))
+    config = ModelConfig.from_hf({**own, **AS_LLAMA}, where=str(where))
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
     names, vocab_size = tensors.keys(), config.vocab_size
     is_third = not OF_EAGLE_3.isdisjoint(names)
@@ -180,7 +179,12 @@ def _eagle_shape(
     is_wide = is_third and config.dim != target.dim
     own_embedding = is_wide or "embed_tokens.weight" in names
     own_output = is_wide or n_draft != vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
-    flags = {key: bool(values.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    flags = {}
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        if not isinstance(given := values.get(key), (bool, type(None))):
+            what, seen = "a setting of the head is no truth value", repr(given)[:80]
+            raise CheckpointError(what, f"{where}: {key}", seen, "true or false", FIX)
+        flags[key] = bool(given)
     return EagleShape(
         config,
         target.dim,
@@ -201,7 +205,7 @@ def _check_sizes(where: Path, values: Mapping[str, Any], shape: EagleShape, targ
     sizes = (("vocab_size", config.vocab_size, target.vocab_size), (key, width, target.dim))
     for key, seen, required in sizes:
         if seen != required:
-            raise CheckpointError(f"the head's {key} is not the target's", where, seen, required, FIX)
+            raise CheckpointError(f"the head's {key} is not the target's", where, repr(seen), required, FIX)
 
 
 def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[int, ...]:
@@ -209,7 +213,7 @@ def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[in
     nested = values.get("eagle_config")
     given = values.get(key) or (nested.get(key) if isinstance(nested, dict) else None) or [2, n_layer // 2, n_layer - 3]
     layers = given if isinstance(given, list) else [given]
-    if not all(isinstance(i, int) and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
+    if not all(type(i) is int and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
         required = f"different layers of the target, 0 to {n_layer}"
         raise CheckpointError("the head reads layers that the target has not", f"{where}: {key}", given, required, FIX)
     return tuple(sorted(layers))
