@@ -24,8 +24,8 @@ def n_rows(served: Served) -> int:
     return served.server.service.scheduler.n_running
 
 
-def n_decoded(served: Served) -> float:
-    return served.metrics()["foretoken_decode_tokens_total"]
+def n_rounds(served: Served) -> float:
+    return served.metrics()["foretoken_rounds_total"]
 
 
 def first_event(connection) -> bytes:
@@ -119,14 +119,14 @@ def test_a_client_that_leaves_frees_its_row(served: Served, path):
     with slow(served):
         gone = [served.begin(path, {"inputs": f"{i}", "parameters": LONG}) for i in range(4)]
         served.until(lambda: n_rows(served) == 4, "rows in use")
-        before = n_decoded(served)
+        before = n_rounds(served)
         if path == STREAM:
             assert first_event(gone[0]).startswith(b"data: ")
         for connection in gone:
             connection.close()
         answer = served.generate("next", max_new_tokens=2)  # waits for a row
         served.until_idle()
-        assert answer["generated_text"] and n_decoded(served) - before < 4 * LONG["max_new_tokens"] / 2
+        assert answer["generated_text"] and n_rounds(served) - before < LONG["max_new_tokens"] / 5
     metrics = served.metrics()
     assert metrics["tgi_batch_current_size"] == metrics["foretoken_kv_use"] == 0
 
@@ -134,10 +134,10 @@ def test_a_client_that_leaves_frees_its_row(served: Served, path):
 def test_a_stop_string_frees_the_row(served: Served, alone: Alone):
     text = alone.text("stop", 8)
     with slow(served, 0.03):
-        before = n_decoded(served)
+        before = n_rounds(served)
         answer = served.generate("stop", max_new_tokens=250, stop=[text[:2]])
         served.until_idle()
-        assert n_decoded(served) - before < 250 / 2 and answer["generated_text"] == text[:2]
+        assert n_rounds(served) - before < 250 / 5 and answer["generated_text"] == text[:2]
 
 
 def test_one_that_leaves_while_it_waits_never_starts(served: Served, monkeypatch):
