@@ -15,8 +15,8 @@ from engine.bench.session import Session
 from reproduce.gpu_parts.cells import Cell, Options, Record, shared
 from reproduce.gpu_parts.speculation import COUPLED, GAMMA, dummy_session, self_draft, size_record
 
-# New tokens, and of how many kernels the record says more.
-GEN_LEN, N_KERNELS = 64, 10
+# Of how many kernels the record says more.
+N_KERNELS = 10
 
 
 def cells(options: Options) -> list[Cell]:
@@ -62,4 +62,6 @@ def _filled(options: Options, model: str, batch: int, context: int) -> Session:
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.ones(8, device=options.device).sum().item()
     draft = self_draft(GAMMA, options.sizes["budget"])
-    return dummy_session(options, model, Sizes(batch, context, GEN_LEN), draft=draft, sampling=COUPLED)
+    return dummy_session(
+        options, model, Sizes(batch, context, options.sizes["gaps_tokens"]), draft=draft, sampling=COUPLED
+    )
