@@ -33,8 +33,8 @@ ORDERED = ConstructorRegistry()
 
 @ORDERED.primitive_rule
 def choice_in_order(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Read one of several words. Errors list them in the order of their declaration; tyro itself lists those of a union
-    in any order."""
+    """Read a value that is a choice among words. Errors list the words in the order of their declaration, where tyro
+    itself sorts those of a union by hash."""
     parts = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else ()
     words = tuple(chain.from_iterable(map(get_args, parts)))
     if not parts or any(get_origin(part) is not Literal and part is not NoneType for part in parts):
@@ -91,18 +91,19 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
 
 
 def _common(kind: Any, is_group: bool = False) -> Any:
-    """Return a dataclass with the same flags, of which `--help` shows fewer: of the dataclasses in it, those that are
-    `Common` or have to be given. Of a union, each of its dataclasses."""
+    """Return a dataclass with the same flags, whose `--help` leaves out the flags of its groups that are neither
+    `Common` nor required; `kind` itself if there are none. kind: a dataclass, or a union of dataclasses."""
     if commands := get_args(kind):
         return reduce(operator.or_, map(_common, commands))
     hints, changed = get_type_hints(kind, include_extras=True), list[tuple[str, Any, Any]]()
     for one in map(copy, fields(kind)):
         hint, default = hints[one.name], one.default_factory
         if is_dataclass(hint):
-            hint = _common(hint, is_group=True)
+            group = _common(hint, is_group=True)
             if default is not MISSING:
-                one.default_factory = lambda hint=hint, default=default: hint(**vars(default()))
-            changed.append((one.name, hint, one))
+                one.default_factory = lambda group=group, default=default: group(**vars(default()))
+            if group is not hint:
+                changed.append((one.name, group, one))
         elif is_group and COMMON not in getattr(hint, "__metadata__", ()) and one.default is not MISSING:
             changed.append((one.name, Annotated[hint, Suppress], one))
     if not changed:

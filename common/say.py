@@ -13,7 +13,7 @@ def say(message: str) -> None:
 
 
 def note_without_effect(fields: Iterable[str], why: str) -> None:
-    """Say that flags have no effect."""
+    """Print a note that these flags have no effect, and why."""
     say(f"note: {', '.join(f'--{field}' for field in fields)} without effect: {why}")
 
 

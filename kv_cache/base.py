@@ -186,7 +186,7 @@ class KVCache(ABC):
 
     @property
     def selects(self) -> bool:
-        """Whether a prompt longer than the cache is selected from by content: whether the policy defines `selected`."""
+        """True if entries of a prompt longer than the cache are selected by content: the policy defines `selected`."""
         return type(self).selected is not KVCache.selected
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ class ScoredKVCache(StreamingKVCache):
 
     Heads keep different tokens in one slot. `positions` holds 0, 1, ... for what was selected: no token of it
     lies beyond any later query, so who sees it does not depend on which token it is. Keys keep the rotation of
-    their absolute position. Errors: ConfigError if the budget leaves nothing to select.
+    their absolute position. Errors: ConfigError if the budget leaves nothing to select, or is smaller than the number
+    of queries that the policy selects by.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Scored, device: Device, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ class Rule:
 
 
 def only(*values: Any) -> Rule:
-    """Accept these values alone: another one would be another model. 0 is not false, and 1.0 is not 1."""
+    """Accept exactly these values: 0 is not false, and 1.0 is not 1."""
     kinds = [(type(value), value) for value in values]
     return Rule(" or ".join(["no such key", *map(json.dumps, values)]), lambda value: (type(value), value) in kinds)
 
@@ -95,7 +95,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    # transformers applies no window to a Llama, but its cache drops what lies behind one.
+    # transformers' Llama ignores a window when it attends, but its cache drops the entries behind the window.
     "LlamaForCausalLM": Architecture(
         "llama",
         {"attention_bias": only(False), "mlp_bias": only(False), "sliding_window": UNSET, "layer_types": FULL_LAYERS},
@@ -118,7 +118,7 @@ ARCHITECTURES = {
 
 
 def config_fields(given: Values, where: str) -> dict[str, Any]:
-    """The fields of a ModelConfig, as `ModelConfig.from_dict` takes them. Raises ConfigError naming the key."""
+    """Return the fields of a ModelConfig, as `ModelConfig.from_dict` takes them. Raises ConfigError naming the key."""
     names = given.get("architectures")
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -148,7 +148,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
 
 
 def _rope(values: Values, where: str) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`. Settings under the older name go before those under the newer."""
+    """Return `rope_theta` and `rope_scaling`. `rope_scaling` in config.json overrides `rope_parameters`."""
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = {"rope_theta": values["rope_theta"], **(values.get(name) or {})}
     where = f"{where}: {name}" if values.get(name) else where
@@ -158,7 +158,7 @@ def _rope(values: Values, where: str) -> dict[str, Any]:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise refuse("unsupported rope type", where, kind, f"one of {', '.join(ROPE_TYPES)}")
-    # The model's own key goes before the setting, and its context is what an absent one means.
+    # The model's key overrides that of the rotary settings; without either it is max_position_embeddings.
     context = "original_max_position_embeddings"
     settings[context] = values.get(context, settings.get(context, values["max_position_embeddings"]))
     numbers = {key: positive(settings, key, where, kind=int if key == context else float) for key in ROPE_TYPES[kind]}
@@ -184,7 +184,8 @@ def _check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
 
 
 def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
-    """A size, or with `kind` float another number; `default` where it is absent or null. Errors: ConfigError."""
+    """Return a positive size, or with `kind` float a positive number; `default` if the key is absent or null. Raises
+    ConfigError."""
     value = default if values.get(key) is None else values[key]
     end = MAX_SIZE if kind is int else sys.float_info.max
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:
@@ -194,5 +195,5 @@ def positive(values: Values, key: str, where: str, default: float | None = None,
 
 
 def refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
-    """The error of a configuration that is not supported."""
+    """Return the error for a configuration that is not supported."""
     return ConfigError(what, where, seen, required, FIX)

@@ -196,7 +196,7 @@ def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> R
 
 
 def summed(parts: Sequence[Record], each: Sequence[Counts]) -> Record:
-    """Several as one, with its rates. each: what was verified of each conversation, over its turns; none if unknown."""
+    """Sum up records, with their rates. each: counts of each conversation over its turns; empty if unknown."""
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}

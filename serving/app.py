@@ -21,8 +21,8 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def _told(error: dict[str, Any]) -> tuple[list[str], str, str]:
-    """Where it is, what, and pydantic's type. Where JSON breaks off is its `loc`; that of a union has the names of its
-    members."""
+    """Return the path of an error, its message, and pydantic's type. For broken JSON `loc` is a character's number; for
+    a union it contains the names of the union's members."""
     if error["type"] == "json_invalid":
         return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}", error["type"]
     names = [name for name in map(str, error["loc"][1:]) if not name.startswith(("function-", "constrained-", "list["))]
@@ -63,7 +63,7 @@ def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -
             return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
         errors = [*map(_told, error.errors())]
         about = errors[0][0]
-        # What may be a text or a list is told of both: the list's errors are about what is in it, or its length.
+        # A field that may be a text or a list has errors for both: the list's are about its items, or its length.
         same = (one for one in errors if one[0][: len(about)] == about)
         names, says, type_ = max(same, key=lambda one: (len(one[0]), one[2] == "too_long"))
         param, kind = ".".join(names), TOO_LONG if (names, type_) == (["prompt"], "too_long") else "validation"

@@ -285,7 +285,7 @@ def by_us(source: Path, converted: Path, rows: list[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No remarks and progress bars of transformers: most cases are meant to earn some."""
+    """No remarks and progress bars of transformers: most cases cause some."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -129,12 +129,6 @@ def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
         cache.fill_row(1, source, cache.capacity + 1)
 
 
-@pytest.mark.parametrize("name", policies())
-def test_options_say_whether_the_cache_selects(name):
-    policy = policies()[name]()
-    assert policy.selects == policy.new_cache(TINY, 1, 600, "meta", torch.float32).selects
-
-
 @pytest.mark.parametrize(
     "score", [lambda keys: keys[0, :, 0], lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]]
 )

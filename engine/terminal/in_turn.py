@@ -38,7 +38,7 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
 
 
 def evicting(plan: Plan) -> Plan:
-    """Lower the draft's budget to half of the longest prompt, or to the least that its policy can do with: behind
+    """Lower the draft's budget to half of the longest prompt, or to the least that its policy needs: behind
     prompts within its budget, the draft's cache would hold all that the target's does. A draft that chooses its cache,
     or is itself drafted for, keeps its budget."""
     config, draft = plan.config.draft, plan.draft

@@ -25,8 +25,8 @@ from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
-# Keys below the architecture's name that change nothing: whatever they say, and with that value. Any key that is
-# neither read nor here is refused.
+# Metadata keys of an architecture without effect on the logits: with any value, and with this value. A key that is
+# neither read nor listed is refused.
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
@@ -51,10 +51,10 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
     config = ModelConfig.from_hf(hf_config, where=str(path))
     if has_config:
-        beside, own = path.with_name(CONFIG), config
+        beside, described = path.with_name(CONFIG), config
         hf_config = read_config(beside)
         config = ModelConfig.from_hf(hf_config, where=str(beside))
-        _check_beside(beside, config, own, stored.get(ROPE_FACTORS))
+        _check_beside(beside, config, described, stored.get(ROPE_FACTORS))
     tensors, names = {}, _hf_names(config)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
@@ -106,13 +106,13 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
     return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
-def _check_beside(beside: Path, config: ModelConfig, own: ModelConfig, rope_factors: SourceTensor | None) -> None:
-    """Raise CheckpointError if the config.json beside a GGUF is of another model than the file's metadata describes.
+def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
+    """Raise CheckpointError if the config.json beside a GGUF contradicts `described`, the config of its metadata.
     Windows, ends of text and the scaling behind `rope_freqs.weight` are not in the metadata."""
     names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
     names += ["rope_scaling"] if rope_factors is None else []
     for name in names:
-        seen, required = getattr(config, name), getattr(own, name)
+        seen, required = getattr(config, name), getattr(described, name)
         if seen != required:
             fix = f"put the {CONFIG} of this very model beside the GGUF, or none"
             raise CheckpointError(f"{CONFIG} is not of the GGUF's model", beside, f"{name} {seen}", required, fix)

@@ -46,7 +46,7 @@ class ModelSource:
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Parts of the target's that it computes with, as it has none."""
+        """Names of the target's parts that stand in for parts that this model lacks."""
         return ()
 
     @property
