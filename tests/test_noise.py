@@ -117,3 +117,12 @@ def test_a_gpu_draws_the_bits_of_the_cpu():
     assert torch.equal(uniform(*keys, Stream.ACCEPT, 1001), uniform(*on_gpu, Stream.ACCEPT, 1001).cpu())
     here, there = (gumbel(*k, Stream.DRAFT, 1001, torch.float64) for k in (keys, on_gpu))
     torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=1e-14)
+
+
+def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():
+    """Bit for bit, of broadcast rows and an odd number of ids; logarithms of two libraries may differ in one of 1e8."""
+    generator = torch.Generator().manual_seed(2)
+    seed = torch.randint(2**62, (40, 1), generator=generator)
+    request, position = (torch.randint(2**32, shape, generator=generator) for shape in ((40, 1), (1, 2)))
+    keys = seed, request, position, Stream.RESAMPLE, 9001
+    assert torch.equal(gumbel(*keys), noise.gumbel_of(uniform(*keys)).float())
