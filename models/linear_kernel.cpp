@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int OUTPUTS = 32, GROUP = 32;  // outputs of a block; inputs that share a scale, where weights have 4 bits
+constexpr int64_t PANEL = 96;  // rows of x that meet all blocks before the next rows do: they stay in a core's L2
 
 struct bfloat16 { uint16_t bits; };
 
@@ -87,9 +88,12 @@ struct Ahead {
 
 template <int R, typename Number>
 inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m512 (&sums)[R][2]) {
+    // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t at = output + 16 * half;
         const __m512 bias = call.bias ? load(call.bias + at) : _mm512_setzero_ps();
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, _mm512_add_ps(sums[r][half], bias));
     }
 }
@@ -143,6 +147,7 @@ struct Int8Weights {
         __m512 y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const __m512i sum = _mm512_sub_epi32(sums[r][half], _mm512_set1_epi32(128u * x.sums[row + r]));
                 const __m512 scale = _mm512_mul_ps(load(call.scales + output + 16 * half), _mm512_set1_ps(x.scales[row + r]));
@@ -198,6 +203,7 @@ struct Int4Weights {
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * n_group + g;
                 const __m512 step = _mm512_set1_ps(x.scales[at]), sum = _mm512_set1_ps((int32_t)x.sums[at] * x.scales[at]);
+#pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     const __m512 of_codes = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][half]), step);
                     y[r][half] = _mm512_fmadd_ps(of_codes, scale[half], _mm512_fmadd_ps(zero[half], sum, y[r][half]));
@@ -224,8 +230,6 @@ void multiply(const Call<Number>& call, int n_thread) {
              std::unique_ptr<float[]>(new float[call.n_row * n_scale]),
              std::unique_ptr<uint32_t[]>(new uint32_t[call.n_row * n_scale])};
     }
-    // Groups of rows of nearly the same size.
-    const int64_t n_group = (call.n_row + Weights::ROWS - 1) / Weights::ROWS, per_group = (call.n_row + n_group - 1) / n_group;
     const int64_t block_bytes = Weights::block_bytes(call.n_in);
 #pragma omp parallel num_threads(n_thread)
     {
@@ -238,14 +242,18 @@ void multiply(const Call<Number>& call, int n_thread) {
                         round_to_int8(call.x + row * call.x_row + s * n, n, x.bytes.get() + row * call.n_in + s * n,
                                       x.sums[row * n_scale + s]);
         }
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < call.n_out / OUTPUTS; ++block) {
-            const char* next = call.weights + (block + 1) * block_bytes;
-            const int64_t steps = block_bytes / 128;
-            for (int64_t row = 0, group = 0; row < call.n_row; row += per_group, ++group) {
-                const int n = (int)std::min(per_group, call.n_row - row);
-                const Ahead ahead{next + group * 64 * steps, n_group == 1 ? 2 : group < 2};
-                multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, ahead);
+        for (int64_t first = 0; first < call.n_row; first += PANEL) {
+            // Groups of rows of nearly the same size.
+            const int64_t last = std::min(first + PANEL, call.n_row), n_row = last - first;
+            const int64_t n_group = (n_row + Weights::ROWS - 1) / Weights::ROWS, per_group = (n_row + n_group - 1) / n_group;
+#pragma omp for schedule(static) nowait
+            for (int64_t block = 0; block < call.n_out / OUTPUTS; ++block) {
+                const char* next = call.weights + (block + 1) * block_bytes;
+                for (int64_t row = first, group = 0; row < last; row += per_group, ++group) {
+                    const int n = (int)std::min(per_group, last - row);
+                    const Ahead ahead{next + group * block_bytes / 2, n_group == 1 ? 2 : group < 2};
+                    multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, ahead);
+                }
             }
         }
     }

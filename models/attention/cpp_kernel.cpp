@@ -28,7 +28,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
-constexpr int BLOCK = 96;  // query rows of a task at most: what is kept of them stays in the cache beside a tile
+constexpr int BLOCK = 48;  // query rows of a task at most: what is kept of them stays in the cache beside a tile
 constexpr int NOTED = 8;  // slots next to each other whose attention is noted as one
 constexpr int64_t EMPTY = -1;  // a slot that is none
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
@@ -322,8 +322,10 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 #pragma GCC unroll 2
     for (int plane = 0; plane < P::PLANES; ++plane) {
         if (plane)
+#pragma GCC unroll 8
             for (int m = 0; m < N; ++m)
-                for (auto& sum : acc[m]) sum = (typename P::Sum)((ivec)sum << P::KEY_SHIFT);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
         for (int d = 0; d < WORDS; ++d) {
             const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
             if (ahead && !plane) ahead->ask(d);
@@ -337,6 +339,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
     }
 #pragma GCC unroll 8
     for (int m = 0; m < N; ++m)
+#pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             vec x;
             if constexpr (P::PLANES > 1)
@@ -362,8 +365,10 @@ inline void tile_values(const float* weights, const float* values, const float* 
 #pragma GCC unroll 2
         for (int plane = 0; plane < P::PLANES; ++plane) {
             if (plane)
+#pragma GCC unroll 8
                 for (int m = 0; m < N; ++m)
-                    for (auto& sum : acc[m]) sum = (typename P::Sum)((ivec)sum << P::VALUE_SHIFT);
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) acc[m][v] = (typename P::Sum)((ivec)acc[m][v] << P::VALUE_SHIFT);
             for (int s = 0; s < WORDS; ++s) {
                 vec x[V];
 #pragma GCC unroll 4
