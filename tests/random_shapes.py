@@ -1,0 +1,52 @@
+"""Run kernels over random shapes, comparing with the reference: `random_shapes.py ATTENTION POINTWISE N_SHAPES [BUG]`.
+
+The libraries are built with sanitizers, whose runtimes are preloaded: what they find ends the process. PyTorch's tensors
+come from the sanitizer's malloc, so a kernel that reads one number too many is found.
+"""
+
+import ctypes
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from attention_cases import make_case, packed_case
+from test_cpp_attention import test_chooses_the_chunks_that_the_reference_does as chooses
+from test_cpp_attention import test_copies_chosen_entries_as_the_reference_does as copies
+from test_pointwise_cpp import FUNCTIONS, inputs, pairs
+
+from models.attention.cpp_backend import ENTRIES, CppAttention
+from models.kernel_check import ALLOWED, DTYPES
+from models.pointwise_cpp import cpp
+
+library = ctypes.CDLL(sys.argv[1])
+attention, pointwise = CppAttention(library), cpp(ctypes.CDLL(sys.argv[2]))
+for number in map(int, sys.argv[4:]):
+    ctypes.c_int.in_dll(library, "foretoken_bug").value = number
+any_of, size = random.choice, random.randint
+for seed in range(int(sys.argv[3])):
+    random.seed(seed)
+    shape = {"dtype": any_of(DTYPES), "storage": any_of(ENTRIES), "group": size(1, 9), "head_dim": any_of((64, 128))}
+    shape |= {"sliding_window": any_of((None, size(1, 99))), "seed": seed}
+    n_token, capacity = any_of((1, size(2, 16), size(17, 40))), any_of((size(60, 300), size(1000, 2200)))
+    lengths = [size(1, capacity - 3) for _ in range(size(1, 4))]
+    ring = any_of((False, True))
+    cases = [make_case(lengths, n_token, capacity=capacity, ring=ring, n_kv_head=size(1, 3), **shape)]
+    if not ring and n_token <= 16:
+        cases.append(packed_case(n_token, quant_group=any_of((16, 48)), capacity=size(460, 1500), **shape))
+    for case in (*cases, cases[0].among_other_rows()):
+        torch.manual_seed(seed)
+        found, wanted = case.run(attention).double(), case.reference()
+        allowed = 3 * ALLOWED[shape["dtype"]] * wanted.abs().max()
+        assert (found - wanted).abs().max() <= allowed, (seed, shape, lengths, n_token, capacity, ring)
+    if not ring and n_token <= 16 and shape["dtype"] == torch.float32:
+        cases[0].assert_notes(attention, tolerance=1e-4)
+    for name, dtype in zip(FUNCTIONS, map(any_of, 4 * [DTYPES]), strict=True):
+        arguments = inputs(name, size(0, 40), 2 * size(1, 300), dtype, strided=any_of((False, True)))
+        for got, expected in pairs(pointwise, name, arguments):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+for source in ENTRIES:
+    copies(attention, source, any_of(ENTRIES))
+chooses(attention, any_of((1, 4, 7)), 0)
