@@ -7,11 +7,16 @@ request). No state, so a batch's order, its size and what was accepted cannot ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+from models.cpp_build import BuildError, load_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,8 +109,31 @@ def gumbel(
     """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
-    rounding boundary of `dtype`.
+    rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, where it can be built.
     """
-    u = uniform(seed, request, position, stream, n_ids, source)
-    u = u.clamp(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
-    return u.log_().neg_().log_().neg_().to(dtype or torch.float32)
+    dtype = dtype or torch.float32
+    if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
+        seed, request, position = (x.contiguous() for x in torch.broadcast_tensors(seed, request, position))
+        out = torch.empty(*seed.shape, n_ids, dtype=dtype)
+        keys = seed.data_ptr(), request.data_ptr(), position.data_ptr()
+        draw(seed.numel(), n_ids, *keys, stream, out.data_ptr(), torch.get_num_threads())
+        return out
+    return gumbel_of(uniform(seed, request, position, stream, n_ids, source)).to(dtype)
+
+
+def gumbel_of(u: Tensor) -> Tensor:
+    """Turn uniform numbers, float64, into Gumbel numbers, in place."""
+    u = u.clamp_(min=2.0**-54)  # 0 would be infinitely unlikely to be chosen; the largest u is 1 - 2**-53, never 1
+    return u.log_().neg_().log_().neg_()
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The C++ kernel's function, or None where it cannot be built."""
+    try:
+        draw = load_library(Path(__file__).with_name("noise_kernel.cpp"), "noise").foretoken_gumbel
+    except BuildError:
+        return None
+    draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]
+    draw.restype = None
+    return draw

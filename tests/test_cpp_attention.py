@@ -46,16 +46,19 @@ def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_w
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_of_every_storage(backend, storage, dtype):
-    """Long enough for several parts; the reference reads the same stored entries."""
+    """Long enough for several parts; the reference reads the same stored entries. Of int8 entries, the kernel rounds
+    queries to 15 bits."""
     case = make_case([2 * PART + 9, 5, PART], 4, storage=storage, dtype=dtype, capacity=2 * PART + 70)
-    tolerance = 5e-6 if dtype == torch.float32 else 2e-2
+    of_float32 = 2e-4 if storage == torch.int8 else 5e-6
+    tolerance = of_float32 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=tolerance)
     assert torch.equal(case.among_other_rows().run(backend), case.run(backend))
 
 
 @pytest.mark.parametrize("storage", ENTRIES)
-def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, storage):
-    case = make_case([PART + 130, 40, 700], 4, storage=storage, capacity=PART + 400)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_block_the_batch_or_the_capacity(backend, storage, dtype):
+    case = make_case([PART + 130, 40, 700], 4, storage=storage, dtype=dtype, capacity=PART + 400)
     whole = case.run(backend)
 
     def part(rows: slice, tokens: slice, extent: int) -> torch.Tensor:
@@ -76,9 +79,10 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
     """Rows of less than a tile and of several parts; rows among others, and a sliding window."""
     settings = {"storage": storage, "group": group, "head_dim": head_dim}
     case = make_case([4, 40, PART + 203, 77], 4, capacity=PART + 203, **settings)
+    tolerance = 1e-3 if storage == torch.int8 else 1e-5  # the kernel rounds queries to 15 bits
     for one in (case, case.among_other_rows()):
-        one.assert_notes(backend)
-    make_case([4, 40, 203, 77], 4, capacity=203, sliding_window=37, **settings).assert_notes(backend)
+        one.assert_notes(backend, tolerance)
+    make_case([4, 40, 203, 77], 4, capacity=203, sliding_window=37, **settings).assert_notes(backend, tolerance)
 
 
 @pytest.mark.parametrize("source", ENTRIES)
@@ -204,7 +208,8 @@ def test_reads_4_bits_as_they_are(backend, monkeypatch, storage, head_dim, group
         with monkeypatch.context() as patch:
             patch.setattr(KV, "unpacked", lambda *_: pytest.fail("it is read as it is"))
             found = case.run(backend)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+        tolerance = 2e-4 if storage == torch.int8 else 5e-6
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("group", [8, 24])

@@ -2,8 +2,7 @@
 
 import ctypes
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 class Prepared(NamedTuple):
-    newest: Tensor  # position that each packed row sees, `[B, T * G]`
-    oldest: Tensor  # as `newest`
+    newest: Tensor  # position of each query, and the last that it sees, `[B, T]`
+    window: int  # how many positions a query sees at most, its own included; 0: all before it
     slots: Tensor  # their positions `[B, C]`
 
 
@@ -59,27 +58,38 @@ class CppAttention(Choosing):
         return group is not None and group % LANES > 0
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
-        newest = queries.repeat_interleave(spec.group_size, dim=1)
-        oldest = torch.zeros_like(newest)
-        if spec.sliding_window is not None:
-            oldest = (newest - spec.sliding_window + 1).clamp(min=0)
-        return Prepared(newest, oldest, slots.positions.contiguous())
+        return Prepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         if kv.packed is not None and self.dequantizes(q.shape[1], kv.packed.group):
             kv = kv.unpacked(q.dtype)
-        grouped, slots, n_part = _grouped(q, kv), prepared.slots, -(-kv.keys.shape[1] // PART)
+        batch, n_token, n_head, head_dim = q.shape
+        n_slot, n_kv_head = kv.keys.shape[1:3]
+        slots, n_part = prepared.slots, -(-n_slot // PART)
+        # The kernel's `Layout`: sizes, then strides by row, head and slot.
+        sizes = [batch, n_kv_head, n_slot, n_token, n_head // n_kv_head, *q.stride()[:3], q.dtype == torch.bfloat16]
+        scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
+        sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
+        sizes += [PART, prepared.window, *((0, 0, 0) if kv.noted is None else kv.noted.stride()[:3])]
         of_packed: tuple[Tensor | None, ...] = (None,) * 5
-        if kv.packed is not None:
+        if kv.packed is None:
+            sizes += [0] * 14
+        else:
             n_part += -(-slots.shape[1] // PART)
             of_packed, slots = (*kv.packed[:4], slots), kv.packed.recent
-        batch, n_kv_head, n_token, group, head_dim = grouped.shape
-        out = torch.empty_like(grouped)
-        partials = grouped.new_empty(batch * n_kv_head * n_part, n_token * group, head_dim + 2)
-        read = grouped, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales
-        seen = slots, prepared.newest, prepared.oldest
-        _run(self._kernel.foretoken_attend, grouped, kv, *read, *seen, *of_packed, partials, out, kv.noted)
-        return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
+            sizes += [kv.packed.n_token, kv.packed.group, kv.packed.value_grids.shape[3]]
+            key_codes, value_codes, key_grids, value_grids = (one.stride() for one in kv.packed[:4])
+            sizes += [*key_codes[:2], *value_codes[:2], *key_grids[:3], *value_grids[:4]]
+        out = torch.empty(q.shape, dtype=q.dtype)
+        partials = torch.empty(batch * n_head * n_part * n_token * (head_dim + 2), dtype=torch.float32)
+        assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
+        layout, kinds = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
+        read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
+        tensors = map(_pointer, (*read, *of_packed, partials, out, kv.noted))
+        threads = ctypes.c_int(torch.get_num_threads())
+        failed = self._kernel.foretoken_attend(layout, *map(ctypes.c_int64, kinds), *tensors, threads)
+        assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
+        return out
 
     def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
         chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
@@ -110,32 +120,6 @@ class CppAttention(Choosing):
             layout, of = (ctypes.c_int64 * len(sizes))(*sizes), (read.element_size(), narrows)
             tensors = read, written, source.row_indices.contiguous(), to.row_indices.contiguous(), chosen, is_new
             self._kernel.foretoken_copy_chosen(layout, *map(ctypes.c_int64, of), *map(_pointer, tensors), threads)
-
-
-def _grouped(q: Tensor, kv: KV) -> Tensor:
-    """Queries by KV head, scaled to powers of two: `[B, n_kv_head, T, G, D]` float32."""
-    packed = q.unflatten(2, (kv.keys.shape[2], -1)).transpose(1, 2).float()
-    return (packed * (math.log2(math.e) * q.shape[-1] ** -0.5)).contiguous()
-
-
-def _run(kernel: Any, grouped: Tensor, kv: KV, *tensors: Tensor | None) -> None:
-    batch, n_kv_head, n_token, group, head_dim = grouped.shape
-    # The kernel's `Layout`: sizes, then strides by row, head and slot.
-    scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
-    strides = [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-    noted = (0, 0, 0) if kv.noted is None else kv.noted.stride()[:3]
-    sizes = [batch, n_kv_head, kv.keys.shape[1], n_token * group, *strides, PART, group, *noted]
-    if kv.packed is None:
-        sizes += [0] * 14
-    else:
-        sizes += [kv.packed.n_token, kv.packed.group, kv.packed.value_grids.shape[3]]
-        key_codes, value_codes, key_grids, value_grids = (one.stride() for one in kv.packed[:4])
-        sizes += [*key_codes[:2], *value_codes[:2], *key_grids[:3], *value_grids[:4]]
-    layout, types = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
-    assert kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
-    threads = ctypes.c_int(torch.get_num_threads())
-    failed = kernel(layout, *map(ctypes.c_int64, types), *map(_pointer, tensors), threads)
-    assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -1,10 +1,10 @@
 // Attention of a few query tokens over a long KV cache on a CPU: one pass over keys and values, softmax on the way.
 //
-// A task is one KV head of one row and a part of its slots. Its M query rows (the tokens and the heads that share
-// the KV head) go together, so every entry is read once, whatever M is. Slots are taken in tiles: a tile of keys is
-// transposed in registers, so that scores of neighbouring slots share a vector. The arithmetic of a query row does
-// not depend on the other rows of its block, nor on how many there are: verifying T tokens gives the very bits of
-// decoding them one by one.
+// A task is one KV head of one row, a part of its slots, and a block of its query rows (the tokens and the heads that
+// share the KV head), so an entry is read once for a whole block. Slots are taken in tiles. Keys and values of a tile
+// are rearranged in registers into words of 32 bits: one float32, two bfloat16 or four int8, which one instruction
+// multiplies and adds (see Products). The arithmetic of a query row does not depend on the other rows of its block, nor
+// on how many there are: verifying T tokens gives the very bits of decoding them one by one.
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +14,9 @@
 #include <memory>
 #include <type_traits>
 #include <vector>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -25,6 +28,7 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
+constexpr int BLOCK = 96;  // query rows of a task at most: what is kept of them stays in the cache beside a tile
 constexpr int NOTED = 8;  // slots next to each other whose attention is noted as one
 constexpr int64_t EMPTY = -1;  // a slot that is none
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
@@ -118,111 +122,338 @@ inline void exchange(vec* r) {
 }
 
 struct Layout {
-    int64_t batch, n_kv_head, n_slot, n_row;  // n_row: query rows of a KV head
-    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot;  // strides in elements
-    int64_t scale_row, scale_head, scale_slot;
-    int64_t part;  // slots per task, whole tiles
-    int64_t group, noted_row, noted_token, noted_head;  // query heads of a KV head, and strides of what is noted
+    int64_t batch, n_kv_head, n_slot, n_token, group;  // group: query heads of a KV head
+    int64_t q_row, q_token, q_head, q_is_bfloat16;  // strides in elements, here and below
+    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, scale_row, scale_head, scale_slot;
+    int64_t part, window;  // slots per task, whole tiles; newest positions that a query sees, 0 for all
+    int64_t noted_row, noted_token, noted_head;
     // Tokens in 4 bits, how many share a key's grid, and grids of a value; strides of what Packed names.
     int64_t n_packed, packed_group, n_value_grid, key_code_row, key_code_head, value_code_row, value_code_head;
     int64_t key_grid_both, key_grid_row, key_grid_head, value_grid_both, value_grid_row, value_grid_head, value_grid_part;
 };
 
-// A tile of n keys, its head dimension first: keys_t [D, TILE].
-template <int D, typename Entry>
-inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* keys_t) {
+// A tile of n keys of N words, its words first: to [N, TILE]. Words of other keys are 0.
+template <int N, typename Entry>
+inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* to) {
     for (int block = 0; block < TILE; block += W)
-        for (int d = 0; d < D; d += W) {
+        for (int d = 0; d < N; d += W) {
             vec r[W];
-            for (int s = 0; s < W; ++s) {
-                const Entry* key = keys + (block + s) * stride + d;
-                r[s] = block + s < n ? load(key) : vec{};
-                // Ask for the next tile now, into L2: asking at its turn leaves the arithmetic waiting for memory.
-                __builtin_prefetch(key + TILE * stride, 0, 2);
-            }
+            for (int s = 0; s < W; ++s) r[s] = block + s < n ? load(keys + (block + s) * stride + d) : vec{};
             exchange<W / 2>(r);
-            for (int i = 0; i < W; ++i) store(keys_t + (d + i) * TILE + block, r[i]);
+            for (int i = 0; i < W; ++i) store(to + (d + i) * TILE + block, r[i]);
         }
 }
 
-// Scores of N query rows against one tile, as multiples of log2(e).
-template <int N, int D>
-inline void tile_scores(const float* q, const float* keys_t, float* scores) {
-    for (int half = 0; half < TILE; half += 2 * W) {
-        vec acc[N][2] = {};
-        for (int d = 0; d < D; ++d) {
-            const vec k0 = load(keys_t + d * TILE + half), k1 = load(keys_t + d * TILE + half + W);
+// Products of entries with queries and with softmax weights, over words of PACK numbers. What meets the entries may be
+// split into PLANES, the first of which counts for more.
+//
+// pack_query: the words [PLANES, D / PACK] of one query, what its sums are multiplied with, and what is first taken off.
+// pack_weights: the words [PLANES, TILE / PACK] of a tile's weights, and what their sums are multiplied with.
+// interleave: a tile's values in words, [TILE / PACK, D], with their dimensions in the order that `natural` undoes.
+struct Float32Products {
+    static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    typedef vec Sum;
+
+    static Sum times_query(Sum sum, vec keys, float word) { return sum + broadcast(word) * keys; }
+    static Sum times_weight(Sum sum, vec values, float word) { return sum + broadcast(word) * values; }
+
+    template <int D>
+    static void pack_query(const float* q, float* words, float& step, int32_t&) {
+        std::memcpy(words, q, D * sizeof(float));
+        step = 1;
+    }
+    static float pack_weights(const float* weights, float* words) {
+        std::memcpy(words, weights, TILE * sizeof(float));
+        return 1;
+    }
+    template <int D, typename Entry>
+    static void transpose(const Entry* keys, int64_t stride, int n, float* to) {
+        transpose_keys<D>(keys, stride, n, to);
+    }
+    template <int D, typename Entry>
+    static void interleave(const Entry* values, int64_t stride, int n, float* to) {
+        for (int s = 0; s < n; ++s)
+            for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
+        std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));
+    }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define BFLOAT16_PRODUCTS
+inline __m512i bits_of(float word) {
+    int32_t bits;
+    std::memcpy(&bits, &word, sizeof bits);
+    return _mm512_set1_epi32(bits);
+}
+
+// Products in bfloat16, sums in float32: weights are rounded to bfloat16, and so are queries unless they are that.
+struct Bfloat16Products {
+    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    typedef vec Sum;
+
+    static Sum times_query(Sum sum, vec keys, float word) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)bits_of(word));
+    }
+    static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
+
+    static void pack(const float* from, float* words) {
+        const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)load(from + W), (__m512)load(from));
+        std::memcpy(words, &pairs, sizeof pairs);
+    }
+    template <int D>
+    static void pack_query(const float* q, float* words, float& step, int32_t&) {
+        for (int d = 0; d < D; d += 2 * W) pack(q + d, words + d / 2);
+        step = 1;
+    }
+    static float pack_weights(const float* weights, float* words) {
+        pack(weights, words);
+        return 1;
+    }
+    template <int D>
+    static void transpose(const bfloat16* keys, int64_t stride, int n, float* to) {
+        transpose_keys<D / 2>((const float*)keys, stride / 2, n, to);
+    }
+    template <int D>
+    static void interleave(const bfloat16* values, int64_t stride, int n, float* to) {
+        for (int s = 0; s < TILE; s += 2, to += D)
+            for (int d = 0; d < D; d += 32) {
+                const __m512i a = s < n ? _mm512_loadu_si512(values + s * stride + d) : __m512i{};
+                const __m512i b = s + 1 < n ? _mm512_loadu_si512(values + (s + 1) * stride + d) : __m512i{};
+                _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(a, b));
+                _mm512_storeu_si512(to + d + W, _mm512_unpackhi_epi16(a, b));
+            }
+    }
+};
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define INT8_PRODUCTS
+// Products in 8 bits, sums exact. Queries are rounded to 15 bits, in planes of 8 and 7, and a tile's weights to 16, in
+// two planes of 8, of the largest one. One factor is unsigned: keys count from -128, which `taken_off` puts right.
+struct Int8Products {
+    static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
+    typedef ivec Sum;
+
+    static Sum times_query(Sum sum, vec keys, float word) {
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
+    }
+    static Sum times_weight(Sum sum, vec values, float word) {
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
+    }
+    template <typename Byte>
+    static void put(Byte* to, ivec x) {
+        typedef Byte bytes __attribute__((vector_size(W)));
+        const bytes narrow = __builtin_convertvector(x, bytes);
+        std::memcpy(to, &narrow, sizeof narrow);
+    }
+    template <int D>
+    static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
+        constexpr float LARGEST = 127 << KEY_SHIFT;
+        vec top{};
+        for (int d = 0; d < D; d += W) top = larger(top, larger(load(q + d), -load(q + d)));
+        step = largest_lane(top) / LARGEST;
+        const vec inverse = broadcast(step > 0 ? 1 / step : 0);
+        ivec sum{};
+        for (int d = 0; d < D; d += W) {
+            const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(q + d) * inverse));
+            const ivec first = (x + (1 << (KEY_SHIFT - 1))) >> KEY_SHIFT;
+            put((int8_t*)words + d, first);
+            put((int8_t*)words + D + d, x - (first << KEY_SHIFT));
+            sum += x;
+        }
+        taken_off = 128 * _mm512_reduce_add_epi32((__m512i)sum);
+    }
+    static float pack_weights(const float* weights, float* words) {
+        const float largest = largest_lane(larger(load(weights), load(weights + W)));
+        const vec inverse = broadcast(largest > 0 ? 65535 / largest : 0);
+        for (int s = 0; s < TILE; s += W) {
+            const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(weights + s) * inverse));
+            put((uint8_t*)words + s, x >> VALUE_SHIFT);
+            put((uint8_t*)words + TILE + s, x & 255);
+        }
+        return largest / 65535;
+    }
+    template <int D>
+    static void transpose(const int8_t* keys, int64_t stride, int n, float* to) {
+        transpose_keys<D / 4>((const float*)keys, stride / 4, n, to);
+        for (int i = 0; i < D / 4 * TILE; i += W) store(to + i, (vec)((ivec)load(to + i) ^ (int32_t)0x80808080));
+    }
+    template <int D>
+    static void interleave(const int8_t* values, int64_t stride, int n, float* to) {
+        for (int s = 0; s < TILE; s += 4, to += D)
+            for (int d = 0; d < D; d += 64) {
+                __m512i x[4];
+                for (int i = 0; i < 4; ++i)
+                    x[i] = s + i < n ? _mm512_loadu_si512(values + (s + i) * stride + d) : __m512i{};
+                const __m512i low[2] = {_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3])};
+                const __m512i high[2] = {_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3])};
+                _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(low[0], low[1]));
+                _mm512_storeu_si512(to + d + W, _mm512_unpackhi_epi16(low[0], low[1]));
+                _mm512_storeu_si512(to + d + 2 * W, _mm512_unpacklo_epi16(high[0], high[1]));
+                _mm512_storeu_si512(to + d + 3 * W, _mm512_unpackhi_epi16(high[0], high[1]));
+            }
+    }
+};
+#endif
+
+// Where a dimension stands in sums over interleaved values: words of 4 dimensions stay together.
+template <int PACK>
+inline int interleaved(int d) {
+    const int in = d % (16 * PACK);
+    return d - in + in / 4 % PACK * 16 + in / (4 * PACK) * 4 + in % 4;
+}
+
+// Asks for one line of a stretch of memory at a time, into L2. Spread over the arithmetic, so that it goes on meanwhile:
+// a tile's lines at once fill the queue of misses, and memory and arithmetic then take turns.
+struct Ahead {
+    const char* at;
+    int step;  // bytes per call
+    void ask(int i) const {
+        for (int line = 0; line < step; line += 64) __builtin_prefetch(at + i * step + line, 0, 2);
+    }
+};
+
+// Scores of N query rows against one tile, as multiples of log2(e). q: words, planes of a row apart.
+template <int N, int D, typename P>
+inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
+                        const Ahead* ahead, float* scores) {
+    constexpr int WORDS = D / P::PACK;
+    typename P::Sum acc[N][2] = {};
+#pragma GCC unroll 2
+    for (int plane = 0; plane < P::PLANES; ++plane) {
+        if (plane)
+            for (int m = 0; m < N; ++m)
+                for (auto& sum : acc[m]) sum = (typename P::Sum)((ivec)sum << P::KEY_SHIFT);
+        for (int d = 0; d < WORDS; ++d) {
+            const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
+            if (ahead && !plane) ahead->ask(d);
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m) {
-                const vec x = broadcast(q[m * D + d]);
-                acc[m][0] += x * k0;
-                acc[m][1] += x * k1;
+                const float word = q[(m * P::PLANES + plane) * WORDS + d];
+                acc[m][0] = P::times_query(acc[m][0], k0, word);
+                acc[m][1] = P::times_query(acc[m][1], k1, word);
             }
         }
-#pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) {
-            store(scores + m * TILE + half, acc[m][0]);
-            store(scores + m * TILE + half + W, acc[m][1]);
-        }
     }
+#pragma GCC unroll 8
+    for (int m = 0; m < N; ++m)
+        for (int half = 0; half < 2; ++half) {
+            vec x;
+            if constexpr (P::PLANES > 1)
+                x = __builtin_convertvector(acc[m][half] - taken_off[m], vec);
+            else
+                x = acc[m][half];
+            store(scores + m * TILE + half * W, x * broadcast(steps[m]));
+        }
 }
 
 // out += weights * values, for N query rows and 4 vectors of the head dimension at a time.
-template <int N, int D, typename Entry>
-inline void tile_values(const float* weights, const Entry* values, int64_t stride, int n, float* out) {
-    constexpr int V = D / W < 4 ? D / W : 4;
+template <int N, int D, typename P>
+inline void tile_values(const float* weights, const float* values, const float* steps, const Ahead* ahead, float* out) {
+    constexpr int V = D / W < 4 ? D / W : 4, WORDS = TILE / P::PACK;
     for (int at = 0; at < D; at += V * W) {
-        vec acc[N][V];
+        typename P::Sum acc[N][V] = {};
+        if constexpr (P::PLANES == 1) {
 #pragma GCC unroll 8
-        for (int m = 0; m < N; ++m)
+            for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) acc[m][v] = load(out + m * D + at + v * W);
-        for (int s = 0; s < n; ++s) {
-            vec x[V];
+                for (int v = 0; v < V; ++v) acc[m][v] = load(out + m * D + at + v * W);
+        }
+#pragma GCC unroll 2
+        for (int plane = 0; plane < P::PLANES; ++plane) {
+            if (plane)
+                for (int m = 0; m < N; ++m)
+                    for (auto& sum : acc[m]) sum = (typename P::Sum)((ivec)sum << P::VALUE_SHIFT);
+            for (int s = 0; s < WORDS; ++s) {
+                vec x[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) {
-                x[v] = load(values + s * stride + at + v * W);
-                __builtin_prefetch(values + (s + TILE) * stride + at + v * W, 0, 2);
-            }
+                for (int v = 0; v < V; ++v) x[v] = load(values + s * D + at + v * W);
+                if (ahead && !plane && !at) ahead->ask(s);
 #pragma GCC unroll 8
-            for (int m = 0; m < N; ++m) {
-                const vec w = broadcast(weights[m * TILE + s]);
+                for (int m = 0; m < N; ++m) {
+                    const float word = weights[(m * P::PLANES + plane) * WORDS + s];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) acc[m][v] += w * x[v];
+                    for (int v = 0; v < V; ++v) acc[m][v] = P::times_weight(acc[m][v], x[v], word);
+                }
             }
         }
 #pragma GCC unroll 8
         for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) store(out + m * D + at + v * W, acc[m][v]);
+            for (int v = 0; v < V; ++v) {
+                float* to = out + m * D + at + v * W;
+                if constexpr (P::PLANES > 1)
+                    store(to, load(to) + __builtin_convertvector(acc[m][v], vec) * broadcast(steps[m]));
+                else
+                    store(to, acc[m][v]);
+            }
     }
 }
 
 // Calls `pass(row, size)` over all rows, in passes of ROWS and then of fewer.
 template <int N = ROWS, typename Pass>
-inline void in_passes(int64_t row, int64_t n_row, const Pass& pass) {
+inline void in_passes(int row, int n_row, const Pass& pass) {
     for (; row + N <= n_row; row += N) pass(row, std::integral_constant<int, N>{});
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// The entries of one row and head as they are stored.
-template <int D, typename Entry>
+// The entries of one row and head as they are stored. scales: of 8 bits, by slots `scale_stride` apart; else null.
+template <int D, typename Entry, typename P>
 struct Stored {
     const Entry *keys, *values;
     int64_t key_stride, value_stride;
+    const float *key_scales, *value_scales;
+    int64_t scale_stride;
+    // Of the block's queries, and of a tile.
+    alignas(64) float q[BLOCK * P::PLANES * D / P::PACK], steps[BLOCK], weight_steps[BLOCK];
+    int32_t taken_off[BLOCK];
+    alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK], scales[TILE];
 
+    Stored(const Entry* keys, const Entry* values, int64_t key_stride, int64_t value_stride, const float* key_scales,
+           const float* value_scales, int64_t scale_stride)
+        : keys(keys), values(values), key_stride(key_stride), value_stride(value_stride), key_scales(key_scales),
+          value_scales(value_scales), scale_stride(scale_stride) {}
+    // queries: [n_row, D] float32, as stored; scale: turns their products with keys into multiples of log2(e).
+    void take(const float* queries, int n_row, float scale) {
+        for (int m = 0; m < n_row; ++m) {
+            P::template pack_query<D>(queries + m * D, q + m * P::PLANES * D / P::PACK, steps[m], taken_off[m]);
+            steps[m] *= scale;
+        }
+    }
+    void multiply(const float* by, int64_t start, int n, int n_row, float* weights) {
+        for (int s = 0; s < TILE; ++s) scales[s] = s < n ? by[(start + s) * scale_stride] : 0;
+        for (int m = 0; m < n_row; ++m)
+            for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
+    }
     // Of all query rows against the n slots of a tile, weights [n_row, TILE].
-    void scores(const float* q, int64_t n_row, int64_t start, int n, float* weights) const {
-        alignas(64) float keys_t[D * TILE];
-        transpose_keys<D>(keys + start * key_stride, key_stride, n, keys_t);
-        in_passes(0, n_row, [&](int64_t m, auto size) {
-            tile_scores<size, D>(q + m * D, keys_t, weights + m * TILE);
+    void scores(int n_row, int64_t start, int n, float* weights) {
+        const Entry* from = keys + start * key_stride;
+        P::template transpose<D>(from, key_stride, n, tile);
+        const Ahead next{(const char*)(from + TILE * key_stride), TILE * P::PACK * (int)sizeof(Entry)};
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : &next,
+                                    weights + m * TILE);
+        });
+        if (key_scales) multiply(key_scales, start, n, n_row, weights);
+    }
+    void add(float* weights, int n_row, int64_t start, int n, float* out) {
+        const Entry* from = values + start * value_stride;
+        if (value_scales) multiply(value_scales, start, n, n_row, weights);
+        constexpr int WORDS = P::PLANES * TILE / P::PACK;
+        for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
+        P::template interleave<D>(from, value_stride, n, tile);
+        const Ahead next{(const char*)(from + TILE * value_stride), D * P::PACK * (int)sizeof(Entry)};
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : &next, out + m * D);
         });
     }
-    void add(const float* weights, int64_t n_row, int64_t start, int n, float* out) const {
-        in_passes(0, n_row, [&](int64_t m, auto size) {
-            tile_values<size, D>(weights + m * TILE, values + start * value_stride, value_stride, n, out + m * D);
-        });
+    void finish(int n_row, float* out) {
+        if (P::PACK == 1) return;
+        for (int m = 0; m < n_row; ++m, out += D) {
+            float sums[D];
+            std::memcpy(sums, out, sizeof sums);
+            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P::PACK>(d)];
+        }
     }
 };
 
@@ -235,6 +466,18 @@ struct In4Bits {
     const uint8_t *key_codes, *value_codes;
     const bfloat16 *key_low, *key_step, *value_low, *value_step;
     int64_t group, n_value_grid, value_grid_part;
+    float q[BLOCK * D];
+
+    In4Bits(const uint8_t* key_codes, const uint8_t* value_codes, const bfloat16* key_grids, int64_t key_grid_both,
+            const bfloat16* value_grids, int64_t value_grid_both, const Layout& at)
+        : key_codes(key_codes), value_codes(value_codes), key_low(key_grids), key_step(key_grids + key_grid_both),
+          value_low(value_grids), value_step(value_grids + value_grid_both), group(at.packed_group),
+          n_value_grid(at.n_value_grid), value_grid_part(at.value_grid_part) {}
+
+    void take(const float* queries, int n_row, float scale) {
+        for (int i = 0; i < n_row * D; i += W) store(q + i, load(queries + i) * broadcast(scale));
+    }
+    void finish(int, float*) {}
 
     static void unpack(const uint8_t* codes, vec& low, vec& high) {
         ubvec bytes;
@@ -275,9 +518,9 @@ struct In4Bits {
         for (int m = 0; m < N; ++m) store(weights + m * TILE, acc[m][0] + acc[m][1]);
     }
 
-    void scores(const float* q, int64_t n_row, int64_t start, int n, float* weights) const {
+    void scores(int n_row, int64_t start, int n, float* weights) const {
         for (int block = 0; block < n; block += W)
-            in_passes(0, n_row, [&](int64_t m, auto size) {
+            in_passes(0, n_row, [&](int m, auto size) {
                 block_scores<size>(q + m * D, start + block, weights + m * TILE + block);
             });
     }
@@ -321,8 +564,8 @@ struct In4Bits {
         }
     }
 
-    void add(const float* weights, int64_t n_row, int64_t start, int n, float* out) const {
-        in_passes(0, n_row, [&](int64_t m, auto size) {
+    void add(const float* weights, int n_row, int64_t start, int n, float* out) const {
+        in_passes(0, n_row, [&](int m, auto size) {
             add_rows<size>(weights + m * TILE, start, n, out + m * D);
         });
     }
@@ -350,77 +593,78 @@ inline void keep_largest(const float* scores, float* to) {
     std::memcpy(to, &largest, TILE / NOTED * sizeof(float));
 }
 
-// One part of one KV head: out [n_row, D] unnormalised, then per query row its largest score, then its mass. kept: where
-// the largest of each NOTED scores go, [n_row, n_kept], if not null.
+inline bool any(ivec x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < W; ++lane) found |= x[lane];
+    return found;
+#endif
+}
+
+// What a query row sees: positions in [oldest, newest].
+struct Sight { int64_t oldest, newest; };
+
+// One part of one KV head and one block of query rows: to `out` [n_row, D], not normalised, to `largest` each row's
+// largest score, to `mass` its sum of weights. kept: where the largest of each NOTED scores go, [n_row, n_kept], if not
+// null.
 template <int D, typename Entries>
-void attend_part(const Layout& at, const float* q, const Entries& entries, const float* key_scales,
-                 const float* value_scales, const int64_t* slots, const int64_t* queries, const int64_t* oldest,
-                 int64_t first, int64_t last, float* kept, int64_t n_kept, float* out) {
-    const int64_t n_row = at.n_row;
-    float *largest = out + n_row * D, *mass = largest + n_row;
-    std::vector<float> scores(n_row * TILE);
-    float* weights = scores.data();
+void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight* sees, int64_t first, int64_t last,
+                 float* kept, int64_t n_kept, float* out, float* largest, float* mass) {
+    alignas(64) float weights[BLOCK * TILE];
+    vec masses[BLOCK];
     std::memset(out, 0, n_row * D * sizeof(float));
-    // What some query sees lies in [from_any, to_any], what all of them see in [from_all, to_all].
-    int64_t from_any = oldest[0], from_all = oldest[0], to_any = queries[0], to_all = queries[0];
-    for (int64_t m = 0; m < n_row; ++m) {
+    // What some query sees lies in `some`, what all of them see in `all`.
+    Sight some = sees[0], all = sees[0];
+    for (int m = 0; m < n_row; ++m) {
         largest[m] = MINUS_INFINITY;
-        mass[m] = 0;
-        from_any = std::min(from_any, oldest[m]), from_all = std::max(from_all, oldest[m]);
-        to_any = std::max(to_any, queries[m]), to_all = std::min(to_all, queries[m]);
+        masses[m] = vec{};
+        some = {std::min(some.oldest, sees[m].oldest), std::max(some.newest, sees[m].newest)};
+        all = {std::max(all.oldest, sees[m].oldest), std::min(all.newest, sees[m].newest)};
     }
     for (int64_t start = first; start < last; start += TILE) {
         const int n = (int)(last - start < TILE ? last - start : TILE);
-        int in_any = 0, in_all = 0;
+        const int64_t* positions = slots + start - first;
+        int in_some = 0, in_all = 0;
         for (int s = 0; s < n; ++s) {
-            const int64_t position = slots[start - first + s];
-            in_any += position >= from_any && position <= to_any;
-            in_all += position >= from_all && position <= to_all;
+            in_some += positions[s] >= some.oldest && positions[s] <= some.newest;
+            in_all += positions[s] >= all.oldest && positions[s] <= all.newest;
         }
-        if (in_any == 0) {
-            for (int64_t m = 0; kept && m < n_row; ++m)
+        if (in_some == 0) {
+            for (int m = 0; kept && m < n_row; ++m)
                 std::fill_n(kept + m * n_kept + start / NOTED, TILE / NOTED, MINUS_INFINITY);
             continue;
         }
-        entries.scores(q, n_row, start, n, weights);
-        if (key_scales)
-            for (int64_t m = 0; m < n_row; ++m)
-                for (int s = 0; s < n; ++s) weights[m * TILE + s] *= key_scales[(start + s) * at.scale_slot];
-        for (int64_t m = 0; m < n_row; ++m) {
+        entries.scores(n_row, start, n, weights);
+        for (int m = 0; m < n_row; ++m) {
             float* w = weights + m * TILE;
             if (in_all < TILE) {
                 for (int s = 0; s < n; ++s)
-                    if (slots[start - first + s] < oldest[m] || slots[start - first + s] > queries[m])
-                        w[s] = MINUS_INFINITY;
+                    if (positions[s] < sees[m].oldest || positions[s] > sees[m].newest) w[s] = MINUS_INFINITY;
                 for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
             }
             if (kept) keep_largest(w, kept + m * n_kept + start / NOTED);
-            vec top = load(w);
-            for (int s = W; s < TILE; s += W) top = larger(top, load(w + s));
-            const float highest = std::max(largest[m], largest_lane(top));
-            if (highest == MINUS_INFINITY) {
-                std::memset(w, 0, TILE * sizeof(float));
-                continue;
-            }
-            if (highest > largest[m]) {
-                const float shrink = std::exp2(largest[m] - highest);
-                mass[m] *= shrink;
-                for (int d = 0; d < D; d += W) store(out + m * D + d, load(out + m * D + d) * broadcast(shrink));
+            const vec top = larger(load(w), load(w + W));
+            if (any(top > broadcast(largest[m]))) {
+                const float highest = largest_lane(top);
+                const vec shrink = broadcast(std::exp2(largest[m] - highest));
+                masses[m] *= shrink;
+                for (int d = 0; d < D; d += W) store(out + m * D + d, load(out + m * D + d) * shrink);
                 largest[m] = highest;
             }
-            vec sum{};
+            // Where nothing was seen yet, nothing is seen here either: 0 in place of -infinity gives weights of 0.
+            const vec highest = broadcast(largest[m] == MINUS_INFINITY ? 0 : largest[m]);
             for (int s = 0; s < TILE; s += W) {
-                const vec p = exp2_of(load(w + s) - broadcast(highest));
-                sum += p;
+                const vec p = exp2_of(load(w + s) - highest);
+                masses[m] += p;
                 store(w + s, p);
             }
-            mass[m] += sum_of_lanes(sum);
         }
-        if (value_scales)
-            for (int64_t m = 0; m < n_row; ++m)
-                for (int s = 0; s < n; ++s) weights[m * TILE + s] *= value_scales[(start + s) * at.scale_slot];
         entries.add(weights, n_row, start, n, out);
     }
+    for (int m = 0; m < n_row; ++m) mass[m] = sum_of_lanes(masses[m]);
+    entries.finish(n_row, out);
 }
 
 // What the best of each NOTED slots gets of the attention of a token, averaged over its G heads: to [n], by their scores
@@ -450,80 +694,137 @@ inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_
     }
 }
 
-template <int D, typename Entry>
-void attend(const Layout& at, const float* q, const int64_t* rows, const void* keys, const void* values,
-            const float* key_scales, const float* value_scales, const int64_t* slots, const int64_t* queries,
-            const int64_t* oldest, const Packed& packed, float* workspace, float* out, float* noted, int n_thread) {
+// What is attended to. rows: that of the entries which each row of queries attends to, or null if these are the same.
+struct Read {
+    const void* q;
+    const int64_t* rows;
+    const void *keys, *values;
+    const float *key_scales, *value_scales;
+    const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
+};
+
+inline void copy_row(const float* from, float* to, int n) { std::memcpy(to, from, n * sizeof(float)); }
+inline void copy_row(const float* from, bfloat16* to, int n) {
+    for (int i = 0; i < n; ++i) to[i] = from[i] == from[i] ? bfloat16(from[i]) : bfloat16(std::nanf(""));
+}
+inline void copy_row(const bfloat16* from, float* to, int n) {
+    for (int i = 0; i < n; i += W) store(to + i, load(from + i));
+}
+
+template <int D, typename Query, typename Entry, typename P>
+void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, Query* out, float* noted,
+            int n_thread) {
     const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
-    const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part;
-    const int64_t per_task = at.n_row * (D + 2), n_noted = (at.n_slot + NOTED - 1) / NOTED;
+    const int64_t n_row = at.n_token * at.group, n_block = (n_row + BLOCK - 1) / BLOCK;
+    const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part * n_block;
+    const int64_t per_part = n_row * (D + 2), n_noted = (at.n_slot + NOTED - 1) / NOTED;
     const int64_t n_kept = (n_noted + W - 1) / W * W;
-    const std::unique_ptr<float[]> scores(noted ? new float[n_head * at.n_row * n_kept] : nullptr);
+    const float scale = 1.4426950408889634f / std::sqrt((float)D);  // log2(e)
+    const std::unique_ptr<float[]> scores(noted ? new float[n_head * n_row * n_kept] : nullptr);
 #pragma omp parallel num_threads(n_thread)
     {
         std::vector<int64_t> older(at.part);
+        alignas(64) float queries[BLOCK * D];
+        Sight sees[BLOCK];
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < n_task; ++task) {
-            const int64_t head = task / n_part, part = task % n_part;
-            const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head, stored = rows ? rows[row] : row;
-            const auto attend_to = [&](const auto& own, const float* with_keys, const float* with_values,
-                                       const int64_t* seen, int64_t first, int64_t last) {
-                attend_part<D>(at, q + head * at.n_row * D, own, with_keys, with_values, seen, queries + row * at.n_row,
-                               oldest + row * at.n_row, first, last,
-                               noted ? scores.get() + head * at.n_row * n_kept : nullptr, n_kept,
-                               workspace + task * per_task);
+            const int64_t head = task / n_block / n_part, part = task / n_block % n_part, block = task % n_block * BLOCK;
+            const int64_t row = head / at.n_kv_head, kv_head = head % at.n_kv_head;
+            const int64_t stored = read.rows ? read.rows[row] : row;
+            const int n = (int)std::min<int64_t>(BLOCK, n_row - block);
+            for (int m = 0; m < n; ++m) {
+                const int64_t token = (block + m) / at.group, of_group = (block + m) % at.group;
+                const int64_t newest = read.newest[row * at.n_token + token];
+                sees[m] = {at.window ? std::max<int64_t>(0, newest - at.window + 1) : 0, newest};
+                copy_row((const Query*)read.q + row * at.q_row + token * at.q_token +
+                             (kv_head * at.group + of_group) * at.q_head, queries + m * D, D);
+            }
+            const auto attend_to = [&](auto& own, const int64_t* slots, int64_t first, int64_t last) {
+                float *sums = workspace + (head * n_part + part) * per_part, *largest = sums + n_row * D + block;
+                own.take(queries, n, scale);
+                attend_part<D>(own, n, slots, sees, first, last,
+                               noted ? scores.get() + (head * n_row + block) * n_kept : nullptr, n_kept,
+                               sums + block * D, largest, largest + n_row);
             };
             if (part < n_own) {
                 const int64_t scale_at = stored * at.scale_row + kv_head * at.scale_head, first = part * at.part;
-                const Stored<D, Entry> own{(const Entry*)keys + stored * at.key_row + kv_head * at.key_head,
-                                           (const Entry*)values + stored * at.value_row + kv_head * at.value_head,
-                                           at.key_slot, at.value_slot};
-                attend_to(own, key_scales ? key_scales + scale_at : nullptr,
-                          value_scales ? value_scales + scale_at : nullptr, slots + row * at.n_slot + first, first,
-                          std::min(first + at.part, at.n_slot));
+                Stored<D, Entry, P> own((const Entry*)read.keys + stored * at.key_row + kv_head * at.key_head,
+                                        (const Entry*)read.values + stored * at.value_row + kv_head * at.value_head,
+                                        at.key_slot, at.value_slot,
+                                        read.key_scales ? read.key_scales + scale_at : nullptr,
+                                        read.value_scales ? read.value_scales + scale_at : nullptr, at.scale_slot);
+                attend_to(own, read.slots + row * at.n_slot + first, first, std::min(first + at.part, at.n_slot));
                 continue;
             }
             const int64_t first = (part - n_own) * at.part, last = std::min(first + at.part, at.n_packed);
-            without_recent(packed.slots + row * at.n_packed, slots + row * at.n_slot, at.n_slot, first, last, older.data());
-            const bfloat16* of_keys = packed.key_grids + stored * at.key_grid_row + kv_head * at.key_grid_head;
-            const bfloat16* of_values = packed.value_grids + stored * at.value_grid_row + kv_head * at.value_grid_head;
-            const In4Bits<D> own{packed.key_codes + stored * at.key_code_row + kv_head * at.key_code_head,
-                                 packed.value_codes + stored * at.value_code_row + kv_head * at.value_code_head,
-                                 of_keys, of_keys + at.key_grid_both, of_values, of_values + at.value_grid_both,
-                                 at.packed_group, at.n_value_grid, at.value_grid_part};
-            attend_to(own, nullptr, nullptr, older.data(), first, last);
+            without_recent(packed.slots + row * at.n_packed, read.slots + row * at.n_slot, at.n_slot, first, last,
+                           older.data());
+            In4Bits<D> own(packed.key_codes + stored * at.key_code_row + kv_head * at.key_code_head,
+                           packed.value_codes + stored * at.value_code_row + kv_head * at.value_code_head,
+                           packed.key_grids + stored * at.key_grid_row + kv_head * at.key_grid_head, at.key_grid_both,
+                           packed.value_grids + stored * at.value_grid_row + kv_head * at.value_grid_head,
+                           at.value_grid_both, at);
+            attend_to(own, older.data(), first, last);
         }
     }
-#pragma omp parallel for num_threads(n_thread) collapse(2) if (n_head * at.n_row >= 4096)
+#pragma omp parallel for num_threads(n_thread) collapse(2) if (n_head * n_row >= 4096)
     for (int64_t head = 0; head < n_head; ++head)
-        for (int64_t m = 0; m < at.n_row; ++m) {
-            const float* partials = workspace + head * n_part * per_task;
-            float highest = MINUS_INFINITY, total = 0;
+        for (int64_t m = 0; m < n_row; ++m) {
+            const float* partials = workspace + head * n_part * per_part;
+            float highest = MINUS_INFINITY, total = 0, sums[D] = {};
             for (int64_t p = 0; p < n_part; ++p) {
-                const float x = partials[p * per_task + at.n_row * D + m];
+                const float x = partials[p * per_part + n_row * D + m];
                 highest = x > highest ? x : highest;
             }
-            float* o = out + (head * at.n_row + m) * D;
-            std::memset(o, 0, D * sizeof(float));
             for (int64_t p = 0; p < n_part; ++p) {
-                const float* partial = partials + p * per_task;
-                const float weight = std::exp2(partial[at.n_row * D + m] - highest);
+                const float* partial = partials + p * per_part;
+                const float weight = std::exp2(partial[n_row * D + m] - highest);
                 if (!(weight > 0)) continue;
-                total += weight * partial[at.n_row * (D + 1) + m];
-                for (int d = 0; d < D; ++d) o[d] += weight * partial[m * D + d];
+                total += weight * partial[n_row * (D + 1) + m];
+                for (int d = 0; d < D; ++d) sums[d] += weight * partial[m * D + d];
             }
-            for (int d = 0; d < D; ++d) o[d] /= total;
-            workspace[head * n_part * per_task + at.n_row * D + m] = highest + std::log2(total * at.group);
+            for (int d = 0; d < D; ++d) sums[d] /= total;
+            const int64_t row = head / at.n_kv_head, token = m / at.group;
+            const int64_t q_head = head % at.n_kv_head * at.group + m % at.group;
+            copy_row(sums, out + ((row * at.n_token + token) * at.n_kv_head * at.group + q_head) * D, D);
+            workspace[head * n_part * per_part + n_row * D + m] = highest + std::log2(total * at.group);
         }
     if (!noted) return;
 #pragma omp parallel for num_threads(n_thread) schedule(static)
-    for (int64_t task = 0; task < n_head * at.n_row / at.group; ++task) {
-        const int64_t m = task * at.group % at.n_row, head = task * at.group / at.n_row;
-        const int64_t row = head / at.n_kv_head, stored = rows ? rows[row] : row, token = m / at.group;
-        note_shares(scores.get() + (head * at.n_row + m) * n_kept, n_kept, at.group,
-                    workspace + head * n_part * per_task + at.n_row * D + m, n_noted,
+    for (int64_t task = 0; task < n_head * at.n_token; ++task) {
+        const int64_t token = task % at.n_token, head = task / at.n_token, m = token * at.group;
+        const int64_t row = head / at.n_kv_head, stored = read.rows ? read.rows[row] : row;
+        note_shares(scores.get() + (head * n_row + m) * n_kept, n_kept, at.group,
+                    workspace + head * n_part * per_part + n_row * D + m, n_noted,
                     noted + stored * at.noted_row + token * at.noted_token + head % at.n_kv_head * at.noted_head);
     }
+}
+
+// Calls `run` with the head dimension, and types of queries, entries and their products. entries: 0 float, 1 bfloat16,
+// 2 int8, 3 float8. Returns 0, or 1 if there is no such kernel.
+template <typename Run>
+int with_types(int64_t head_dim, bool q_is_bfloat16, int64_t entries, const Run& run) {
+    const auto with = [&](auto entry, auto products) {
+        const auto sized = [&](auto size) {
+            if (q_is_bfloat16) return run(size, bfloat16{}, entry, products);
+            return run(size, float{}, entry, products);
+        };
+        if (head_dim == 64) return sized(std::integral_constant<int, 64>{}), 0;
+        if (head_dim == 128) return sized(std::integral_constant<int, 128>{}), 0;
+        return 1;
+    };
+    if (entries == 0) return with(float{}, Float32Products{});
+#if defined(BFLOAT16_PRODUCTS)
+    // Queries in float32 would lose bits.
+    if (entries == 1 && q_is_bfloat16) return with(bfloat16{}, Bfloat16Products{});
+#endif
+    if (entries == 1) return with(bfloat16{}, Float32Products{});
+#if defined(INT8_PRODUCTS)
+    if (entries == 2) return with(int8_t{}, Int8Products{});
+#else
+    if (entries == 2) return with(int8_t{}, Float32Products{});
+#endif
+    return entries == 3 ? with(float8{}, Float32Products{}) : 1;
 }
 
 // Calls `run` with the head dimension and a value of the type of entries: 0 float, 1 bfloat16, 2 int8, 3 float8. Returns
@@ -623,21 +924,22 @@ void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* 
 
 }  // namespace
 
-// 8-bit entries have scales. rows: that of the entries which each row of queries attends to, or null if these are the
-// same. noted: as of `KV.noted`; null if nothing is.
-// key_codes to packed_slots: as of Packed, where slots are those of a ring of recent tokens; null elsewhere.
-extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const float* q,
+// q and out: float, or bfloat16 as the layout says; out [batch, tokens, heads, head_dim]. 8-bit entries have scales.
+// noted: as of `KV.noted`; null if nothing is. key_codes to packed_slots: as of Packed, where slots are those of a ring
+// of recent tokens; null elsewhere.
+extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const void* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
-                                const float* value_scales, const int64_t* slots, const int64_t* queries,
-                                const int64_t* oldest, const uint8_t* key_codes, const uint8_t* value_codes,
-                                const void* key_grids, const void* value_grids, const int64_t* packed_slots,
-                                float* workspace, float* out, float* noted, int n_thread) {
+                                const float* value_scales, const int64_t* slots, const int64_t* newest,
+                                const uint8_t* key_codes, const uint8_t* value_codes, const void* key_grids,
+                                const void* value_grids, const int64_t* packed_slots, float* workspace, void* out,
+                                float* noted, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
     const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
-    return with_types(head_dim, entries, [&](auto size, auto entry) {
-        attend<size, decltype(entry)>(at, q, rows, keys, values, key_scales, value_scales, slots, queries, oldest,
-                                      packed, workspace, out, noted, n_thread);
+    const Read read{q, rows, keys, values, key_scales, value_scales, slots, newest};
+    return with_types(head_dim, at.q_is_bfloat16, entries, [&](auto size, auto query, auto entry, auto products) {
+        using Query = decltype(query);
+        attend<size, Query, decltype(entry), decltype(products)>(at, read, packed, workspace, (Query*)out, noted, n_thread);
     });
 }
 
