@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 from common.checkout import ROOT
 from common.say import say
 
-SOURCES = {
-    "attention": ROOT / "models" / "attention" / "cpp_kernel.cpp",
-    "pointwise": ROOT / "models" / "pointwise_kernel.cpp",
+# The source of each kernel, and the module with what it is checked by.
+KERNELS = {
+    "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
+    "pointwise": (ROOT / "models" / "pointwise_kernel.cpp", "models.pointwise_check"),
+    "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
 }
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
 # In the order of preference; PyTorch comes after the last.
@@ -57,7 +59,7 @@ def cache_folder() -> Path:
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load a kernel of SOURCES, built and checked first where that has not been done. Errors: BuildError."""
+    """Load a kernel of KERNELS, built and checked first where that has not been done. Errors: BuildError."""
     choice = choose(name)
     if choice.build is None:
         raise BuildError("; ".join(choice.refused))
@@ -72,8 +74,8 @@ def load_library(name: str) -> ctypes.CDLL:
 def choose(name: str, again: bool = False) -> Choice:
     """Choose among the builds of a kernel, as was done before unless `again`. Errors: BuildError if there are none."""
     try:
-        check_source = Path(__file__).with_name("kernel_check.py").read_text(encoding="utf-8")
-        memory = _kept(name, [str(BUILDS), check_source], "json")
+        cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        memory = _kept(name, [str(BUILDS), cases], "json")
         with suppress(OSError, ValueError, TypeError):
             known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
             if not again and (known.build is None or Path(known.library).exists()):
@@ -127,7 +129,7 @@ def check(name: str, *libraries: str) -> tuple[list[Row], str | None]:
     own: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "stdin": subprocess.DEVNULL}
     own |= {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     try:
-        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", name, *libraries], **own)
+        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", KERNELS[name][1], *libraries], **own)
     except subprocess.TimeoutExpired:
         return [], f"its check does not end in {TIMEOUT_SECONDS} s"
     rows = [json.loads(line) for line in ended.stdout.splitlines()]
@@ -158,7 +160,7 @@ def build_library(name: str, build: str) -> Path:
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
         link = [word for word in compile_ if word != "-fopenmp"]
         for command in (
-            [*compile_, "-c", str(SOURCES[name]), "-o", str(compiled)],
+            [*compile_, "-c", str(KERNELS[name][0]), "-o", str(compiled)],
             [*link, "-shared", str(compiled), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
@@ -175,7 +177,7 @@ def _compiler() -> list[str]:
 
 def _kept(name: str, about: Sequence[str], ending: str) -> Path:
     """A file in the cache folder, named by all that machine code depends on: processors may share a home folder."""
-    digest = hashlib.sha256(SOURCES[name].read_bytes())
+    digest = hashlib.sha256(KERNELS[name][0].read_bytes())
     digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

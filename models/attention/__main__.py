@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common import cli
 from common.tables import Column, console
-from models.cpp_build import SOURCES, BuildError, choose
+from models.cpp_build import KERNELS, BuildError, choose
 
 COLUMNS = [
     *(Column(key, head, align="<") for key, head in (("kernel", "kernel"), ("build", "build"), ("what", "inputs"))),
@@ -29,7 +29,7 @@ class Flags:
 
 def main(flags: Flags) -> None:
     rows, used = [], []
-    for kernel in SOURCES:
+    for kernel in KERNELS:
         try:
             choice = choose(kernel, again=flags.check)
         except BuildError as error:
