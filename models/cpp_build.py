@@ -27,6 +27,7 @@ from common.say import say
 KERNELS = {
     "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
     "pointwise": (ROOT / "models" / "pointwise_kernel.cpp", "models.pointwise_check"),
+    "linear": (ROOT / "models" / "linear_kernel.cpp", "models.linear_check"),
     "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
 }
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
@@ -136,7 +137,7 @@ def check(name: str, *libraries: str) -> tuple[list[Row], str | None]:
     if ended.returncode < 0:
         return rows, f"it crashes ({signal.Signals(-ended.returncode).name})"
     if ended.returncode:
-        return rows, f"its check fails: {[*ended.stderr.strip().splitlines(), ''][-1][:200]}"
+        return rows, f"its check fails: {['', *ended.stderr.strip().splitlines()][-1][:200]}"
     for row in rows:
         if not row["error"] <= row["allowed"]:
             return rows, f"wrong results ({row['what']}: an error of {row['error']:.1g}, allowed {row['allowed']:.1g})"

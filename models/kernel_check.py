@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.cpp_build import BuildError
+
 REPEATS = 15
 Results = tuple[Tensor, ...]
 
@@ -66,6 +68,9 @@ def rows_of(suite: Any, libraries: Sequence[ctypes.CDLL]) -> Iterator[dict[str, 
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        for row in rows_of(import_module(sys.argv[1]), [ctypes.CDLL(path) for path in sys.argv[2:]]):
-            print(json.dumps(row), flush=True)
+    try:
+        with torch.inference_mode():
+            for row in rows_of(import_module(sys.argv[1]), [ctypes.CDLL(path) for path in sys.argv[2:]]):
+                print(json.dumps(row), flush=True)
+    except BuildError as error:  # from `candidate`
+        sys.exit(str(error))

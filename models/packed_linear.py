@@ -1,8 +1,9 @@
-"""Linear layers whose weights are stored once in oneDNN's blocked layout: the CPU's fast path at small batch."""
+"""Linear layers whose weights are packed once for a CPU: by the project's kernel, or in oneDNN's blocked layout."""
 
 import torch
 from torch import Tensor, nn
 
+from models import linear_cpp
 from models.llama import Transformer
 
 # Only a hint for the choice of block sizes; the packed weight serves any number of rows.
@@ -12,13 +13,22 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Same result as nn.Linear up to rounding."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), TYPICAL_ROWS)
+        self.d_out, self._is_ours = len(weight), weight.dtype == torch.bfloat16 and linear_cpp.takes(weight)
+        if self._is_ours:
+            packed, bias = linear_cpp.pack_bfloat16(weight.detach()), None if bias is None else bias.float()
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), TYPICAL_ROWS)
         self.register_buffer("weight", packed, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._is_ours:
+            return linear_cpp.linear(x, self.weight, 16, self.d_out, None, self.bias)
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 

@@ -29,7 +29,6 @@ ARGUMENTS = {
     "foretoken_add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
     "foretoken_rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
     "foretoken_swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
-    "foretoken_round_to_uint8": [*_SIZES, *_ROWS, c_void_p, c_void_p, c_int],
 }
 
 
@@ -48,7 +47,7 @@ def typed(kernel: ctypes.CDLL) -> ctypes.CDLL:
 def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = typed(library) if library else load_kernel()
-    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, round_to_uint8)}
+    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu)}
     calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
     return Pointwise("cpp", **calls)
 
@@ -101,14 +100,3 @@ def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
     out = gate_and_up.new_empty(n_row, width // 2)
     call(size, n_row, width // 2, gate_and_up.data_ptr(), row, out.data_ptr(), torch.get_num_threads())
     return out
-
-
-def round_to_uint8(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
-    """As EAGER's, to the last bit."""
-    size = BYTES.get(x.dtype)
-    (n_row, dim), (row, step) = x.shape, x.stride()
-    if size is None or step != 1 or not x.is_cpu:
-        return EAGER.round_to_uint8(x)
-    q, scale = x.new_empty(n_row, dim, dtype=torch.uint8), x.new_empty(n_row, 1, dtype=torch.float32)
-    call(size, n_row, dim, x.data_ptr(), row, q.data_ptr(), scale.data_ptr(), torch.get_num_threads())
-    return q, scale

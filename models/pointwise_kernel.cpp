@@ -19,7 +19,6 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
-typedef uint8_t bvec __attribute__((vector_size(W)));
 
 struct bfloat16 { uint16_t bits; };
 
@@ -136,27 +135,6 @@ void swiglu(const T* gate, const T* up, int64_t n_out, T* out) {
     });
 }
 
-template <typename T>
-void round_to_uint8(const T* x, int64_t dim, uint8_t* bytes, float* scale) {
-    ivec largest{};  // magnitudes compare as integers do, and NaN is the largest
-    in_vectors(dim, [&](int64_t i, auto n) {
-        const ivec magnitude = (ivec)load(x + i, n) & 0x7fffffff;
-        largest = magnitude > largest ? magnitude : largest;
-    });
-    int32_t most = 0;
-    for (int lane = 0; lane < W; ++lane) most = largest[lane] > most ? largest[lane] : most;
-    std::memcpy(scale, &most, sizeof most);
-    *scale /= 127;
-    *scale = *scale < 1e-12f ? 1e-12f : *scale;
-    const vec by = broadcast(*scale), magic = broadcast(12582912.0f);
-    in_vectors(dim, [&](int64_t i, auto n) {
-        const vec shifted = load(x + i, n) / by + broadcast(128.0f) + magic;
-        const ivec whole = shifted == shifted ? (ivec)shifted & 0xff : ivec{};
-        const bvec rounded = __builtin_convertvector(whole, bvec);
-        std::memcpy(bytes + i, &rounded, n);
-    });
-}
-
 // As in_rows, and calls with a null pointer to the elements' type too, which bytes per element tell: 4 float,
 // 2 bfloat16.
 template <typename Body>
@@ -196,14 +174,6 @@ void foretoken_swiglu(int64_t bytes, int64_t n_row, int64_t n_out, const void* g
         using T = std::remove_pointer_t<decltype(element)>;
         const T* gate = (const T*)gate_and_up + row * in_row;
         swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
-    });
-}
-
-void foretoken_round_to_uint8(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, void* out,
-                              void* scales, int n_thread) {
-    in_rows_of(bytes, n_row, dim, n_thread, [&](auto* element, int64_t row) {
-        using T = std::remove_pointer_t<decltype(element)>;
-        round_to_uint8((const T*)x + row * x_row, dim, (uint8_t*)out + row * dim, (float*)scales + row);
     });
 }
 

@@ -1,11 +1,12 @@
-"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch.
+"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch, or on most CPUs `models.linear_cpp`.
 
 int8: one scale per output unit, symmetric; the activations of each token are rounded to 8 bits on the fly,
 with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by
 8 bits. Sums are exact integers, so a token's result is the same to the last bit whatever runs beside it.
 
 int4: groups of 32 weights along the input, each with a scale and a zero point (`low + scale * q`, q in 0..15),
-activations in bfloat16 (the tinygemm kernels; on a GPU, many rows are multiplied with the dequantised weights). The
+activations in bfloat16 (the tinygemm kernels; on a GPU, many rows are multiplied with the dequantised weights), or
+with the kernel for CPUs in groups of 8 bits, as llama.cpp multiplies Q4_1. The
 grid of a group spans its smallest and largest weight: that is how GGUF's Q4_1 is made, so a checkpoint expanded from
 it gets its own grouping and 4 bits back; only the scales are rounded, to the kernels' bfloat16.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from kv_cache.entries import quantize
+from models import linear_cpp
 from models.llama import Transformer, logits_dtype
 from models.names import SCHEMES
 from models.pointwise import EAGER, Pointwise
@@ -40,14 +42,21 @@ class QuantizedLinear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    bits: int
+    scale: Tensor | None
     is_head = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._on_cpu = runs_on_cpu(weight)
+        self._on_cpu, self._d_out = runs_on_cpu(weight), len(weight)
+        self._is_ours = self._on_cpu and linear_cpp.takes(weight)
+        bias = bias.float() if bias is not None and self._is_ours else bias
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("scale", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._is_ours:
+            return linear_cpp.linear(x, self.weight, self.bits, self._d_out, self.scale, self.bias)
         y = self.multiply(x.reshape(-1, x.shape[-1]))
         y = y.to(logits_dtype(x.dtype, x.device) if self.is_head else x.dtype)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], y.shape[-1])
@@ -60,6 +69,7 @@ class QuantizedLinear(nn.Module):
 class Int8Linear(QuantizedLinear):
     """W in int8, and x rounded to 8 bits: a scale per row of each, products `[N, d_out]` float32."""
 
+    bits = 8
     scale: Tensor
     zero: Tensor
 
@@ -67,8 +77,11 @@ class Int8Linear(QuantizedLinear):
         super().__init__(weight, bias)
         q, scale = quantize(weight.detach(), torch.int8)
         self.pointwise: Pointwise = EAGER
+        self.scale = scale
+        if self._is_ours:
+            self.register_buffer("weight", linear_cpp.pack_int8(q))
+            return
         self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
-        self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -83,13 +96,17 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """W in 4 bits, d_in a multiple of GROUP; x and the products in bfloat16."""
+    """W in 4 bits, d_in a multiple of GROUP; x and the products in bfloat16, or x in 8 bits."""
 
+    bits = 4
     scale_and_zero: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         q, scale, low = quantize_groups(weight)
+        if self._is_ours:
+            self.register_buffer("weight", linear_cpp.pack_int4(q, scale, low + 8 * scale))
+            return
         for_cpu = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self.register_buffer("weight", for_cpu(q, 1) if self._on_cpu else pack_for_cuda(q))
         # The layout is no part of PyTorch's interface: where it is another one, the kernel alone knows the weights.

@@ -1,4 +1,4 @@
-"""Run kernels over random shapes beside the reference: `random_shapes.py ATTENTION POINTWISE NOISE N_SHAPES [BUG]`.
+"""Run kernels over random shapes beside the reference: `random_shapes.py ATTENTION POINTWISE LINEAR NOISE N_SHAPES [BUG]`.
 
 The libraries are built with sanitizers, whose runtimes are preloaded: what they find ends the process. Tensors come
 from the sanitizer's malloc, so a kernel that reads one number too many is found.
@@ -19,16 +19,17 @@ from test_pointwise_cpp import FUNCTIONS, inputs, pairs
 
 from engine.noise import drawn_by
 from engine.noise_check import exact
+from models import linear_check, linear_cpp
 from models.attention.check import ALLOWED, ALLOWED_OVER_INT8, DTYPES
 from models.attention.cpp_backend import ENTRIES, CppAttention
 from models.pointwise_cpp import cpp
 
-library, *others = map(ctypes.CDLL, sys.argv[1:4])
-attention, pointwise, draw = CppAttention(library), cpp(others[0]), drawn_by(others[1])
-for number in map(int, sys.argv[5:]):
+library, *others = map(ctypes.CDLL, sys.argv[1:5])
+attention, pointwise, draw = CppAttention(library), cpp(others[0]), drawn_by(others[2])
+for number in map(int, sys.argv[6:]):
     ctypes.c_int.in_dll(library, "foretoken_bug").value = number
 any_of, size = random.choice, random.randint
-for seed in range(int(sys.argv[4])):
+for seed in range(int(sys.argv[5])):
     random.seed(seed)
     shape = {"dtype": any_of(DTYPES), "storage": any_of(ENTRIES), "group": size(1, 9), "head_dim": any_of((64, 128))}
     shape |= {"sliding_window": any_of((None, size(1, 99))), "seed": seed}
@@ -53,6 +54,16 @@ for seed in range(int(sys.argv[4])):
     keys = torch.randint(2**32, (3, size(0, 4)))
     noise = *keys, size(0, 9), size(1, 9000)
     torch.testing.assert_close(draw(*noise), exact(*noise).float(), rtol=1e-6, atol=1e-6)
+    if others[1].foretoken_has_linear():
+        q = torch.randint(-127, 128, (32 * size(1, 9), 32 * size(1, 20)), dtype=torch.int8)
+        x, scale, bias = torch.randn(size(1, 40), q.shape[1]), torch.rand(len(q)), torch.randn(len(q))
+        weights = linear_cpp.pack_int8(q), 8, len(q), scale, bias
+        got = linear_cpp.linear(x, *weights, linear_cpp.function_of(others[1]))
+        expected = x @ (q * scale[:, None]).T + bias
+        torch.testing.assert_close(got, expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+if others[1].foretoken_has_linear():
+    multiply = linear_check.candidate(others[1])
+    assert all(case.error(multiply) <= case.allowed for case in linear_check.cases())
 for source in ENTRIES:
     copies(attention, source, any_of(ENTRIES))
 chooses(attention, any_of((1, 4, 7)), 0)

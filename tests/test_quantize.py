@@ -9,10 +9,11 @@ from machine import needs_vnni
 
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
-from models import load_model, quantize
+from models import linear_cpp, load_model, quantize
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.loading import read_checkpoint
 from models.config import ModelConfig
+from models.packed_linear import PackedLinear
 from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
 
 
@@ -52,16 +53,21 @@ def test_int8_is_the_product_of_rounded_factors(device, dtype, n_row, with_bias,
     bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
     exact = rounded_product(x, weight)
     assert relative_error(exact, x.double() @ weight.double().T) < 0.03
-    wanted = exact.to(dtype) + (bias if with_bias else 0)
+    wanted = (exact + (bias if with_bias else 0)).to(dtype)
     with cuda_linears(monkeypatch) if device == "gpu" else nullcontext():
         got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
-    torch.testing.assert_close(got, wanted[None], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    rounding = 1e-6 if dtype == torch.float32 else 1e-2  # the bias is added before or behind rounding to bfloat16
+    torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
 @needs_vnni
-def test_int8_rows_do_not_depend_on_their_company():
-    weight, x = weight_and_input(128, 192, 9, torch.float32)
-    layer = Int8Linear(weight, None)
+@pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
+def test_rows_do_not_depend_on_their_company(new_layer):
+    """Of the CPU kernel's layers in 8, 4 and 16 bits."""
+    weight, x = weight_and_input(128, 192, 9, torch.bfloat16)
+    if not linear_cpp.takes(weight) and new_layer is not Int8Linear:
+        pytest.skip("no kernel of the project's own")
+    layer = new_layer(weight.bfloat16(), None)
     together = layer(x)
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), together)
     assert torch.equal(layer(x.view(3, 3, 192)), together.view(3, 3, 128))
@@ -78,7 +84,7 @@ def test_int4_is_the_product_with_its_grid(dtype, n_row):
     got = Int4Linear(weight, bias)(x)
     wanted = (x.double() @ grid.double().T).to(dtype) + bias
     assert got.dtype == dtype
-    assert relative_error(got, wanted) < 1e-2  # bfloat16 activations and scales
+    assert relative_error(got, wanted) < 1.5e-2  # scales in bfloat16, activations too, or in groups of 8 bits
 
 
 def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
@@ -113,8 +119,8 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
     assert torch.equal(by_kernel.T, quantize.dequantize(layer.weight, layer.scale_and_zero))
     torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
-    for wanted in (x.double() @ grid_of(weight)[0].double().T + bias, Int4Linear(weight, bias)(x)):
-        assert relative_error(many, wanted) < 1e-2
+    assert relative_error(many, x.double() @ grid_of(weight)[0].double().T + bias) < 1e-2
+    assert relative_error(many, Int4Linear(weight, bias)(x)) < 2.5e-2, "a CPU may round activations to 8 bits"
 
 
 def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch):
@@ -180,3 +186,15 @@ def test_the_default_model_gets_its_own_4_bits_back():
     assert len(linear) == 120
     for name in linear:
         assert torch.equal(grid_of(weights[name])[0], weights[name]), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
+def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
+    weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
+    if not linear_cpp.takes(weight):
+        pytest.skip("no kernel of the project's own")
+    layer, others = new_layer(weight.bfloat16(), None), torch.tensor([0, 2])
+    before = layer(x)[others]
+    x[1, 77] = value
+    assert not layer(x)[1].isfinite().any() and torch.equal(layer(x)[others], before)

@@ -41,7 +41,20 @@ BUGS = {
         "last numbers of a row": ("(int)(n - i)", "(int)(n - i - 1)", ""),
         "sine": ("load(signed_sin + i, n)", "load(signed_sin + half + i, n)", ""),
         "gate": ("broadcast(1.0f) + exp_of_minus(x)", "broadcast(1.0f) - exp_of_minus(x)", ""),
-        "bytes": ("broadcast(128.0f)", "broadcast(127.6f)", ""),
+    },
+    "linear": {
+        "bias": ("load(call.bias + at)", "load(call.bias + output)", "avx512_bf16"),
+        "row of x": ("x + r * call.x_row + i", "x + i", "avx512_bf16"),
+        "largest of x": ("_mm512_reduce_max_ps(top) / 127", "_mm512_reduce_max_ps(top) / 120", "avx512_bf16"),
+        "sums of bytes": ("128u * x.sums[row + r]", "127u * x.sums[row + r]", "avx512_bf16"),
+        "scale of a row": ("x.scales[row + r]", "x.scales[row]", "avx512_bf16"),
+        "sums of groups": ("-8u * x.sums[(row + r) * n_group + g]", "-8u * x.sums[(row + r) * n_group]", "avx512_bf16"),
+        "zeros": ("weights + 576", "weights + 512", "avx512_bf16"),
+        "bits of a row alone": (
+            "_mm512_add_ps(sums[r][half], bias)",
+            "sums[r][half] * (R > 3 ? 1.0000002f : 1) + bias",
+            "avx512_bf16",
+        ),
     },
     "noise": {
         "word": ("0xD2511F53", "0xD2511F51", ""),
@@ -53,6 +66,7 @@ BUGS = {
 CALLED = {
     "attention": "    Layout at;\n",
     "pointwise": "    vec squares{};\n",
+    "linear": "    const auto call =",
     "noise": "    const int64_t per_row",
 }
 

@@ -234,11 +234,16 @@ struct Int8Products {
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
     typedef ivec Sum;
 
+    // In assembly: GCC 12 moves registers about around the intrinsic.
+    static Sum dot(Sum sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+        return sum;
+    }
     static Sum times_query(Sum sum, vec keys, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
+        return dot(sum, (__m512i)keys, bits_of(word));
     }
     static Sum times_weight(Sum sum, vec values, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
+        return dot(sum, bits_of(word), (__m512i)values);
     }
     template <typename Byte>
     static void put(Byte* to, ivec x) {
@@ -261,7 +266,7 @@ struct Int8Products {
             put((int8_t*)words + D + d, x - (first << KEY_SHIFT));
             sum += x;
         }
-        taken_off = 128 * _mm512_reduce_add_epi32((__m512i)sum);
+        taken_off = 128u * _mm512_reduce_add_epi32((__m512i)sum);
     }
     static float pack_weights(const float* weights, float* words) {
         const float largest = largest_lane(larger(load(weights), load(weights + W)));
@@ -703,16 +708,19 @@ struct Read {
     const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
 };
 
-inline void copy_row(const float* from, float* to, int n) { std::memcpy(to, from, n * sizeof(float)); }
-inline void copy_row(const float* from, bfloat16* to, int n) {
-    for (int i = 0; i < n; ++i) to[i] = from[i] == from[i] ? bfloat16(from[i]) : bfloat16(std::nanf(""));
+// Numbers from a row of queries, and to a row of the output.
+inline void copy_row(const void* from, int64_t at, bool is_bfloat16, float* to, int n) {
+    if (!is_bfloat16) std::memcpy(to, (const float*)from + at, n * sizeof(float));
+    for (int i = 0; is_bfloat16 && i < n; i += W) store(to + i, load((const bfloat16*)from + at + i));
 }
-inline void copy_row(const bfloat16* from, float* to, int n) {
-    for (int i = 0; i < n; i += W) store(to + i, load(from + i));
+inline void copy_row(const float* from, void* to, int64_t at, bool is_bfloat16, int n) {
+    if (!is_bfloat16) std::memcpy((float*)to + at, from, n * sizeof(float));
+    for (int i = 0; is_bfloat16 && i < n; ++i)
+        ((bfloat16*)to)[at + i] = bfloat16(from[i] == from[i] ? from[i] : std::nanf(""));
 }
 
-template <int D, typename Query, typename Entry, typename P>
-void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, Query* out, float* noted,
+template <int D, typename Entry, typename P>
+void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, void* out, float* noted,
             int n_thread) {
     const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
     const int64_t n_row = at.n_token * at.group, n_block = (n_row + BLOCK - 1) / BLOCK;
@@ -736,8 +744,9 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
                 const int64_t token = (block + m) / at.group, of_group = (block + m) % at.group;
                 const int64_t newest = read.newest[row * at.n_token + token];
                 sees[m] = {at.window ? std::max<int64_t>(0, newest - at.window + 1) : 0, newest};
-                copy_row((const Query*)read.q + row * at.q_row + token * at.q_token +
-                             (kv_head * at.group + of_group) * at.q_head, queries + m * D, D);
+                const int64_t q_head = kv_head * at.group + of_group;
+                copy_row(read.q, row * at.q_row + token * at.q_token + q_head * at.q_head, at.q_is_bfloat16,
+                         queries + m * D, D);
             }
             const auto attend_to = [&](auto& own, const int64_t* slots, int64_t first, int64_t last) {
                 float *sums = workspace + (head * n_part + part) * per_part, *largest = sums + n_row * D + block;
@@ -786,7 +795,7 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
             for (int d = 0; d < D; ++d) sums[d] /= total;
             const int64_t row = head / at.n_kv_head, token = m / at.group;
             const int64_t q_head = head % at.n_kv_head * at.group + m % at.group;
-            copy_row(sums, out + ((row * at.n_token + token) * at.n_kv_head * at.group + q_head) * D, D);
+            copy_row(sums, out, ((row * at.n_token + token) * at.n_kv_head * at.group + q_head) * D, at.q_is_bfloat16, D);
             workspace[head * n_part * per_part + n_row * D + m] = highest + std::log2(total * at.group);
         }
     if (!noted) return;
@@ -800,17 +809,13 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
     }
 }
 
-// Calls `run` with the head dimension, and types of queries, entries and their products. entries: 0 float, 1 bfloat16,
+// Calls `run` with the head dimension, and the types of entries and of their products. entries: 0 float, 1 bfloat16,
 // 2 int8, 3 float8. Returns 0, or 1 if there is no such kernel.
 template <typename Run>
 int with_types(int64_t head_dim, bool q_is_bfloat16, int64_t entries, const Run& run) {
     const auto with = [&](auto entry, auto products) {
-        const auto sized = [&](auto size) {
-            if (q_is_bfloat16) return run(size, bfloat16{}, entry, products);
-            return run(size, float{}, entry, products);
-        };
-        if (head_dim == 64) return sized(std::integral_constant<int, 64>{}), 0;
-        if (head_dim == 128) return sized(std::integral_constant<int, 128>{}), 0;
+        if (head_dim == 64) return run(std::integral_constant<int, 64>{}, entry, products), 0;
+        if (head_dim == 128) return run(std::integral_constant<int, 128>{}, entry, products), 0;
         return 1;
     };
     if (entries == 0) return with(float{}, Float32Products{});
@@ -937,9 +942,8 @@ extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t
     std::memcpy(&at, layout, sizeof at);
     const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
     const Read read{q, rows, keys, values, key_scales, value_scales, slots, newest};
-    return with_types(head_dim, at.q_is_bfloat16, entries, [&](auto size, auto query, auto entry, auto products) {
-        using Query = decltype(query);
-        attend<size, Query, decltype(entry), decltype(products)>(at, read, packed, workspace, (Query*)out, noted, n_thread);
+    return with_types(head_dim, at.q_is_bfloat16, entries, [&](auto size, auto entry, auto products) {
+        attend<size, decltype(entry), decltype(products)>(at, read, packed, workspace, out, noted, n_thread);
     });
 }
 

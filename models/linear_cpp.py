@@ -1,0 +1,89 @@
+"""Linear layers as a C++ kernel for CPUs with products in bfloat16 and in 8 bits: weights in 16, 8 or 4 bits.
+
+A row's result does not depend, to the last bit, on the other rows or on the number of threads. Gradients are not
+recorded.
+"""
+
+import ctypes
+import functools
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.cpp_build import BuildError, load_library
+
+BLOCK = 32  # outputs next to each other, and inputs that share a scale in 4 bits
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel's function, or None where it cannot be built or the processor lacks its instructions."""
+    try:
+        return function_of(load_library("linear"))
+    except BuildError:
+        return None
+
+
+def function_of(library: ctypes.CDLL) -> Any:
+    """The function of a build. Errors: BuildError if that lacks the processor's instructions."""
+    if not library.foretoken_has_linear():
+        raise BuildError("it needs AVX512-BF16 and VNNI")
+    library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
+    return library.foretoken_linear
+
+
+def is_native(dtype: torch.dtype) -> bool:
+    """True if this CPU multiplies numbers of `dtype`, bfloat16 or int8, and the kernel does it."""
+    return dtype in (torch.bfloat16, torch.int8) and _kernel() is not None
+
+
+def takes(weight: Tensor) -> bool:
+    """True if the kernel multiplies with weights of that shape here."""
+    return weight.device.type == "cpu" and not any(size % BLOCK for size in weight.shape) and _kernel() is not None
+
+
+def pack_bfloat16(weight: Tensor) -> Tensor:
+    """`[d_out, d_in]` bfloat16 as the kernel reads it: blocks of outputs, in each pairs of inputs."""
+    return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    """`[d_out, d_in]` int8, likewise, as bytes around 128 in fours."""
+    unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
+    return unsigned.unflatten(1, (-1, 4)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def pack_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes `[d_out, d_in]` of 0..15, where a weight is `(q - 8) * scale + zero`, and scale and zero of each BLOCK of
+    inputs, `[d_out, d_in / BLOCK]`: `[d_out / BLOCK, d_in / BLOCK, 640]` bytes, of which 512 are codes, then both in
+    bfloat16."""
+    # Outputs i and 16 + i of a block share bytes and words.
+    halves = q.to(torch.uint8).unflatten(1, (-1, 8, 4)).unflatten(0, (-1, 2, 16)).permute(0, 3, 4, 2, 5, 1)
+    codes = (halves[..., 0] | halves[..., 1] << 4).flatten(2)
+
+    def of_groups(x: Tensor) -> Tensor:
+        pairs = x.to(torch.bfloat16).unflatten(0, (-1, 2, 16)).permute(0, 3, 2, 1)
+        return pairs.contiguous().view(torch.uint8).flatten(2)
+
+    return torch.cat([codes, of_groups(scale), of_groups(zero)], dim=2)
+
+
+def linear(
+    x: Tensor, packed: Tensor, bits: int, d_out: int, scale: Tensor | None, bias: Tensor | None, function: Any = None
+) -> Tensor:
+    """`x [..., d_in]`, float32 or bfloat16, times weights of `bits` transposed, plus bias `[d_out]` float32: as `x`.
+
+    16 bits take x in bfloat16 and add products in float32. 8 bits, with a scale `[d_out]` float32, round a row of x to
+    8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly. function: of
+    a build that is not the one in use.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    y = x.new_empty(*x.shape[:-1], d_out)
+    sizes = bits, x.dtype == torch.bfloat16, len(rows), rows.shape[1], d_out, rows.stride(0)
+    pointers = (None if one is None else one.data_ptr() for one in (rows, packed, scale, bias, y))
+    failed = (function or _kernel())(*sizes, *pointers, torch.get_num_threads())
+    assert not failed, f"{bits} bits and {x.dtype} were checked before"
+    return y
