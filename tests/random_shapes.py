@@ -1,4 +1,4 @@
-"""Run kernels over random shapes beside the reference: `random_shapes.py ATTENTION POINTWISE LINEAR NOISE N_SHAPES [BUG]`.
+"""Run kernels over random shapes beside the reference: LIBRARIES (in the order of KERNELS), N_SHAPES and a BUG or none.
 
 The libraries are built with sanitizers, whose runtimes are preloaded: what they find ends the process. Tensors come
 from the sanitizer's malloc, so a kernel that reads one number too many is found.
@@ -47,8 +47,8 @@ for seed in range(int(sys.argv[5])):
         assert (found - wanted).abs().max() <= allowed, (seed, shape, lengths, n_token, capacity, ring)
     if not ring and n_token <= 16 and shape["dtype"] == torch.float32:
         cases[0].assert_notes(attention, tolerance=2e-3)
-    for name, dtype in zip(FUNCTIONS, map(any_of, 4 * [DTYPES]), strict=True):
-        arguments = inputs(name, size(0, 40), 2 * size(1, 300), dtype, strided=any_of((False, True)))
+    for name in FUNCTIONS:
+        arguments = inputs(name, size(0, 40), 2 * size(1, 300), any_of(DTYPES), strided=any_of((False, True)))
         for got, expected in pairs(pointwise, name, arguments):
             torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     keys = torch.randint(2**32, (3, size(0, 4)))

@@ -47,6 +47,7 @@ def pointwise(monkeypatch, tmp_path) -> partial:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     kernel = write_source("pointwise", tmp_path), cpp_build.KERNELS["pointwise"][1]
     monkeypatch.setitem(cpp_build.KERNELS, "pointwise", kernel)
+    monkeypatch.setattr(cpp_build, "speedup", lambda rows, other: 1.0)
     pointwise_cpp.load_kernel.cache_clear()
     yield partial(monkeypatch.setattr, cpp_build, "BUILDS")
     pointwise_cpp.load_kernel.cache_clear()
