@@ -73,12 +73,14 @@ def pack_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def linear(
     x: Tensor, packed: Tensor, bits: int, d_out: int, scale: Tensor | None, bias: Tensor | None, function: Any = None
 ) -> Tensor:
-    """`x [..., d_in]`, float32 or bfloat16, times weights of `bits` transposed, plus bias `[d_out]` float32: as `x`.
+    """`x [..., d_in]` times weights of `bits` transposed, plus bias `[d_out]` float32, in the dtype of `x`.
 
     16 bits take x in bfloat16 and add products in float32. 8 bits, with a scale `[d_out]` float32, round a row of x to
     8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly. function: of
     a build that is not the one in use.
     """
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = x.new_empty(*x.shape[:-1], d_out)

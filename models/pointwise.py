@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import ConfigError
 from kv_cache.entries import pack
 from models.rope import Rotation, rotate
 
@@ -68,20 +67,6 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
         return torch.compile(own, backend=backend, fullgraph=True)
 
     return Pointwise("compiled", *map(compile_, (add_norm, rotate, pack, swiglu, round_to_uint8)))
-
-
-def check_compiler(device: torch.device | str) -> None:
-    """Raise ConfigError unless what torch.compile calls for this device is there."""
-    if torch.device(device).type != "cpu":
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:  # its class has moved between versions of PyTorch
-        seen, required = [*str(error).splitlines(), "none"][0], "a C++ compiler, such as g++, on PATH or in CXX"
-        fix = "install g++, or leave out --compile"
-        raise ConfigError("torch.compile has no C++ compiler", "--compile", seen, required, fix) from None
 
 
 def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:

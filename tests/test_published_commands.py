@@ -12,8 +12,6 @@ from rank_jobs import Models, on_two_ranks, results
 from test_data import write_pg19
 
 from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
-from engine.noise import in_passes
-from models.pointwise import EAGER
 from models.presets import PRESETS
 
 SCRIPTS = ("baseline", "selfspec", "longspec")
@@ -37,10 +35,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.fixture
 def checkout(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with models where theirs lie once they are converted. No network, an empty hub cache.
-
-    What --compile compiles is called as it is: compiling takes seconds, and has tests of its own.
-    """
+    """The working directory, with models where theirs lie once they are converted. No network, an empty hub cache."""
     for name, folder in {**dict.fromkeys(TARGETS, models.target), DRAFT: models.draft}.items():
         link = tmp_path / "checkpoints" / name
         link.parent.mkdir(parents=True)
@@ -51,8 +46,6 @@ def checkout(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # In this process, they were read when huggingface_hub was imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.bench.loading.compiled", lambda **sizes: EAGER)
-    monkeypatch.setattr("engine.bench.session.compiled_source", lambda: in_passes)
     return tmp_path
 
 
@@ -71,7 +64,7 @@ def pg19(checkout: Path, models: Models) -> None:
 def test_a_published_command_reads_pg19(script, published, pg19):
     flags = published[script]
     record = benchmark(script, [*flags, *ALONE[script].split(), *SMALL.split()]).record
-    asked = {"dataset": "pg19", "model": flags[flags.index("--model_name") + 1], "compile": True, "B": 2}
+    asked = {"dataset": "pg19", "model": flags[flags.index("--model_name") + 1], "compile": False, "B": 2}
     asked |= {} if script == "baseline" else {"gamma": 3, "draft_budget": 256, "draft_policy": "streaming"}
     asked |= {"draft_model": "draft" if script == "longspec" else None}
     asked |= {"identical_sequences": None if script == "baseline" else 3}

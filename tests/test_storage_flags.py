@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hf_tiny import SHAPE
-from machine import needs_cpp_compiler, needs_vnni
+from machine import needs_vnni
 from programs import benchmark
 from transformers import LlamaConfig
 
@@ -66,12 +65,5 @@ def test_a_standalone_draft_has_weights_of_its_own(run):
     assert (record["quantize"], record["draft_weights"]) == ("int8", None)
 
 
-@needs_cpp_compiler
-@pytest.mark.parametrize("flags", ["", pytest.param("--quantize int8", marks=needs_vnni)])
-def test_compile_is_recorded_and_changes_no_token(run, flags):
-    """Quantised layers compile their rounding of activations."""
-    torch._dynamo.reset()
-    eager, compiled = (run("selfspec", f"{DRAFT} {flags} {more}") for more in ("", "--compile"))
-    assert (eager["compile"], compiled["compile"]) == (False, True)
-    assert compiled["tokens_sha256"] == eager["tokens_sha256"]
-    torch._dynamo.reset()
+def test_compile_has_no_effect_on_a_cpu(run):
+    assert run("baseline", "--compile")["compile"] is False

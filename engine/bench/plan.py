@@ -24,7 +24,6 @@ from models import ModelConfig
 from models.attention import Selection, select_backend
 from models.checkpoints.model_source import ModelSource, check_vocabulary
 from models.llama import attention_spec
-from models.pointwise import check_compiler
 from models.quantize import check_scheme
 from models.tensor_parallel import check_count
 
@@ -114,8 +113,9 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     if stored.quantize:
         check_scheme(stored.quantize, device)
-    if stored.compile:
-        check_compiler(device)
+    if stored.compile and device == "cpu":
+        note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
+        config = replace(config, target=replace(stored, compile=False))
     groups = _rank_groups(config, target, source, n_ranks)
     lengths = n_rows, n_prompts, prefix_len
     # Without a draft, which gamma and so the capacity depend on.

@@ -234,16 +234,11 @@ struct Int8Products {
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
     typedef ivec Sum;
 
-    // In assembly: GCC 12 moves registers about around the intrinsic.
-    static Sum dot(Sum sum, __m512i unsigned_bytes, __m512i signed_bytes) {
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
-        return sum;
-    }
     static Sum times_query(Sum sum, vec keys, float word) {
-        return dot(sum, (__m512i)keys, bits_of(word));
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
     }
     static Sum times_weight(Sum sum, vec values, float word) {
-        return dot(sum, bits_of(word), (__m512i)values);
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
     }
     template <typename Byte>
     static void put(Byte* to, ivec x) {
