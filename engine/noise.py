@@ -7,12 +7,12 @@ request). No state, so a batch's order, its size and what was accepted cannot ma
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -113,11 +113,7 @@ def gumbel(
     """
     dtype = dtype or torch.float32
     if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
-        seed, request, position = (x.contiguous() for x in torch.broadcast_tensors(seed, request, position))
-        out = torch.empty(*seed.shape, n_ids, dtype=dtype)
-        keys = seed.data_ptr(), request.data_ptr(), position.data_ptr()
-        draw(seed.numel(), n_ids, *keys, stream, out.data_ptr(), torch.get_num_threads())
-        return out
+        return draw(seed, request, position, stream, n_ids)
     return gumbel_of(uniform(seed, request, position, stream, n_ids, source)).to(dtype)
 
 
@@ -127,13 +123,28 @@ def gumbel_of(u: Tensor) -> Tensor:
     return u.log_().neg_().log_().neg_()
 
 
+Draw: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int, int], Tensor]"
+
+
+def drawn_by(library: ctypes.CDLL) -> Draw:
+    """`gumbel` in float32 by the kernel."""
+    kernel = library.foretoken_gumbel
+    kernel.argtypes, kernel.restype = [*[c_int64] * 2, *[c_void_p] * 3, c_int64, c_void_p, c_int], None
+
+    def draw(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int) -> Tensor:
+        seed, request, position = (x.contiguous() for x in torch.broadcast_tensors(seed, request, position))
+        out = torch.empty(*seed.shape, n_ids, dtype=torch.float32)
+        keys = seed.data_ptr(), request.data_ptr(), position.data_ptr()
+        kernel(seed.numel(), n_ids, *keys, stream, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    return draw
+
+
 @functools.cache
-def _kernel() -> Any:
-    """The C++ kernel's function, or None where it cannot be built."""
+def _kernel() -> Draw | None:
+    """Draws by the C++ kernel; None where it cannot be built."""
     try:
-        draw = load_library(Path(__file__).with_name("noise_kernel.cpp"), "noise").foretoken_gumbel
+        return drawn_by(load_library("noise"))
     except BuildError:
         return None
-    draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]
-    draw.restype = None
-    return draw

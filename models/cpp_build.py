@@ -1,22 +1,56 @@
-"""Builds a C++ kernel with the system's compiler, once per machine and source."""
+"""Builds C++ kernels with the system's compiler, and uses the first build that is right and no slower than the next.
+
+Builds, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
+"""
 
 import ctypes
 import hashlib
+import json
+import math
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+from common.checkout import ROOT
+from common.say import say
+
+# The source of each kernel, and the module with what it is checked by.
+KERNELS = {
+    "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
+    "pointwise": (ROOT / "models" / "pointwise_kernel.cpp", "models.pointwise_check"),
+    "linear": (ROOT / "models" / "linear_kernel.cpp", "models.linear_check"),
+    "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
+}
+COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
+# In the order of preference; PyTorch comes after the last.
+BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
+# A build is left for the next one if that is so many times as fast: noise must not decide.
+FASTER = 1.1
+
+Row = dict[str, Any]  # as `models.kernel_check` prints
 
 
 class BuildError(Exception):
     """Why there is no kernel, in one line."""
+
+
+class Choice(NamedTuple):
+    """The build of a kernel that is used, or None, and why those before it are not. checked: the rows of each build."""
+
+    build: str | None
+    library: str
+    refused: list[str]
+    checked: dict[str, list[Row]]
 
 
 def cache_folder() -> Path:
@@ -25,43 +59,128 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
-def load_library(source: Path, name: str) -> ctypes.CDLL:
-    """The library of one C++ file, `name` in the cache folder, built first where it has to be. Errors: BuildError."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
-    if not compiler[0]:
-        raise BuildError("no C++ compiler (g++) was found; CXX names another one")
+def load_library(name: str) -> ctypes.CDLL:
+    """Load a kernel of KERNELS, built and checked first where that has not been done. Errors: BuildError."""
+    choice = choose(name)
+    if choice.build is None:
+        raise BuildError("; ".join(choice.refused))
+    if choice.refused:
+        say(f"note: the {choice.build} build of the {name} kernel is used: {'; '.join(choice.refused)}")
     try:
-        library = cache_folder() / f"{name}-{_key(compiler, source)}.so"
-        if not library.exists():
-            _build(compiler, source, library)
-        return ctypes.CDLL(str(library))
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines() or ["no message"]
-        raise BuildError(f"{shlex.join(compiler)} cannot build it: {lines[0][:200]}") from None
+        return ctypes.CDLL(choice.library)
+    except OSError as error:
+        raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
+
+
+def choose(name: str, again: bool = False) -> Choice:
+    """Choose among the builds of a kernel, as was done before unless `again`. Errors: BuildError if there are none."""
+    try:
+        cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        memory = _kept(name, [str(BUILDS), cases], "json")
+        with suppress(OSError, ValueError, TypeError):
+            known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
+            if not again and (known.build is None or Path(known.library).exists()):
+                return known
+        say(f"building and checking the {name} kernel for this CPU, which later runs need not do")
+        choice = _compared(name)
+        with tempfile.TemporaryDirectory(dir=memory.parent) as own:
+            written = Path(own, "choice.json")
+            written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
+            os.replace(written, memory)
+        return choice
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
-        why = f"it cannot be built or loaded (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+        why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
 
 
-def _build(compiler: list[str], source: Path, library: Path) -> None:
-    """Compile to a name of our own, then move: other processes may be building the same."""
+def _compared(name: str) -> Choice:
+    """Take the first build that is right, then the next ones while they are faster. Errors: BuildError if none can be
+    built."""
+    build, best, refused = None, "", list[str]()
+    reasons, checked = list[str](), dict[str, list[Row]]()
+    for other in BUILDS:
+        try:
+            library = build_library(name, other)
+        except subprocess.CalledProcessError as error:
+            lines = (error.stderr or "").strip().splitlines() or ["no message"]
+            reasons.append(f"{other}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
+            continue
+        checked[other], wrong = check(name, str(library), *filter(None, [best]))
+        if wrong:
+            reasons.append(f"{other}: {wrong}")
+            continue
+        if build is not None:
+            if (times := speedup(checked[other], 1)) < FASTER:
+                break
+            reasons.append(f"{build}: {other} is {times:.1f} times as fast")
+        build, best, refused = other, str(library), [*reasons]
+    if not checked:
+        raise BuildError(reasons[0])
+    if build is None:
+        return Choice(None, "", reasons, checked)
+    if (times := 1 / speedup(checked[build], -1)) > FASTER:
+        return Choice(None, "", [*refused, f"{build}: PyTorch is {times:.1f} times as fast"], checked)
+    return Choice(build, best, refused, checked)
+
+
+def check(name: str, *libraries: str) -> tuple[list[Row], str | None]:
+    """Compare the first library with the reference, and time it beside the others and PyTorch, in a process of its own.
+    Returns what that printed, and why the library cannot be used."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "stdin": subprocess.DEVNULL}
+    own |= {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    try:
+        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", KERNELS[name][1], *libraries], **own)
+    except subprocess.TimeoutExpired:
+        return [], f"its check does not end in {TIMEOUT_SECONDS} s"
+    rows = [json.loads(line) for line in ended.stdout.splitlines()]
+    if ended.returncode < 0:
+        return rows, f"it crashes ({signal.Signals(-ended.returncode).name})"
+    if ended.returncode:
+        return rows, f"its check fails: {['', *ended.stderr.strip().splitlines()][-1][:200]}"
+    for row in rows:
+        if not row["error"] <= row["allowed"]:
+            return rows, f"wrong results ({row['what']}: an error of {row['error']:.1g}, allowed {row['allowed']:.1g})"
+    return rows, None
+
+
+def speedup(rows: Sequence[Row], other: int) -> float:
+    """How many times as fast as another candidate the first is: the geometric mean over the rows."""
+    return math.exp(sum(math.log(row["ms"][other] / row["ms"][0]) for row in rows) / len(rows))
+
+
+def build_library(name: str, build: str) -> Path:
+    """The library of a build, compiled unless it is there. Errors: CalledProcessError, OSError, TimeoutExpired."""
+    library, compile_ = _kept(name, BUILDS[build], "so"), [*_compiler(), *COMPILE, *BUILDS[build]]
+    if library.exists():
+        return library
     library.parent.mkdir(parents=True, exist_ok=True)
+    # Under a name of our own, then moved: other processes may be building the same.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
+        link = [word for word in compile_ if word != "-fopenmp"]
         for command in (
-            [*compiler, *COMPILE, "-c", str(source), "-o", str(compiled)],
-            [*compiler, "-shared", str(compiled), "-o", str(linked)],
+            [*compile_, "-c", str(KERNELS[name][0]), "-o", str(compiled)],
+            [*link, "-shared", str(compiled), "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         os.replace(linked, library)
+    return library
 
 
-def _key(compiler: list[str], source: Path) -> str:
-    """Of everything that the machine code depends on: a home folder may be shared by different processors."""
-    digest = hashlib.sha256(source.read_bytes())
-    digest.update(" ".join((*compiler, *COMPILE, platform.machine())).encode())
+def _compiler() -> list[str]:
+    words = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    if not words[0]:
+        raise BuildError("no C++ compiler (g++) was found; CXX names another one")
+    return words
+
+
+def _kept(name: str, about: Sequence[str], ending: str) -> Path:
+    """A file in the cache folder, named by all that machine code depends on: processors may share a home folder."""
+    digest = hashlib.sha256(KERNELS[name][0].read_bytes())
+    digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         digest.update("".join(line for line in text if line.startswith(("model name", "flags")))[:10_000].encode())
-    return digest.hexdigest()[:16]
+    return cache_folder().absolute() / f"{name}-{digest.hexdigest()[:16]}.{ending}"

@@ -4,9 +4,9 @@ A row's result does not depend, to the last bit, on the other rows or on the num
 recorded.
 """
 
+import ctypes
 import functools
 from ctypes import c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +21,17 @@ BLOCK = 32  # outputs next to each other, and inputs that share a scale in 4 bit
 def _kernel() -> Any:
     """The kernel's function, or None where it cannot be built or the processor lacks its instructions."""
     try:
-        library = load_library(Path(__file__).with_name("linear_kernel.cpp"), "linear")
+        return function_of(load_library("linear"))
     except BuildError:
         return None
-    linear = library.foretoken_linear
-    linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
-    return linear if library.foretoken_has_linear() else None
+
+
+def function_of(library: ctypes.CDLL) -> Any:
+    """The function of a build. Errors: BuildError if that lacks the processor's instructions."""
+    if not library.foretoken_has_linear():
+        raise BuildError("it needs AVX512-BF16 and VNNI")
+    library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
+    return library.foretoken_linear
 
 
 def is_native(dtype: torch.dtype) -> bool:
@@ -65,19 +70,22 @@ def pack_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return torch.cat([codes, of_groups(scale), of_groups(zero)], dim=2)
 
 
-def linear(x: Tensor, packed: Tensor, bits: int, d_out: int, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, packed: Tensor, bits: int, d_out: int, scale: Tensor | None, bias: Tensor | None, function: Any = None
+) -> Tensor:
     """`x [..., d_in]` times weights of `bits` transposed, plus bias `[d_out]` float32, in the dtype of `x`.
 
     16 bits take x in bfloat16 and add products in float32. 8 bits, with a scale `[d_out]` float32, round a row of x to
-    8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly.
+    8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly. function: of
+    a build that is not the one in use.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
-        return linear(x.float(), packed, bits, d_out, scale, bias).to(x.dtype)
+        return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = x.new_empty(*x.shape[:-1], d_out)
     sizes = bits, x.dtype == torch.bfloat16, len(rows), rows.shape[1], d_out, rows.stride(0)
     pointers = (None if one is None else one.data_ptr() for one in (rows, packed, scale, bias, y))
-    failed = _kernel()(*sizes, *pointers, torch.get_num_threads())
+    failed = (function or _kernel())(*sizes, *pointers, torch.get_num_threads())
     assert not failed, f"{bits} bits and {x.dtype} were checked before"
     return y

@@ -10,12 +10,12 @@ import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.say import say
 from models.attention import AttentionBackend
 from models.cpp_build import BuildError, load_library
 from models.pointwise import EAGER, Pointwise
@@ -34,15 +34,19 @@ ARGUMENTS = {
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    kernel = load_library(Path(__file__).with_name("pointwise_kernel.cpp"), "pointwise")
+    return typed(load_library("pointwise"))
+
+
+def typed(kernel: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, whose functions know the types of their arguments."""
     for name, types in ARGUMENTS.items():
         getattr(kernel, name).argtypes, getattr(kernel, name).restype = types, None
     return kernel
 
 
-def cpp() -> Pointwise:
+def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
-    kernel = load_kernel()
+    kernel = typed(library) if library else load_kernel()
     own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu)}
     calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
     return Pointwise("cpp", **calls)
@@ -54,7 +58,8 @@ def pointwise_beside(backend: AttentionBackend) -> Pointwise:
         return EAGER
     try:
         return cpp()
-    except BuildError:
+    except BuildError as error:
+        say(f"note: pointwise functions run eagerly: {error}")
         return EAGER
 
 

@@ -80,7 +80,7 @@ inline vec exp_of_minus(vec x) {
     p = p * left + broadcast(0.5f);
     p = p * left + broadcast(1.0f);
     p = p * left + broadcast(1.0f);
-    const vec power = (vec)((ivec)p + ((ivec)shifted << 23));
+    const vec power = (vec)((uvec)p + ((uvec)shifted << 23));
     return x < broadcast(-88.722839f) ? broadcast(INFINITY) : power;
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 from attention_cases import Case, FakeSlots, make_case, packed_case
@@ -184,17 +182,6 @@ def test_the_default_dtype_of_pytorch_does_not_matter(backend):
 @pytest.mark.parametrize("entries", [None, *ENTRIES])
 def test_auto_is_the_kernel_whatever_the_entries_are(backend, entries):
     assert select_backend("auto", "cpu", SPEC, entries).backend.name == "cpp"
-
-
-def test_a_build_is_shared_and_never_seen_half_done(nothing_built, backend, monkeypatch, tmp_path):
-    """Built once per cache folder; a second process finds it there."""
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    cpp_backend.load_kernel()
-    (library,) = tmp_path.iterdir()
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built twice"))
-    cpp_backend.load_kernel.cache_clear()
-    cpp_backend.load_kernel()
-    assert [library] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("storage", ENTRIES)

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ LANES = 16
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    return load_library(Path(__file__).with_name("cpp_kernel.cpp"), "attention")
+    return load_library("attention")
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -52,8 +51,8 @@ class CppAttention(Choosing):
 
     name = "cpp"
 
-    def __init__(self) -> None:
-        self._kernel = load_kernel()
+    def __init__(self, kernel: ctypes.CDLL | None = None) -> None:
+        self._kernel = kernel or load_kernel()
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return group is not None and group % LANES > 0

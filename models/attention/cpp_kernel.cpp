@@ -98,8 +98,8 @@ inline vec exp2_of(vec x) {
     p = p * f + broadcast(2.402265069591007e-1f);
     p = p * f + broadcast(6.931471805599453e-1f);
     p = p * f + broadcast(1.0f);
-    const ivec whole = (ivec)shifted << 23;
-    const vec result = (vec)((ivec)p + whole);
+    const uvec whole = (uvec)shifted << 23;
+    const vec result = (vec)((uvec)p + whole);
     return x > broadcast(-126.0f) ? result : vec{};
 }
 

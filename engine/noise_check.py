@@ -1,0 +1,32 @@
+"""What the check of the noise kernel compares: numbers for keys from one end of their range to the other."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.noise import Draw, Stream, drawn_by, gumbel_of, uniform
+from models.kernel_check import Case, Results
+
+SEEDS, REQUESTS, POSITIONS = [0, -1, 2**62 + 1], [7, 2**32 - 1, 0], [0, 31_999, 2**32 - 1]
+
+
+def exact(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int) -> Tensor:
+    """The numbers that PyTorch draws, in float64."""
+    return gumbel_of(uniform(seed, request, position, stream, n_ids))
+
+
+candidate, REFERENCE = drawn_by, exact
+
+
+def cases() -> Iterator[Case]:
+    """Odd numbers of ids, of which the last fill no vector; float32 rounds the results once."""
+    for stream, n_ids in ((Stream.COUPLED, 9001), (Stream.RESAMPLE + len(Stream), 35)):
+        compute = partial(_drawn, int(stream), n_ids)
+        yield Case("Gumbel numbers", 1e-7, compute, compute(exact))
+
+
+def _drawn(stream: int, n_ids: int, draw: Draw) -> Results:
+    seeds, requests, positions = map(torch.tensor, (SEEDS, REQUESTS, POSITIONS))
+    return (draw(seeds, requests, positions, stream, n_ids),)

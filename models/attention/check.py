@@ -1,0 +1,83 @@
+"""What the check of attention kernels compares: ragged rows in every storage, against PyTorch in float64."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.say import dtype_name
+from kv_cache import KV, FullKVCache, KVCache, QuantizedKVCache
+from kv_cache.entries import NOTED
+from models.attention.base import MAX_BLOCK, AttentionSpec
+from models.attention.cpp_backend import ENTRIES, PART, CppAttention
+from models.attention.torch_backend import TorchAttention
+from models.config import ModelConfig
+from models.kernel_check import Case, Results
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Sums and exponentials are rounded in float32; with queries in bfloat16 also queries, weights and results, to 8 bits;
+# over int8 entries, queries to 15 bits.
+ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
+ALLOWED_OVER_INT8 = 1e-3
+SHAPES = ((64, 3, None), (128, 4, 200))  # head_dim, query heads of a KV head, sliding window
+BLOCKS = (1, 5, 40)  # tokens: the last is a chunk, of more query rows than the kernel takes at once
+IN_4_BITS = "4 bits"
+
+candidate, REFERENCE = CppAttention, TorchAttention()
+
+
+def cases() -> Iterator[Case]:
+    """Queries in every dtype over entries in every storage: one token, a block and a chunk, of rows by name."""
+    for dtype, storage, shape, n_token in product(DTYPES, (*ENTRIES, IN_4_BITS), SHAPES, BLOCKS):
+        what = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}"
+        yield from _cases(what, dtype, storage, *shape, n_token)
+
+
+def _cases(
+    what: str, dtype: torch.dtype, storage: Any, head_dim: int, group: int, window: int | None, n_token: int
+) -> Iterator[Case]:
+    """Attention of a block, with the shares that it notes; and whether each token has the same bits alone."""
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(n_token))
+    config, rows, lengths = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), [3, 0, 1], [PART + 300, 3, 411]
+    in_4_bits, capacity = storage == IN_4_BITS, PART + 400
+    stored = dtype if in_4_bits else storage
+    cache: KVCache = FullKVCache(config, 4, capacity, dtype=stored)
+    new = normal(4, capacity, 2, 2, head_dim)
+    for row, length in zip(rows, lengths, strict=True):
+        # Large where no query sees it, so that a leak shows.
+        new[row, length + n_token :] = torch.tensor([50.0, 1e4])[:, None, None]
+        cache.positions[row, :length] = torch.arange(length)
+    cache.write(0, torch.arange(capacity).expand(4, -1), new)
+    if in_4_bits:
+        full, cache = cache, QuantizedKVCache(config, 4, capacity, 16, 48, dtype=stored)
+        for row, length in zip(rows, lengths, strict=True):
+            cache.fill_row(row, full, length)
+    queries = torch.tensor(lengths)[:, None] + torch.arange(n_token)
+    view = cache.view(torch.tensor(rows), max(lengths) + n_token)
+    view.write(0, view.begin(queries), normal(3, n_token, 2, 2, head_dim))
+    kv, spec = view.read(0), AttentionSpec(2 * group, 2, head_dim, window, dtype)
+    q = normal(3, n_token, 2 * group, head_dim).to(dtype)
+
+    def attend(backend: Any, spec: AttentionSpec, q: Tensor, kv: KV, tokens: slice = slice(None)) -> Tensor:
+        return backend.attend(q[:, tokens], kv, backend.prepare(spec, queries[:, tokens], view))
+
+    def compute(backend: Any, spec: AttentionSpec = spec, q: Tensor = q, kv: KV = kv) -> Results:
+        if in_4_bits or n_token > MAX_BLOCK:
+            return (attend(backend, spec, q, kv),)
+        noted = torch.full((4, n_token, 2, capacity // NOTED), -1.0)
+        return attend(backend, spec, q, kv._replace(noted=noted)), noted
+
+    def differs(backend: Any) -> Results:
+        alone = [attend(backend, spec, q, kv, slice(token, token + 1)) for token in range(n_token)]
+        return (attend(backend, spec, q, kv) != torch.cat(alone, dim=1),)
+
+    allowed = ALLOWED_OVER_INT8 if (dtype, storage) == (torch.float32, torch.int8) else ALLOWED[dtype]
+    exact = KV(*(kv if in_4_bits else kv._replace(rows=None)).dequantized(torch.float64))
+    exact = exact._replace(rows=None if in_4_bits else kv.rows)
+    wanted = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
+    yield Case(what, allowed, compute, wanted, n_token <= MAX_BLOCK and head_dim == SHAPES[0][0])
+    yield Case(what, allowed, differs, (torch.zeros(q.shape),), False)

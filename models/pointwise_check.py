@@ -1,0 +1,39 @@
+"""What the check of the pointwise kernel compares: every function, against the eager one."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from common.say import dtype_name
+from models.kernel_check import Case, Results
+from models.pointwise import EAGER, Pointwise
+from models.pointwise_cpp import BYTES, cpp
+from models.rope import rotation
+
+# Rounding where PyTorch rounds, and sums in another order: some steps of a number's last place.
+ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+candidate, REFERENCE = cpp, EAGER
+
+
+def cases() -> Iterator[Case]:
+    """Every function in every dtype, of rows that are whole vectors and of others, cut out of wider ones."""
+    for dtype, (n_row, dim) in product(BYTES, ((8, 576), (33, 100))):
+        normal = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
+        x, update, weight = (3 * normal(3, n_row, dim + 3)).to(dtype)[..., :dim]
+        heads, gates = (8 * normal(n_row, size + 3, 50).to(dtype)[:, :size] for size in (5, dim // 25))
+        turns = rotation(torch.arange(n_row) * 37, torch.linspace(0.01, 1, 25), dtype)
+        for name, arguments in {
+            "add_norm": (x, update, weight[0], 1e-5),
+            "rotate_heads": (heads, turns),
+            "swiglu": (gates.flatten(1),),
+        }.items():
+            compute = partial(_call, name, arguments)
+            yield Case(f"{dtype_name(dtype)}, {name}", ALLOWED[dtype], compute, compute(EAGER))
+
+
+def _call(name: str, arguments: tuple, candidate: Pointwise) -> Results:
+    results = getattr(candidate, name)(*arguments)
+    return results if isinstance(results, tuple) else (results,)
