@@ -83,7 +83,7 @@ class Rows:
 def main() -> None:
     rows = Rows(**json.loads(sys.stdin.readline()))
     version = {"llama_cpp_python": api.__version__, "system": api.llama_print_system_info().decode()}
-    print(json.dumps({"prefill_seconds": rows.prefill_seconds} | version), flush=True)
+    print(json.dumps({"row_prefill_seconds": rows.prefill_seconds} | version), flush=True)
     for line in sys.stdin:
         print(json.dumps({"ms": rows.steps(**json.loads(line))}), flush=True)
 
