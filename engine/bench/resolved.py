@@ -19,6 +19,7 @@ from engine.modes import resolve_mode
 from engine.sampling import SamplingParams
 from kv_cache.policy import Policy
 from models.checkpoints.model_source import ModelSource
+from models.packed_linear import can_pack
 from models.quantize import takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -114,8 +115,8 @@ class ResolvedDraft:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16, which oneDNN may emulate. Every CPU with AMX has both
-    kinds."""
+    """Whether this CPU has instructions for products of bfloat16, which oneDNN emulates on others. One with AMX has
+    these, too."""
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
@@ -221,7 +222,7 @@ def store_draft(
     if not isinstance(config, ModelDrafterConfig):
         return draft
     own = DTYPES.get(config.draft_dtype, dtype)
-    if config.draft_dtype == AUTO and dtype == torch.float32 and device == "cpu" and multiplies_bfloat16():
+    if config.draft_dtype == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         own = torch.bfloat16
     weights, entries = config.draft_weights, config.draft_kv_dtype
     if weights == AUTO:

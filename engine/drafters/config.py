@@ -128,7 +128,7 @@ class ModelDrafterConfig(DrafterConfig):
     policies: tuple[BudgetedPolicy, ...] = ()
     draft_dtype: Literal["auto", "same"] | Dtype = "auto"
     """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
-    beside a float32 target on a CPU with instructions for bfloat16, else same"""
+    beside a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Literal["auto", "same"] | Scheme = "auto"
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is; same: as
     --draft_dtype says, or a self-draft's as the target's; auto: int8 where it is the fastest (a CPU with VNNI), if
