@@ -146,7 +146,7 @@ def auto_draft_weights(
     is_named = draft.draft_dtype != AUTO or target.quantize is not None
     if device != "cpu" or is_named or dtype not in (torch.float32, torch.bfloat16):
         return "same"
-    fits = bool(linears) and all(takes_shape(*shape, "int8") for shape in linears)
+    fits = bool(linears) and all(takes_shape(shape, "int8") for shape in linears)
     return "int8" if fits and torch.cpu._is_vnni_supported() else "same"
 
 
@@ -224,7 +224,7 @@ def store_draft(
     own = DTYPES.get(config.draft_dtype, dtype)
     if config.draft_dtype == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
         own = torch.bfloat16
-    weights, entries = config.draft_weights, config.draft_kv_dtype
+    entries, weights = config.draft_kv_dtype, str(config.draft_weights)
     if weights == AUTO:
         weights = auto_draft_weights(config, target, device, own, linears)
     # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
