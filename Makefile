@@ -4,8 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 REPRODUCTION ?= reproduction
-# The default model was made from a file of 4 bits: a draft of 4 bits misses next to nothing of it.
-DEMO ?= --draft_weights int4 --draft_budget 1024
+DEMO ?= --draft_budget 1024
 SERVE ?=
 
 .DEFAULT_GOAL := help

@@ -87,6 +87,7 @@ def convert(
         "files": files.describe(checkpoint_dir, [*(path.name for path in source.files), *source.side_files]),
         "config": json.loads(json.dumps(asdict(config))),
         "dtype": dtype,
+        "published": sorted({part.published for parts in matched.values() for part in parts if len(part.shape) > 1}),
         "dropped_layers": list(layers_to_drop),
     }
     if not force and _is_converted(out_dir, recipe):

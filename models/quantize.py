@@ -12,6 +12,7 @@ it gets its own grouping and 4 bits back; only the scales are rounded, to the ke
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -179,12 +180,17 @@ def check_scheme(scheme: str, device: torch.device | str) -> None:
         raise ConfigError(what, f"{where} int8", "a CPU without VNNI", required, f"use int4, or {leave}")
 
 
+def takes_shape(shape: Sequence[int], scheme: str) -> bool:
+    """Whether the scheme's kernels multiply weights of that shape, `[d_out, d_in]`."""
+    d_out, d_in = shape
+    return d_in % 8 == d_out % 8 == 0 if scheme == "int8" else d_in % GROUP == 0 and d_out % 64 == 0
+
+
 def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
     """The layer in that scheme; None if the kernels do not take its shape."""
-    d_out, d_in = weight.shape
-    if scheme == "int8":
-        return Int8Linear(weight, bias) if d_in % 8 == d_out % 8 == 0 else None
-    return Int4Linear(weight, bias) if d_in % GROUP == 0 and d_out % 64 == 0 else None
+    if not takes_shape(weight.shape, scheme):
+        return None
+    return Int8Linear(weight, bias) if scheme == "int8" else Int4Linear(weight, bias)
 
 
 def quantize_linears(module: nn.Module, scheme: str) -> None:

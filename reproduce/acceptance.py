@@ -73,7 +73,9 @@ class Flags:
             raise ConfigError("sampled text needs a temperature", where, 0.0, "> 0", fix)
 
     def drafts(self) -> list[DrafterConfig]:
-        own = {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        # What is accepted should not depend on which weights this machine drafts fastest with.
+        own = {"draft_weights": self.draft.draft_weights or "same"}
+        own |= {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
         pairs = itertools.product([policy for policy in self.policies if policy in BUDGETED], self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": policy} for policy in self.policies if policy not in BUDGETED]

@@ -30,7 +30,7 @@ from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
 
 OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
-DraftDtypes, DraftWeights = tuple[Literal["auto", "same"] | Dtype, ...], tuple[Literal["same"] | Scheme, ...]
+DraftDtypes, DraftWeights = tuple[Literal["auto", "same"] | Dtype, ...], tuple[Literal["auto", "same"] | Scheme, ...]
 SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
 # Of runs that drafted, beside plain decoding in the same repeat.
 MEDIANS = (
@@ -52,7 +52,7 @@ class Flags:
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
     draft_dtype: DraftDtypes = ("auto",)  # the draft's dtypes; auto modes have the first
-    draft_weights: DraftWeights = ("same",)  # the draft's linear layers; auto modes have the first
+    draft_weights: DraftWeights = ("auto",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # how often all are run, interleaved

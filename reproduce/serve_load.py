@@ -53,7 +53,7 @@ class Flags:
     longest: int = 4000  # tokens of a prompt
     gen_len: int = 64  # new tokens of a request
     temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
-    server: tuple[str, ...] = ("draft_weights=int4", "draft_budget=1024")  # flags of `python -m serving`: NAME=VALUE
+    server: tuple[str, ...] = ("draft_budget=1024",)  # flags of `python -m serving`: NAME=VALUE
     peer: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
     """address of another server with OpenAI's /v1/completions"""
     peer_model: str = "default"  # what the peer calls its model

@@ -143,8 +143,8 @@ def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
     """The costs are real, what depends on the text is null. No weights, tokenizer or data set are read."""
     (tmp_path / "only").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "only")
-    flags = f"--model only/model.pth --load_format dummy --save_rows rows.jsonl --device cpu {SIZES} {DRAFT}"
-    run = python(ROOT / SELFSPEC, *flags.split(), "--benchmark", "--printoutput", cwd=tmp_path)
+    flags = f"--model only/model.pth --load_format dummy --save_rows rows.jsonl --device cpu --dtype float32 {SIZES}"
+    run = python(ROOT / SELFSPEC, *f"{flags} {DRAFT} --benchmark --printoutput".split(), cwd=tmp_path)
     nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
     check_record(run.record, nulls, benchmark="selfspec", sequences=2, load_format="dummy", dtype="float32")
     assert all(json.loads(line)["text"] is None for line in (tmp_path / "rows.jsonl").read_text().splitlines())

@@ -207,7 +207,7 @@ def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, mon
     """The whole script, on a CPU that goes by another name than "cpu"."""
     graphs: list[RecordedGraph] = []
     monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
-    monkeypatch.setattr("engine.bench.resolved.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
     monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 2**40)
     sizes = "--B 2 --prefix_len 60 --gen_len 12 --draft_budget 16 --dtype float64 --attention torch"
     record = call("tests/selfspec_benchmark.py", f"{sizes} {flags}").record

@@ -22,7 +22,7 @@ PARITY_TOKENS = 300
 # Both dequantise the same file to float32, and logits have a deviation of 8: 1e-4 is what rounding makes of it.
 LOGIT_TOLERANCE = 1e-3
 # On two ranks: heads do not divide by them, and a draft model without four layers lies on one.
-SIZES = "--B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128"
+SIZES = "--dtype float32 --B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128"
 COUPLED = "--temperature 0.6 --verification coupled --seed 3"
 MIXED_TEXT = """CHAPTER XXIII. "My dear Mr. Bennet," said his lady -- 'have you heard...?'
   In 1813 it cost 18s.; 3 vols. at $1,234.56 (or 99.9%) isn't cheap!\t\tE=mc^2; naïve café, “quotes” — 日本語 🙂

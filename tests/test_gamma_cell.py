@@ -42,7 +42,7 @@ def test_ways_of_storing_a_draft_take_turns_too(call):
     """And what is given twice counts once."""
     flags = f"{SIZES} --gammas 1 1 --budgets 40 40 --draft_dtype same bfloat16 --repeats 1"
     plain, same, stored, *chosen = call(GAMMA_CELL, flags).record["rows"]
-    assert [row["way"] for row in (plain, same, stored)] == ["plain", "b=40 g=1 same same", "b=40 g=1 bfloat16 same"]
+    assert [row["way"] for row in (plain, same, stored)] == ["plain", "b=40 g=1 same auto", "b=40 g=1 bfloat16 auto"]
     assert [row["way"] for row in chosen] == ["auto", "auto budget"]
     assert [row["draft_dtype"] for row in (same, stored)] == ["float64", "bfloat16"]
     for row in (same, stored):

@@ -126,7 +126,7 @@ def test_on_one_card_of_78_gib_every_cell_of_published_shapes_takes_the_rows_tha
 
     monkeypatch.setattr(Session, "of_plan", never_opened)
     monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 78 * GIB)
-    monkeypatch.setattr("engine.bench.resolved.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cuda")
     monkeypatch.setattr("engine.bench.memory._dequantizes", lambda *arguments: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(speculation, "copy_bandwidth", lambda options: 1.0)

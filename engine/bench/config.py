@@ -37,7 +37,7 @@ class Target:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto"] | Dtype = "auto"
-    """auto: float32 on a CPU, bfloat16 on a GPU"""
+    """auto: bfloat16, but float32 on a CPU without instructions for it, or of a checkpoint published in more bits"""
     quantize: Annotated[Scheme | None, arg(help_behavior_hint="(default: in --dtype)")] = None
     """the target's linear layers in 8 or 4 bits"""
     kv_dtype: Literal["same"] | KVDtype = "same"

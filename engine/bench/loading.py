@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from common.say import say
+from engine.bench.config import AUTO
 from engine.bench.plan import Plan
 from engine.parallel.ranks import ModelRanks
 from models import Transformer
@@ -47,6 +48,8 @@ def load_draft(
         else:
             model = select_layers(target, draft.layers) if draft.layers is not None else None
         if model is not None:
+            if draft.quantize and vars(draft.config).get("draft_weights") == AUTO:
+                say(f"the draft's weights: {draft.quantize} (the fastest on this machine)")
             models[draft.form] = _prepared(plan, model, draft.kv_dtype, "the draft's attention")
 
 

@@ -13,7 +13,17 @@ from common.jsonl import require_appendable
 from common.process import LEADER, world_size
 from common.say import note_without_effect
 from engine.bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling, resolve_draft, resolve_sampling, resolve_target
+from engine.bench.resolved import (
+    DTYPES,
+    KV_DTYPES,
+    ResolvedDraft,
+    ResolvedSampling,
+    auto_dtype,
+    resolve_device,
+    resolve_draft,
+    resolve_sampling,
+    store_draft,
+)
 from engine.bench.text import PromptText, own_prompts, resolve_dataset
 from engine.drafters.config import DrafterConfig
 from engine.drafters.medusa import check_heads
@@ -22,10 +32,12 @@ from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_rep
 from kv_cache import Policy
 from models import ModelConfig
 from models.attention import Selection, select_backend
+from models.checkpoints.loading import expected_shapes
 from models.checkpoints.model_source import ModelSource, check_vocabulary
+from models.heads.loading import HeadSource
 from models.llama import attention_spec
 from models.quantize import check_scheme
-from models.tensor_parallel import check_count
+from models.tensor_parallel import Shard, check_count, shard_config
 
 
 @dataclass(frozen=True)
@@ -96,8 +108,9 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None) -> Pla
     _check_oracle(config, sampling)
     n_replicas = config.n_replicas
     n_ranks = check_replicas(n_replicas, world_size())
-    device, dtype, kv_dtype = resolve_target(stored)
-    target = stored.source()
+    device, target = resolve_device(stored.device), stored.source()
+    dtype = DTYPES.get(stored.dtype) or auto_dtype(device, target)[0]
+    kv_dtype = KV_DTYPES.get(stored.kv_dtype, dtype)
     dataset, own = resolve_dataset(config, target), own_prompts(config, target, texts)
     if own is None:
         n_rows, prefix_len = sizes.B, sizes.prefix_len or DEFAULT_PREFIX_LEN
@@ -150,7 +163,7 @@ def with_draft(plan: Planned, config: DrafterConfig | None) -> Planned:
 
 def _resolved_draft(plan: Plan, config: DrafterConfig) -> ResolvedDraft:
     """One that drafts for the target, or for what the plan drafts with."""
-    draft = resolve_draft(config, plan.config.target, plan.prefix_len, plan.gen_len)
+    draft = resolve_draft(config, plan.prefix_len, plan.gen_len)
     source, n_layer, drafting = plan.draft_source, plan.target.config.n_layer, plan.target
     if (named := vars(config).get("draft_model")) is not None:
         if source is None or source.path != named:
@@ -171,9 +184,18 @@ def _resolved_draft(plan: Plan, config: DrafterConfig) -> ResolvedDraft:
         seen = f"{selecting[0]}, and a model with a sliding window of {window} tokens"
         required, fix = "a model that attends to the whole context", f"use {where} streaming"
         raise ConfigError(what, f"{where} on {drafting.name}", seen, required, fix)
+    group = plan.draft_group if draft.source else plan.group
+    linears = [] if isinstance(draft.source, HeadSource) else _linear_shapes(drafting.config, len(group))
+    draft = store_draft(draft, plan.config.target, plan.device, plan.dtype, linears)
     if draft.quantize:
         check_scheme(draft.quantize, plan.device)
     return draft
+
+
+def _linear_shapes(config: ModelConfig, n_ranks: int) -> list[tuple[int, ...]]:
+    """Shapes `(d_out, d_in)` of the linear layers of a block, as so many ranks hold them."""
+    each = [expected_shapes(shard_config(config, Shard(rank, n_ranks))) for rank in range(n_ranks)]
+    return [shape for shapes in each for name, shape in shapes.items() if name[:9] == "layers.0." and len(shape) == 2]
 
 
 def resolve_several(
@@ -184,11 +206,11 @@ def resolve_several(
 ) -> Plan:
     """Room for the caches of so many of those drafts at once, and for rounds of all gammas. Errors: UserError."""
     length = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
-    each = [resolve_draft(draft, config.target, length, config.sizes.gen_len) for draft in drafts]
+    each = [resolve_draft(draft, length, config.sizes.gen_len) for draft in drafts]
     deepest = max(each, key=lambda draft: (draft.gamma, bool(draft.policy and draft.policy.selects)))
     plan = resolve(replace(config, draft=replace(deepest.config, gamma=deepest.gamma)), texts)
     assert plan.draft is not None
-    each = [resolve_draft(draft, config.target, plan.prefix_len, plan.gen_len) for draft in drafts]
+    each = [resolve_draft(draft, plan.prefix_len, plan.gen_len) for draft in drafts]
     pairs = [pair for draft in each for pair in zip(draft.capacities, draft.policies, strict=True)]
 
     def demands(policy: Policy) -> tuple[int, ...]:

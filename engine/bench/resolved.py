@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,9 +20,12 @@ from engine.sampling import SamplingParams
 from kv_cache.policy import Policy
 from models.checkpoints.model_source import ModelSource
 from models.packed_linear import can_pack
+from models.quantize import takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Dtypes of which bfloat16 rounds numbers away.
+WIDER = {"float64", "float32", "float16"}
 # The most that `--gamma auto` drafts.
 AUTO_GAMMA = 6
 
@@ -110,11 +114,40 @@ class ResolvedDraft:
         return [replace(self, policies=(one,), capacities=(n,)) for one, n in pairs] or [self]
 
 
-def resolve_target(target: Target) -> tuple[str, torch.dtype, torch.dtype]:
-    """Its device, and the dtypes of its weights and its KV entries; `auto` is float32 on a CPU, bfloat16 on a GPU."""
-    device = resolve_device(target.device)
-    dtype = DTYPES.get(target.dtype, torch.float32 if device == "cpu" else torch.bfloat16)
-    return device, dtype, KV_DTYPES.get(target.kv_dtype, dtype)
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16, which oneDNN emulates on others. One with AMX has
+    these, too."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
+    """Return what `--dtype auto` is, and why: on a CPU the fastest dtype that loses nothing of what was published."""
+    if device != "cpu":
+        return torch.bfloat16, "on a GPU"
+    if not multiplies_bfloat16():
+        return torch.float32, "this CPU has no instructions for products of bfloat16"
+    if not source.has_text:
+        return torch.bfloat16, "which this CPU multiplies; random weights"
+    published = source.published
+    if wider := WIDER.intersection(published):
+        return torch.float32, f"published in {' and '.join(sorted(wider))}"
+    if not published:
+        return torch.float32, "the conversion does not say how the model was published; convert it again"
+    return torch.bfloat16, f"which this CPU multiplies; published in {' and '.join(published)}"
+
+
+def auto_draft_weights(
+    draft: ModelDrafterConfig, target: Target, device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]]
+) -> str:
+    """Return what `--draft_weights auto` is: the scheme that is known to be the fastest, or "same".
+
+    dtype: the draft's. linears: the shapes `(d_out, d_in)` of its linear layers, as ranks hold them; none of a head.
+    """
+    is_named = draft.draft_dtype != AUTO or target.quantize is not None
+    if device != "cpu" or is_named or dtype not in (torch.float32, torch.bfloat16):
+        return "same"
+    fits = bool(linears) and all(takes_shape(shape, "int8") for shape in linears)
+    return "int8" if fits and torch.cpu._is_vnni_supported() else "same"
 
 
 def resolve_device(name: str) -> str:
@@ -154,15 +187,14 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
     return ResolvedSampling(params, resolve_mode(sampling.mode, [params]))
 
 
-def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len: int) -> ResolvedDraft:
-    """Its dtypes, budgets, and the largest gamma; positions stay `auto` until the draft model's context is known.
-    Errors: ConfigError."""
+def resolve_draft(draft: DrafterConfig, prefix_len: int, gen_len: int) -> ResolvedDraft:
+    """Its budgets, and the largest gamma; positions stay `auto` until the draft model's context is known. How it is
+    stored is left open. Errors: ConfigError."""
     draft.check()
     auto_gamma = draft.gamma == AUTO
     if not isinstance(draft, ModelDrafterConfig):
         return ResolvedDraft(draft, AUTO_GAMMA if auto_gamma else int(draft.gamma), auto_gamma)
-    is_target = isinstance(draft, SelfConfig)
-    if not is_target and (draft.policies or draft.auto_budget):
+    if not isinstance(draft, SelfConfig) and (draft.policies or draft.auto_budget):
         what = "a draft with a model of its own cannot change its cache, which would have to be prefilled again"
         fix = "compare with reproduce/acceptance.py --draft_model D --policies streaming snapkv --budgets 64 256"
         where = flag("draft_policy" if draft.policies else "draft_budget")
@@ -178,19 +210,25 @@ def resolve_draft(draft: DrafterConfig, target: Target, prefix_len: int, gen_len
     check_gamma(gamma, narrowest.room, narrowest.for_block(gamma + 1))
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
-    (device, dtype, _), wanted = resolve_target(target), draft.draft_dtype
-    dtype = DTYPES.get(wanted, dtype)
-    if wanted == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
-        dtype = torch.bfloat16
-    weights, entries = draft.draft_weights, draft.draft_kv_dtype
+    return ResolvedDraft(draft, gamma, auto_gamma, tuple(each), tuple(policy.entries(length) for policy in each))
+
+
+def store_draft(
+    draft: ResolvedDraft, target: Target, device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]]
+) -> ResolvedDraft:
+    """The draft with how its weights and its KV entries are stored. dtype: the target's. linears: as of
+    `auto_draft_weights`."""
+    config = draft.config
+    if not isinstance(config, ModelDrafterConfig):
+        return draft
+    own = DTYPES.get(config.draft_dtype, dtype)
+    if config.draft_dtype == AUTO and dtype == torch.float32 and can_pack(device, torch.bfloat16):
+        own = torch.bfloat16
+    entries, weights = config.draft_kv_dtype, str(config.draft_weights)
+    if weights == AUTO:
+        weights = auto_draft_weights(config, target, device, own, linears)
     # A self-draft is the target, so `same` takes over how the target's weights and entries are stored.
-    return ResolvedDraft(
-        draft,
-        gamma,
-        auto_gamma,
-        policies=tuple(each),
-        capacities=tuple(policy.entries(length) for policy in each),
-        dtype=dtype,
-        quantize=weights if weights != "same" else target.quantize if is_target else None,
-        kv_dtype=KV_DTYPES.get(target.kv_dtype if is_target and entries == "same" else entries, dtype),
-    )
+    is_target = isinstance(config, SelfConfig)
+    quantize = weights if weights != "same" else target.quantize if is_target else None
+    kv_dtype = KV_DTYPES.get(target.kv_dtype if is_target and entries == "same" else entries, own)
+    return replace(draft, dtype=own, quantize=quantize, kv_dtype=kv_dtype)

@@ -12,12 +12,12 @@ import torch
 
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
-from engine.bench.config import RankOptions, RunConfig, Sampling
+from engine.bench.config import AUTO, RankOptions, RunConfig, Sampling
 from engine.bench.data import load_books, make_prompts
 from engine.bench.loading import Models, load_draft, load_target
 from engine.bench.memory import require_room
 from engine.bench.plan import Plan, remarks, resolve, with_draft
-from engine.bench.resolved import ResolvedDraft, resolve_sampling
+from engine.bench.resolved import ResolvedDraft, auto_dtype, resolve_sampling
 from engine.bench.text import PromptText
 from engine.decoding import GenerateOutput, generate
 from engine.drafters import Drafter
@@ -77,7 +77,8 @@ class Session(Plan):
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
         for remark in ranks.shared(lambda: remarks(plan)):
             say(f"note: {remark}")
-        say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}")
+        why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
+        say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
         stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])

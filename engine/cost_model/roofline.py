@@ -35,6 +35,27 @@ class Stored(NamedTuple):
         return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
 
 
+class Part(NamedTuple):
+    """What a part of a forward takes: bytes of memory that are read, and operations."""
+
+    n_bytes: float
+    ops: float
+
+
+def forward_parts(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
+    """Return the products with weights and the attention of a forward of so many tokens in each of `batch` rows, behind
+    so many KV entries, on the device that has most of them."""
+    config, n = model.config, machine.devices
+    weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
+    linear = Part(weight_bytes / n, 2 * model.n_weights / n * batch * tokens)
+    heads = math.ceil(config.n_kv_head / n)
+    in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
+    rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
+    kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
+    products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
+    return linear, Part(kv_bytes * batch * heads / config.n_kv_head, products)
+
+
 def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
     """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
     config, n = model.config, machine.devices
@@ -42,20 +63,13 @@ def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries
         required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
         raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
     ops = machine.ops_32 if model.dtype == "float32" else machine.ops
-    weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
-    linear = max(weight_bytes / n / machine.bandwidth, 2 * model.n_weights / n * batch * tokens / ops)
-    heads = math.ceil(config.n_kv_head / n)  # of the device that has most
-    in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
-    rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
-    products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
-    kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
-    read = kv_bytes * batch * heads / config.n_kv_head
-    attention = max(read / machine.bandwidth, products / ops)
+    parts = forward_parts(model, machine, batch, tokens, entries)
+    products = sum(max(part.n_bytes / machine.bandwidth, part.ops / ops) for part in parts)
     hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
     logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
     collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
     launches = KERNELS * config.n_layer * machine.launch
-    return 1e3 * (linear + attention + collectives + launches + machine.unexplained)
+    return 1e3 * (products + collectives + launches + machine.unexplained)
 
 
 def predict_costs(

@@ -20,12 +20,14 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """One tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`."""
+    """One tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`. published: the name of the
+    dtype that the file has it in, or of a GGUF's quantisation, such as Q4_1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
     read: Callable[[], Tensor]
+    published: str
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = dict[str, SourceTensor]
 # Of tokens; then of the text that is cut before byte pairs are merged.
 CONTROL, USER_DEFINED = 3, 4
@@ -89,8 +90,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
         fix = "join the files with llama.cpp (llama-gguf-split --merge), and keep only the result in this folder"
         raise CheckpointError("the GGUF file is split", path, seen, required, fix)
     tensors = {
-        tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, path, tensor, shape))
+        tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, path, tensor, shape), kind)
         for tensor, shape in zip(reader.tensors, shapes, strict=True)
+        for kind in [DTYPE_NAMES.get(tensor.tensor_type.name, tensor.tensor_type.name)]
     }
     return metadata, tensors
 

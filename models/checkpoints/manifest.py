@@ -106,12 +106,13 @@ def remembered_sha256(path: Path) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, ...}; no files if there is none.
-    "generated": made from a GGUF's metadata by a conversion; "converted_from": the recipe of the last one. Raises
-    CheckpointError if it is garbled."""
+    "generated": made from a GGUF's metadata by a conversion; "converted_from": the recipe of the last one, whose
+    "published" names what the source has its matrices in. Raises CheckpointError if it is garbled."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
         well_formed = all(entry.keys() >= {"size", "sha256"} for entry in manifest["files"].values())
+        well_formed &= all(isinstance(one, str) for one in manifest.get("converted_from", {}).get("published", ()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         well_formed = False
     if not well_formed:

@@ -12,7 +12,15 @@ from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHT_PATTERNS, WEIGHTS, check_files, sha256_of
+from models.checkpoints.manifest import (
+    CONFIG,
+    MANIFEST,
+    WEIGHT_PATTERNS,
+    WEIGHTS,
+    check_files,
+    read_manifest,
+    sha256_of,
+)
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
@@ -54,6 +62,11 @@ class ModelSource:
         """Of its checkpoint's manifest, which has the sums of all files; None without one."""
         manifest = _folder(self.path) / MANIFEST
         return sha256_of(manifest) if manifest.is_file() else None
+
+    @property
+    def published(self) -> list[str]:
+        """What the matrices were published in, by the names of `SourceTensor`; none if its conversion does not say."""
+        return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))

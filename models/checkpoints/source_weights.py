@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
+from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor
 from models.checkpoints.gguf_source import open_gguf, read_gguf
 from models.checkpoints.manifest import CONFIG, own_side_files
@@ -117,7 +118,7 @@ def _open_shards(files: Sequence[Path], dtypes: Collection[Any]) -> dict[str, So
             if name in tensors:
                 seen, required = f"{name}, which is in {tensors[name].file.name}, too", "each tensor in one file"
                 raise CheckpointError("a tensor is in two files", path, seen, required, DOWNLOAD_AGAIN)
-            tensors[name] = SourceTensor(tuple(shape), dtype, path, read)
+            tensors[name] = SourceTensor(tuple(shape), dtype, path, read, dtype_name(dtype))
     return tensors
 
 

@@ -68,6 +68,8 @@ COMPUTED = {
     "outcome": lambda row: "passed" if row["status"] == "done" else "FAILED",
     "kv_megabytes": lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}",
     "shared_bytes": lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
+    "gigabytes": lambda row: row["bytes"] and row["bytes"] * 1e-9,
+    "gigaops": lambda row: row["ops"] * 1e-9,
     "n_problems": lambda row: len(row["problems"]),
     "usual": lambda row: _choice(row["usual"]),
     "best": lambda row: _choice(row["best"]),
@@ -121,6 +123,12 @@ def by_size(record: Record) -> tuple:
 def rows_of(records: Iterable[Record]) -> list[Record]:
     """Of acceptance: a record for each text, policy and budget, with the settings of the run that it comes from."""
     return [record | row for record in records for row in record["rows"]]
+
+
+def phases_of(records: Iterable[Record]) -> list[Record]:
+    """A row for each phase of storages, with what it takes in units for people, and its share of the limit."""
+    each = [record | phase for record in records for phase in record.get("phases", ())]
+    return [row | {"share": row["limit_ms"] / row["ms"]} for row in each]
 
 
 def newest_of_policies(records: Iterable[Record]) -> list[Record]:

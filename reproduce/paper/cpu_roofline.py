@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.bench.cost_flags import CostFlags
+from engine.bench.config import Target
+from engine.bench.cost_flags import CostFlags, SelfDraft
 from engine.bench.cost_report import VARIED, measure_grid, open_largest
 from engine.bench.record import record_of
 from engine.cost_model.costs import CostGrid, tokens_per_round
@@ -21,7 +22,14 @@ from reproduce.paper.published import Record
 
 ALPHA = 0.8
 SIZES = CostFlags(
-    contexts=(1000, 4000), batches=(1, 8), policies=("streaming",), budgets=(128, 512), gammas=(1, 3, 5), alpha=ALPHA
+    Target(dtype="float32"),
+    draft=SelfDraft(draft_weights="same"),
+    contexts=(1000, 4000),
+    batches=(1, 8),
+    policies=("streaming",),
+    budgets=(128, 512),
+    gammas=(1, 3, 5),
+    alpha=ALPHA,
 )
 RATES = ("bandwidth", "ops", "ops_32", "launch")
 ROWS = 32  # of 8 sequences and 4 tokens

@@ -1,0 +1,71 @@
+"""cpu_storages.py: a record and a row for every storage and kind of sampling, and of what stands in for llama.cpp."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from machine import needs_vnni
+from programs import run
+
+SCRIPT = "reproduce/cpu_storages.py"
+SIZES = "--B 2 --prefix_len 60 --gen_len 12 --turns 2 --draft_budget 16 --gamma 2"
+PHASES = ["prefill", "plain step", "verification of 3", "draft step"]
+# Answers as llama.cpp's worker does: a step takes as many ms as a row has tokens in it.
+FAKE_PEER = """#!{python}
+import json, sys
+asked = json.loads(sys.stdin.readline())
+assert len(asked["prompt"]) == 60 and asked["rows"] == 2 and asked["model"].endswith("tiny.Q4_1.gguf")
+print(json.dumps({{"row_prefill_seconds": 0.5, "entries": asked["entries"]}}), flush=True)
+for line in sys.stdin:
+    block = json.loads(line)
+    print(json.dumps({{"ms": [block["tokens"]] * block["steps"]}}), flush=True)
+"""
+
+
+@needs_vnni
+def test_every_storage_has_a_row_of_both_samplings_and_its_phases(
+    checkpoint: Path, books: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "tiny.Q4_1.gguf").touch()
+    peer = tmp_path / "peer"
+    peer.write_text(FAKE_PEER.format(python=sys.executable))
+    peer.chmod(0o755)
+    paths = f"--model {model} --dataset {books} --llama_cpp {peer} --output {tmp_path / 'records.jsonl'}"
+    ended = run(SCRIPT, f"{paths} {SIZES}".split())
+    assert ended.code == 0, ended.err
+    records = {one["storage"]: one for one in map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())}
+    *own, f16, q8_0 = records.values()
+    stored = [(one["dtype"], one["quantize"], one["kv_dtype"], one["draft_weights"]) for one in own]
+    assert stored == [
+        ("float32", None, "float32", "int8"),
+        ("bfloat16", None, "bfloat16", "int8"),
+        ("bfloat16", None, "int8", "int8"),
+        ("bfloat16", "int8", "int8", "int8"),
+        ("bfloat16", "int4", "int8", "int4"),
+    ]
+    for one in own:
+        assert [row["sampling"] for row in one["rows"]] == ["greedy", "coupled, 0.6"]
+        assert [phase["phase"] for phase in one["phases"]] == PHASES
+        assert all(phase["ms"] > 0 and phase["limit_ms"] > 0 for phase in one["phases"])
+        for row in one["rows"]:
+            assert len(row["speedups"]) == 2 and row["wall_tokens_per_second"] > 0
+    # A float32 model reads twice the weights and entries of a bfloat16 one, and 60 entries a row.
+    plain = [one["phases"][1]["bytes"] for one in own]
+    assert plain[0] == 2 * plain[1] and plain[1] > plain[2] > plain[3] > plain[4]
+    for one in (f16, q8_0):
+        assert one["rows"] == [{"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}]
+    assert [one["storage"] for one in (f16, q8_0)] == ["llama.cpp, Q4_1, f16", "llama.cpp, Q4_1, q8_0"]
+    assert "| float32 | greedy | int8 |" in ended.out and "| int4-int8 | draft step |" in ended.out
+
+
+def test_an_interpreter_without_llama_cpp_is_refused_before_anything_is_prefilled(
+    checkpoint: Path, books: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "tiny.Q4_1.gguf").touch()
+    paths = f"--model {model} --dataset {books} --storages float32 {SIZES}"
+    for python in (sys.executable, "no/such/python"):
+        ended = run(SCRIPT, f"{paths} --llama_cpp {python}".split())
+        assert "llama-cpp-python" in ended.refusal and "prefill" not in ended.err
