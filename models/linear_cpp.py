@@ -34,11 +34,6 @@ def function_of(library: ctypes.CDLL) -> Any:
     return library.foretoken_linear
 
 
-def is_native(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies numbers of `dtype`, bfloat16 or int8, and the kernel does it."""
-    return dtype in (torch.bfloat16, torch.int8) and _kernel() is not None
-
-
 def takes(weight: Tensor) -> bool:
     """True if the kernel multiplies with weights of that shape here."""
     return weight.device.type == "cpu" and not any(size % BLOCK for size in weight.shape) and _kernel() is not None
