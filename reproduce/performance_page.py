@@ -15,7 +15,7 @@ from common import cli
 from common.checkout import ROOT
 from common.tables import Column
 from reproduce.pages.generated_page import GPU, PAGES, RESULTS, NoFlags, filled, read, table, write
-from reproduce.paper.columns import NONE, newest_of_policies, of, phases_of, rows_of
+from reproduce.paper.columns import NONE, linears_of, newest_of_policies, of, phases_of, rows_of
 from reproduce.paper.published import Record
 from reproduce.spec_bench import table_rows
 
@@ -32,6 +32,7 @@ def pairs(records: Sequence[Record]) -> list[Record]:
 # What a table has rows of, where these are not its records.
 ROWS = {"cpu_pairs": pairs, "policies_acceptance": newest_of_policies, "prompt_sets": table_rows}
 ROWS |= dict.fromkeys(("cpu_storages", "drafters", "policy_pairs", "serving"), rows_of) | {"cpu_phases": phases_of}
+ROWS["cpu_linears"] = linears_of
 
 
 def tables(folder: Path) -> dict[str, str]:

@@ -131,6 +131,16 @@ def phases_of(records: Iterable[Record]) -> list[Record]:
     return [row | {"share": row["limit_ms"] / row["ms"]} for row in each]
 
 
+def linears_of(records: Iterable[Record]) -> list[Record]:
+    """A row for each kernel of a model's linear layers, with its ms at each number of rows."""
+    kernels: dict[str, Record] = {}
+    for record in records:
+        for one in record["kernels"]:
+            if one["part"] == "layers":
+                kernels.setdefault(one["kernel"], record | {"kernel": one["kernel"]})[f"ms_{one['rows']}"] = one["ms"]
+    return [*kernels.values()]
+
+
 def newest_of_policies(records: Iterable[Record]) -> list[Record]:
     """The latest of each policy on each text, whatever its refresh."""
     of_run = "model", "text", "prefix_len", "B", "gamma"
