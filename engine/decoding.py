@@ -148,7 +148,8 @@ class Decoder:
         self._prefill()
         choosing, busy = time.perf_counter(), [request for _, request in self._rows.busy()]
         n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
-        choice = self._pacing.choose(len(busy), n_joining) if busy else None
+        context = sum(request.length for request in busy) / max(1, len(busy))
+        choice = self._pacing.choose(len(busy), n_joining, context) if busy else None
         if choice is not None and not all(request.speculate for request in busy):
             choice = PLAIN
         choice_seconds = time.perf_counter() - choosing

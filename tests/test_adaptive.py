@@ -31,7 +31,7 @@ def adaptive(*each: Costs, policies: Sequence[str] | None = None) -> Adaptive:
 
 def of_rows(by_rows: dict[int, Sequence[Costs]], policies: Sequence[str] | None = None) -> Adaptive:
     n_drafters = len(next(iter(by_rows.values())))
-    return Adaptive([NGram] * n_drafters, by_rows, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
+    return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
 
 
 def simulate(
@@ -90,7 +90,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
 
         Expected are 1.95 tokens of gamma 1 and so on, since nothing is observed.
         """
-        pacing, missed = Adaptive([drafter], {8: [costs(100, 40, verify)]}, GAMMAS), []
+        pacing, missed = Adaptive([drafter], {1000: {8: [costs(100, 40, verify)]}}, GAMMAS), []
         for _ in range(2):
             assert pacing.choose(8) != PLAIN
             missed.append(0)

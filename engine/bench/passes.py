@@ -81,11 +81,12 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
     return Passes(prefill_seconds, baseline, speculative, timed, costs)
 
 
-def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:
-    """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
+def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:
+    """Return a pacing of what pays best by costs, at one or several contexts, and by the acceptance seen with them;
+    without costs, of the one drafter in every round."""
     assert session.draft is not None
-    names = [one.name for one in session.draft.policies]
-    return Adaptive(drafters, costs.by_rows, session.draft.gammas, names) if costs else Fixed(drafters[0])
+    names, by_context = [one.name for one in session.draft.policies], {one.context: one.by_rows for one in costs if one}
+    return Adaptive(drafters, by_context, session.draft.gammas, names) if by_context else Fixed(drafters[0])
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
