@@ -187,6 +187,24 @@ def test_few_rows_are_not_hurried_while_others_are_about_to_join():
     assert not chosen[0] and chosen[6] and chosen[7] and chosen == sorted(chosen)
 
 
+def test_few_rows_wait_for_those_with_whom_speculation_pays_more():
+    """A token of 4 rows takes less than in plain rounds of 8, and more than in the best rounds of 8."""
+    few, all_rows = costs(29, 12, (33, 47)), costs(40, 18, (43.5, 73.5))
+    pacing = of_rows({8: [all_rows], 4: [few]})
+    choice = pacing.choose(4)
+    each = [few.round_ms(choice.gamma) / (4 * tokens_per_round(0.95, choice.gamma)), 40 / 8]
+    assert choice != PLAIN and each[0] < each[1]
+    assert [pacing.choose(4, n_joining) == PLAIN for n_joining in (0, 1, 4)] == [False, False, True]
+
+
+def test_the_choice_is_that_of_the_context():
+    """Behind short texts a verification and a draft step cost more plain steps than behind long ones."""
+    short, long = costs(40, 20, (70, 170)), costs(100, 15, (115, 160))
+    pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
+    chosen = [pacing.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]
+    assert chosen[:2] == [0, 0] and chosen == sorted(chosen) and chosen[-2:] == [6, 6] and len(set(chosen)) > 2
+
+
 def test_no_gamma_is_chosen_beyond_those_that_were_measured():
     """Where a verification of 1 costs what a step does, one of 6 would seem to, too."""
     chosen = [of_rows({8: [Costs(100, at, (100.0,) * len(at), 1, 1)]}).choose(8).gamma for at in ((1,), (3,), (1, 6))]
