@@ -1,11 +1,12 @@
 """Decoder: requests come and go while it steps. generate(): submit all prompts, and step until they are done."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from engine.runner import Chunks, ModelRunner, Prefilled, not_finite
 from engine.sampling import Filters, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
+from kv_cache import KVCache
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
@@ -138,6 +140,22 @@ class Decoder:
             self._starting = None
         if request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
+
+    @torch.inference_mode()
+    def set_aside(self, kept: KVCache) -> None:
+        """Copy what the rows hold behind their prompts to another cache, so that another decoder can use the rows, for
+        the same prompts; it has room for as many tokens as any request may get."""
+        for row, request in self._rows.busy():
+            kept.fill_row(row, self._runner.cache, request.length, known=len(request.prompt))
+
+    @torch.inference_mode()
+    def take_back(self, kept: KVCache) -> None:
+        """Undo `set_aside`, and forget what the other decoder has added."""
+        for row, request in self._rows.busy():
+            n_prompt = len(request.prompt)
+            self._runner.forget_from(row, n_prompt)
+            self._runner.cache.fill_row(row, kept, request.length, known=n_prompt)
+        synchronize(self._runner.device)
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
@@ -277,6 +295,50 @@ class Decoder:
         return RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
 
 
+class Generation:
+    """Prompts on their way through a `Decoder` of their own, step by step; the arguments are those of `generate`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[int] | None = None,
+        numbered_from: int = 0,
+        stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+        **of_decoder: Any,
+    ) -> None:
+        self.decoder, self.rounds, self.done = Decoder(runner, **of_decoder), list[RoundStats](), False
+        self.requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
+        for request in self.requests:
+            self.decoder.submit(request)
+
+    @property
+    def n_tokens(self) -> int:
+        """Emitted so far, by all rows."""
+        return sum(len(one.tokens) for one in self.requests)
+
+    def run(self, n_tokens: float = math.inf) -> None:
+        """Step until so many tokens were emitted, or there is nothing left to do."""
+        while not self.done and self.n_tokens < n_tokens:
+            if (round_ := self.decoder.step()) is None:
+                self.done = True
+            else:
+                self.rounds.append(round_)
+
+    @property
+    def output(self) -> GenerateOutput:
+        """What there is so far."""
+        requests, decoder = self.requests, self.decoder
+        prefill_seconds = decoder.prefill_seconds, decoder.draft_prefill_seconds
+        stats = Stats(tuple(one.counts for one in requests), (tuple(self.rounds),), *prefill_seconds)
+        errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
+        reasons = [one.finish_reason for one in requests]
+        return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
+
+
 def generate(
     runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
@@ -303,12 +365,9 @@ def generate(
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    decoder = Decoder(runner, pacing, drafter=drafter, verification=verification, progress=progress, phase=phase)
-    requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
-    for request in requests:
-        decoder.submit(request)
-    rounds, counts = tuple(iter(decoder.step, None)), tuple(one.counts for one in requests)
-    stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
-    reasons = [one.finish_reason for one in requests]
-    errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
-    return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
+    of_requests = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
+    of_requests |= {"numbered_from": numbered_from, "stop_tokens": stop_tokens}
+    how = {"verification": verification, "progress": progress, "phase": phase}
+    generation = Generation(runner, prompts, pacing=pacing, drafter=drafter, **of_requests, **how)
+    generation.run()
+    return generation.output

@@ -23,11 +23,10 @@ WORTH_A_CHANGE = 1.03
 
 
 class Adaptive:
-    """A `Pacing`: every round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain if none
-    pays.
-    `costs[c][n][i]`: of drafter i while n rows decode behind c tokens, the largest budgets first; for the same numbers
-    of rows at each c, and interpolated between them. gammas: to choose among, as far as they were measured. policies:
-    each drafter's, by name; None if they differ in their budgets alone.
+    """A `Pacing`: every round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain if
+    none pays. `costs[c][n][i]`: of drafter i while n rows decode behind c tokens, the largest budgets first;
+    for the same numbers of rows at each c, and interpolated between them. gammas: to choose among, as far as they were
+    measured. policies: each drafter's, by name; None if they differ in their budgets alone.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
     the prior says where there are few; but no better than one of the same policy with a larger budget, since the best
