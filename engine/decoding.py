@@ -320,6 +320,11 @@ class Generation:
         """Emitted so far, by all rows."""
         return sum(len(one.tokens) for one in self.requests)
 
+    @property
+    def n_going(self) -> int:
+        """Requests that have not ended."""
+        return sum(one.finish_reason is None for one in self.requests)
+
     def run(self, n_tokens: float = math.inf) -> None:
         """Step until so many tokens were emitted, or there is nothing left to do."""
         while not self.done and self.n_tokens < n_tokens:

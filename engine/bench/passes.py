@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 
 from engine.bench.auto_costs import RunCosts, costs_of
+from engine.bench.memory import available_bytes
 from engine.bench.progress import bar_of_pass, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
@@ -24,13 +25,16 @@ from engine.runner import ModelRunner, captured_sizes
 from engine.stats import Stats
 from engine.timing import PhaseTimer, synchronize
 from kv_cache import KVCache, StreamingKVCache
+from kv_cache.base import KVShape
 
 # What is shown of a pass, by its name, while it runs.
 Watch = Callable[[Session, str], AbstractContextManager[Progress]]
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
 WARM_UP_ROUNDS = 3
-# Tokens of a row that a pass decodes in its turn: copying what it holds takes about a hundredth of that.
+# Tokens of a row that a pass decodes in its turn.
 TURN = 8
+# The most of the memory left that copies of what passes decoded may take.
+LARGEST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -166,18 +170,21 @@ def decode_in_turns(
 
 def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[Usage]:
     """Decode the same prompts several times, some tokens of a row in each turn, so that whatever else keeps the machine
-    busy disturbs all alike; one behind the other where there are more prompts than rows. Returns the usage of each.
+    busy disturbs all alike; one behind the other where there are more prompts than rows, or no room for what follows.
+    Returns the usage of each.
 
     A turn ends with what the rows hold behind their prompts copied elsewhere, and begins with that copied back: each
     decodes as if it were alone.
     """
-    requests = generations[0].requests
-    alone = len(generations) == 1 or len(requests) > runner.max_batch
+    requests, own = generations[0].requests, runner.cache
     room = max((one.limit for one in requests), default=1)
-    kept = [] if alone else [_beside(runner, room) for _ in generations]
+    needed = len(generations) * room * own.n_bytes / own.capacity
+    fits = runner.ranks.shared(lambda: needed < LARGEST_SHARE * available_bytes(str(own.device)))
+    alone = len(generations) == 1 or len(requests) > runner.max_batch or not fits
+    kept = [] if alone else [_beside(own, runner.model.config, room) for _ in generations]
     usages, goal = [Usage() for _ in generations], 0.0
-    while not all(one.done for one in generations):
-        goal = math.inf if alone or sum(not one.done for one in generations) == 1 else goal + TURN * len(requests)
+    while going := [one for one in generations if not one.done]:
+        goal = math.inf if alone or len(going) == 1 else goal + TURN * max(1, *(one.n_going for one in going))
         for index, one in enumerate(generations):
             if one.done:
                 continue
@@ -191,10 +198,9 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     return usages
 
 
-def _beside(runner: ModelRunner, n_tokens: int) -> KVCache:
-    """Return a cache for the last tokens of each of the runner's rows, as those are stored."""
-    own = runner.cache
-    return StreamingKVCache(runner.model.config, own.max_batch, n_tokens, 0, own.device, own.entries.dtype)
+def _beside(own: KVCache, config: KVShape, n_tokens: int) -> KVCache:
+    """Return a cache for the last tokens of each row of that one, stored alike."""
+    return StreamingKVCache(config, own.max_batch, n_tokens, 0, own.device, own.entries.dtype)
 
 
 def _joined(
