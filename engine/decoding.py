@@ -150,11 +150,10 @@ class Decoder:
 
     @torch.inference_mode()
     def take_back(self, kept: KVCache) -> None:
-        """Undo `set_aside`, and forget what the other decoder has added."""
+        """Undo `set_aside`. What the other decoder has added behind that is ahead of every query until it is forgotten
+        at a round's end."""
         for row, request in self._rows.busy():
-            n_prompt = len(request.prompt)
-            self._runner.forget_from(row, n_prompt)
-            self._runner.cache.fill_row(row, kept, request.length, known=n_prompt)
+            self._runner.cache.fill_row(row, kept, request.length, known=len(request.prompt))
         synchronize(self._runner.device)
 
     @torch.inference_mode()

@@ -146,7 +146,7 @@ class ModelRunner:
         self, row: int, prompt: Sequence[int], n_shared: int, whole: Prefilled | None, chunk: int | None
     ) -> Chunks[Prefilled]:
         if whole is not None:
-            self.forget_from(row, len(prompt))
+            self._forget_from(row, len(prompt))
             done = replace(whole, answer=())
         else:
             hidden, finite = yield from self.filling(row, prompt, n_shared, chunk)
@@ -179,8 +179,7 @@ class ModelRunner:
         if isinstance(held, Prefilled):
             self.cache.notes[row] = replace(held, answer=tuple(answer))
 
-    def forget_from(self, row: int, length: int) -> None:
-        """Roll one row back to its first `length` tokens."""
+    def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
     def fill_row(self, row: int, prompt: Sequence[int], n_held: int = 0) -> tuple[Tensor, Tensor]:
@@ -202,7 +201,7 @@ class ModelRunner:
             own.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
         if n_held:
-            self.forget_from(row, n_held)
+            self._forget_from(row, n_held)
         else:
             own.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
