@@ -369,9 +369,9 @@ def generate(
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    of_requests = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
+    of_requests: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
     of_requests |= {"numbered_from": numbered_from, "stop_tokens": stop_tokens}
-    how = {"verification": verification, "progress": progress, "phase": phase}
+    how: dict[str, Any] = {"verification": verification, "progress": progress, "phase": phase}
     generation = Generation(runner, prompts, pacing=pacing, drafter=drafter, **of_requests, **how)
     generation.run()
     return generation.output

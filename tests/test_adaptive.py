@@ -205,6 +205,13 @@ def test_the_choice_is_that_of_the_context():
     assert chosen[:2] == [0, 0] and chosen == sorted(chosen) and chosen[-2:] == [6, 6] and len(set(chosen)) > 2
 
 
+def test_what_was_not_measured_behind_every_text_is_not_interpolated():
+    """Neither few rows nor large gammas."""
+    long, short = costs(100, 1, (101, 110)), Costs(40, (1, 3), (40, 40), 0.4, 0.1)
+    pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short]}}, GAMMAS)  # type: ignore[list-item]
+    assert {pacing.choose(n_busy, 0, context).gamma for n_busy in (1, 8) for context in (1, 5000)} == {3}
+
+
 def test_no_gamma_is_chosen_beyond_those_that_were_measured():
     """Where a verification of 1 costs what a step does, one of 6 would seem to, too."""
     chosen = [of_rows({8: [Costs(100, at, (100.0,) * len(at), 1, 1)]}).choose(8).gamma for at in ((1,), (3,), (1, 6))]

@@ -25,7 +25,7 @@ WORTH_A_CHANGE = 1.03
 class Adaptive:
     """A `Pacing`: every round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain if
     none pays. `costs[c][n][i]`: of drafter i while n rows decode behind c tokens, the largest budgets first;
-    for the same numbers of rows at each c, and interpolated between them. gammas: to choose among, as far as they were
+    interpolated between those n that were measured behind every c. gammas: to choose among, as far as they were
     measured. policies: each drafter's, by name; None if they differ in their budgets alone.
 
     A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
@@ -48,13 +48,15 @@ class Adaptive:
         self.drafters, self._policies = tuple(drafters), policies or [""] * len(drafters)
         self.max_gamma = max(gammas)
         self._contexts = sorted(costs)
-        self._rows = sorted(costs[self._contexts[-1]])
+        # Where there was little time, few rows or some gammas were not measured everywhere.
+        self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
         of_all_rows = costs[self._contexts[-1]][self._rows[-1]]
+        largest = min(by_rows[self._rows[-1]][0].at[-1] for by_rows in costs.values())
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
         # What a round of each choice takes at each context and number of rows.
         self._ms = {PLAIN: np.array([cell[0].plain_ms for cell in cells])}
         for i, gamma in product(range(len(drafters)), gammas):
-            if 0 < gamma <= of_all_rows[0].at[-1]:
+            if 0 < gamma <= largest:
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
         measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in of_all_rows]
         self._verified = [min(rate.n, MOST_MEASURED) for rate in measured]
