@@ -141,20 +141,26 @@ class Decoder:
         if request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
 
-    @torch.inference_mode()
     def set_aside(self, kept: KVCache) -> None:
         """Copy what the rows hold behind their prompts to another cache, so that another decoder can use the rows, for
         the same prompts; it has room for as many tokens as any request may get."""
-        for row, request in self._rows.busy():
-            kept.fill_row(row, self._runner.cache, request.length, known=len(request.prompt))
+        self._copy_answers(self._runner.cache, kept)
 
-    @torch.inference_mode()
     def take_back(self, kept: KVCache) -> None:
         """Undo `set_aside`. What the other decoder has added behind that is ahead of every query until it is forgotten
         at a round's end."""
-        for row, request in self._rows.busy():
-            self._runner.cache.fill_row(row, kept, request.length, known=len(request.prompt))
+        self._copy_answers(kept, self._runner.cache)
         synchronize(self._runner.device)
+
+    @torch.inference_mode()
+    def _copy_answers(self, source: KVCache, to: KVCache) -> None:
+        """Copy entries layer by layer, in one thread: waiting for others takes longer, and beside a busy neighbour very
+        much longer, than these small copies."""
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for row, request in self._rows.busy():
+            to.fill_row(row, source, request.length, known=len(request.prompt))
+        torch.set_num_threads(n_threads)
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
