@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,15 @@ class Usage:
     and did not get, but for being woken (none: the system does not tell), and those that the hypervisor gave to
     others."""
 
-    seconds: float
-    waits: dict[str, float]
-    stolen: float
+    seconds: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
+    stolen: float = 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Return the usage of two whiles together."""
+        names = self.waits | other.waits
+        waits = {name: self.waits.get(name, 0.0) + other.waits.get(name, 0.0) for name in names}
+        return Usage(self.seconds + other.seconds, waits, self.stolen + other.stolen)
 
     @property
     def waiting(self) -> float | None:

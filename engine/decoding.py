@@ -1,11 +1,12 @@
 """Decoder: requests come and go while it steps. generate(): submit all prompts, and step until they are done."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from engine.runner import Chunks, ModelRunner, Prefilled, not_finite
 from engine.sampling import Filters, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
+from kv_cache import KVCache
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
@@ -139,6 +141,27 @@ class Decoder:
         if request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
 
+    def set_aside(self, kept: KVCache) -> None:
+        """Copy what the rows hold behind their prompts to another cache, so that another decoder can use the rows, for
+        the same prompts; it has room for as many tokens as any request may get."""
+        self._copy_answers(self._runner.cache, kept)
+
+    def take_back(self, kept: KVCache) -> None:
+        """Undo `set_aside`. What the other decoder has added behind that is ahead of every query until it is forgotten
+        at a round's end."""
+        self._copy_answers(kept, self._runner.cache)
+        synchronize(self._runner.device)
+
+    @torch.inference_mode()
+    def _copy_answers(self, source: KVCache, to: KVCache) -> None:
+        """Copy entries layer by layer, in one thread: waiting for others takes longer, and beside a busy neighbour very
+        much longer, than these small copies."""
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for row, request in self._rows.busy():
+            to.fill_row(row, source, request.length, known=len(request.prompt))
+        torch.set_num_threads(n_threads)
+
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
         """Prefill waiting requests into free rows, or with `prefill_tokens` a part of one; then run one round. None if
@@ -148,7 +171,8 @@ class Decoder:
         self._prefill()
         choosing, busy = time.perf_counter(), [request for _, request in self._rows.busy()]
         n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
-        choice = self._pacing.choose(len(busy), n_joining) if busy else None
+        context = sum(request.length for request in busy) / max(1, len(busy))
+        choice = self._pacing.choose(len(busy), n_joining, context) if busy else None
         if choice is not None and not all(request.speculate for request in busy):
             choice = PLAIN
         choice_seconds = time.perf_counter() - choosing
@@ -276,6 +300,55 @@ class Decoder:
         return RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
 
 
+class Generation:
+    """Prompts on their way through a `Decoder` of their own, step by step; the arguments are those of `generate`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[int] | None = None,
+        numbered_from: int = 0,
+        stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+        **of_decoder: Any,
+    ) -> None:
+        self.decoder, self.rounds, self.done = Decoder(runner, **of_decoder), list[RoundStats](), False
+        self.requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
+        for request in self.requests:
+            self.decoder.submit(request)
+
+    @property
+    def n_tokens(self) -> int:
+        """Emitted so far, by all rows."""
+        return sum(len(one.tokens) for one in self.requests)
+
+    @property
+    def n_going(self) -> int:
+        """Requests that have not ended."""
+        return sum(one.finish_reason is None for one in self.requests)
+
+    def run(self, n_tokens: float = math.inf) -> None:
+        """Step until so many tokens were emitted, or there is nothing left to do."""
+        while not self.done and self.n_tokens < n_tokens:
+            if (round_ := self.decoder.step()) is None:
+                self.done = True
+            else:
+                self.rounds.append(round_)
+
+    @property
+    def output(self) -> GenerateOutput:
+        """What there is so far."""
+        requests, decoder = self.requests, self.decoder
+        prefill_seconds = decoder.prefill_seconds, decoder.draft_prefill_seconds
+        stats = Stats(tuple(one.counts for one in requests), (tuple(self.rounds),), *prefill_seconds)
+        errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
+        reasons = [one.finish_reason for one in requests]
+        return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
+
+
 def generate(
     runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
@@ -302,12 +375,9 @@ def generate(
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    decoder = Decoder(runner, pacing, drafter=drafter, verification=verification, progress=progress, phase=phase)
-    requests = make_requests(prompts, max_new_tokens, stop_tokens, sampling, request_ids, numbered_from)
-    for request in requests:
-        decoder.submit(request)
-    rounds, counts = tuple(iter(decoder.step, None)), tuple(one.counts for one in requests)
-    stats = Stats(counts, (rounds,), decoder.prefill_seconds, decoder.draft_prefill_seconds)
-    reasons = [one.finish_reason for one in requests]
-    errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
-    return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
+    of_requests: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
+    of_requests |= {"numbered_from": numbered_from, "stop_tokens": stop_tokens}
+    how: dict[str, Any] = {"verification": verification, "progress": progress, "phase": phase}
+    generation = Generation(runner, prompts, pacing=pacing, drafter=drafter, **of_requests, **how)
+    generation.run()
+    return generation.output

@@ -23,9 +23,9 @@ class Pacing(Protocol):
     drafters: tuple[Drafter, ...]
     max_gamma: int
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice | None:
-        """What the next round is, while so many rows decode and so many more are about to; None ends the decode, and
-        every row keeps the tokens that it has."""
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
+        """Return the next round's choice, while `n_busy` rows decode, behind `context` tokens in the mean, and
+        `n_joining` more are about to; None ends the decode, and every row keeps the tokens that it has."""
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         """How many drafts of each decoding row were accepted in a round of that choice."""
@@ -39,7 +39,7 @@ class Fixed:
         self.max_gamma = 0 if drafter is None else drafter.gamma
         self._choice = PLAIN if drafter is None else Choice(0, drafter.gamma)
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
         return self._choice
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

@@ -1,22 +1,26 @@
 """What a server decodes with: a session without prompts, and a pacing whose costs were measured on random entries."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from common.errors import require_at_least
-from engine.bench.auto_costs import costs_of
+from engine.bench.auto_costs import RunCosts, costs_of
 from engine.bench.config import RunConfig, Sizes
 from engine.bench.dummy_prefill import fill_with_noise
 from engine.bench.memory import require_room
 from engine.bench.passes import make_pacing, warm_up
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.session import Session
+from engine.drafters import Drafter
 from engine.pacing import Fixed, Pacing
 from engine.sampling import SamplingParams
 
 # What requests are taken to be as long as where costs are measured, if rows are at least four times as long.
 REPRESENTATIVE_LENGTH = 2048
+# They are measured in rows that are so many times shorter, too: what pays depends on the length of a text.
+SHORTER = 16
 # A server decodes so many steps that all measuring pays.
 MANY = 10**9
 
@@ -34,14 +38,23 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Se
         # What is in a cache does not change what a round costs.
         fill_with_noise(session.runner, session.prompts)
         warm_up(session, drafters)
-    if (costs := costs_of(session, drafters, n_steps=MANY)) is not None:
-        # What was accepted of noise says nothing of text.
-        by_rows = {n: [replace(one, acceptance=None) for one in each] for n, each in costs.by_rows.items()}
-        costs = replace(costs, by_rows=by_rows)
+    lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
+    costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
     session.runner.cache.notes.clear()  # no request begins with what was rehearsed
     for drafter in drafters:
         drafter.keep_no_prompts()
-    return session, make_pacing(session, drafters, costs)
+    return session, make_pacing(session, drafters, *costs)
+
+
+def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
+    """Return the costs of rows of so many random entries, without acceptance: what was accepted of noise says nothing
+    of text."""
+    own = replace(session, prompts=[prompt[:length] for prompt in session.prompts], prefix_len=length)
+    fill_with_noise(own.runner, own.prompts)
+    costs = costs_of(own, drafters, n_steps=MANY)
+    assert costs is not None, "something is to be chosen"
+    by_rows = {n: [replace(one, acceptance=None) for one in each] for n, each in costs.by_rows.items()}
+    return replace(costs, by_rows=by_rows)
 
 
 def plan_of(config: RunConfig, max_batch: int, max_length: int) -> Plan:

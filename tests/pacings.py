@@ -33,8 +33,8 @@ class Scripted:
         self.drafters, self.max_gamma = tuple(drafters), max(choice.gamma for choice in choices)
         self._choices, self._n = tuple(choices), 0
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice | None:
-        assert n_busy and n_joining >= 0
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
+        assert n_busy and n_joining >= 0 and context >= 1
         self._n += 1
         return self._choices[self._n % len(self._choices)]
 
@@ -49,9 +49,9 @@ class Ending(Scripted):
         super().__init__(drafters, choices[-1:] + choices[:-1])
         self._left = n_rounds
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice | None:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
         self._left -= 1
-        return super().choose(n_busy, n_joining) if self._left >= 0 else None
+        return super().choose(n_busy, n_joining, context) if self._left >= 0 else None
 
 
 class Clock:

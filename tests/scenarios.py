@@ -181,7 +181,7 @@ class RandomPacing:
         self.drafters, self.max_gamma, self._rng = tuple(drafters), max_gamma, rng
         self.choices: list[Choice] = []
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
         drafter = self._rng.choice([None, *range(len(self.drafters))])
         # Runs of the same choice, so that some drafters fall behind by more than a block.
         if not self.choices or self._rng.random() < 0.5:

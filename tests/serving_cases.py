@@ -159,9 +159,9 @@ def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
     pacing = served.server.service.scheduler._decoder._pacing
     choose = pacing.choose
 
-    def late(n_busy: int, n_joining: int) -> Any:
+    def late(*given: float) -> Any:
         time.sleep(seconds)
-        return choose(n_busy, n_joining)
+        return choose(*given)
 
     pacing.choose = late
     try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import NGram
@@ -31,7 +32,7 @@ def adaptive(*each: Costs, policies: Sequence[str] | None = None) -> Adaptive:
 
 def of_rows(by_rows: dict[int, Sequence[Costs]], policies: Sequence[str] | None = None) -> Adaptive:
     n_drafters = len(next(iter(by_rows.values())))
-    return Adaptive([NGram] * n_drafters, by_rows, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
+    return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
 
 
 def simulate(
@@ -90,7 +91,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
 
         Expected are 1.95 tokens of gamma 1 and so on, since nothing is observed.
         """
-        pacing, missed = Adaptive([drafter], {8: [costs(100, 40, verify)]}, GAMMAS), []
+        pacing, missed = Adaptive([drafter], {1000: {8: [costs(100, 40, verify)]}}, GAMMAS), []
         for _ in range(2):
             assert pacing.choose(8) != PLAIN
             missed.append(0)
@@ -185,6 +186,64 @@ def test_few_rows_are_not_hurried_while_others_are_about_to_join():
     assert pacing.choose(2).gamma > 0
     chosen = [pacing.choose(n_busy, 8 - n_busy) != PLAIN for n_busy in range(1, 9)]
     assert not chosen[0] and chosen[6] and chosen[7] and chosen == sorted(chosen)
+
+
+def test_few_rows_wait_for_those_with_whom_speculation_pays_more():
+    """A token of 4 rows takes less than in plain rounds of 8, and more than in the best rounds of 8."""
+    few, all_rows = costs(29, 12, (33, 47)), costs(40, 18, (43.5, 73.5))
+    pacing = of_rows({8: [all_rows], 4: [few]})
+    choice = pacing.choose(4)
+    each = [few.round_ms(choice.gamma) / (4 * tokens_per_round(0.95, choice.gamma)), 40 / 8]
+    assert choice != PLAIN and each[0] < each[1]
+    assert [pacing.choose(4, n_joining) == PLAIN for n_joining in (0, 1, 4)] == [False, False, True]
+
+
+@pytest.mark.parametrize("alpha,n_chunks,most", [(0.75, 2, 1.0), (0.75, 6, 1.02), (0.9, 2, 0.9), (0.95, 6, 0.95)])
+def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, n_chunks: int, most: float) -> None:
+    """A prompt joins after so many rounds, where a row is free; costs of 8 rows behind 1500 tokens, measured on two
+    cores. Prefilling, which takes as long with any rounds, is left out."""
+    few, all_rows = costs(25, 10.3, (25.4, 32)), costs(40, 18, (43.4, 73.5))
+    by_rows = {8: [all_rows], 2: [few]}
+
+    def ms_of(pacing: Adaptive | None) -> float:
+        rng, waiting, chunks, left, ms = random.Random(0), 48, 0, list[int](), 0.0
+        while waiting or left:
+            n_joining = min(8 - len(left), waiting)
+            chunks += n_joining > 0
+            if n_joining and chunks >= n_chunks:
+                waiting, chunks = waiting - 1, 0
+                left.append(63)
+            if left:
+                n_busy = len(left)
+                choice = pacing.choose(n_busy, min(8 - n_busy, waiting)) if pacing else PLAIN
+                ends = (
+                    [few.plain_ms, all_rows.plain_ms]
+                    if choice == PLAIN
+                    else [few.round_ms(choice.gamma), all_rows.round_ms(choice.gamma)]
+                )
+                ms += float(np.interp(n_busy, [2, 8], ends))
+                accepted = [next(n for n in range(9) if n == choice.gamma or rng.random() >= alpha) for _ in left]
+                left = [n for n in (n - one - 1 for n, one in zip(left, accepted, strict=True)) if n > 0]
+                if pacing:
+                    pacing.observe(choice, accepted)
+        return ms
+
+    assert ms_of(of_rows(by_rows)) < most * ms_of(None)
+
+
+def test_the_choice_is_that_of_the_context():
+    """Behind short texts a verification and a draft step cost more plain steps than behind long ones."""
+    short, long = costs(40, 20, (70, 170)), costs(100, 15, (115, 160))
+    pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
+    chosen = [pacing.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]
+    assert chosen[:2] == [0, 0] and chosen == sorted(chosen) and chosen[-2:] == [6, 6] and len(set(chosen)) > 2
+
+
+def test_what_was_not_measured_behind_every_text_is_not_interpolated():
+    """Neither few rows nor large gammas."""
+    long, short = costs(100, 1, (101, 110)), Costs(40, (1, 3), (40, 40), 0.4, 0.1)
+    pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short]}}, GAMMAS)  # type: ignore[list-item]
+    assert {pacing.choose(n_busy, 0, context).gamma for n_busy in (1, 8) for context in (1, 5000)} == {3}
 
 
 def test_no_gamma_is_chosen_beyond_those_that_were_measured():

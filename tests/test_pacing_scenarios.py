@@ -33,7 +33,7 @@ GAMMAS = range(7)
 VERIFIED = 8
 # The draft model's size among the recorded ones.
 PAIR = (4, 1500)
-RULES: dict[str, Callable[[Sequence[Any], Mapping[int, Sequence[Costs]], Sequence[int]], Pacing]] = {
+RULES: dict[str, Callable[[Sequence[Any], Mapping[int, Mapping[int, Sequence[Costs]]], Sequence[int]], Pacing]] = {
     "plain": lambda drafters, costs, gammas: Fixed(None),
     "gamma 3": lambda drafters, costs, gammas: Fixed(drafters[0]),
     "adaptive": Adaptive,
@@ -112,11 +112,11 @@ def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) 
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
     given = [replace(one, acceptance=scenario.seen(index, rng)) for index, one in enumerate(costs)]
-    pacing = RULES[rule]([stand_in] * n_drafters, {scenario.rows: given}, GAMMAS)
+    pacing = RULES[rule]([stand_in] * n_drafters, {scenario.size[1]: {scenario.rows: given}}, GAMMAS)
     length = sum(n_tokens for n_tokens, _ in scenario.stretches)
     position, ms, n_rounds, followed = 0.0, 0.0, 0, [0] * n_drafters
     while position < length:
-        choice = pacing.choose(scenario.rows, 0) or PLAIN
+        choice = pacing.choose(scenario.rows, 0, scenario.size[1]) or PLAIN
         accepted = [scenario.n_accepted(choice, position, rng) for _ in range(scenario.rows)]
         round_ms = costs[0].plain_ms
         n_rounds += 1

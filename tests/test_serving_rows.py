@@ -23,13 +23,15 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     flags = cli.read(Serve, [f"--model={chat_checkpoint}", *words], prog="serving")
     session, pacing = open_session(flags.config(), 4, 320)
     assert session.plan.capacity == session.runner.cache.capacity == 320
-    (kept,) = costs_folder.iterdir()
-    costs = json.loads(kept.read_text())
-    assert costs["key"]["rows"] == 4 and costs["costs"].keys() == {"2", "4"}
+    kept = {*costs_folder.iterdir()}
+    each = [json.loads(one.read_text()) for one in kept]
+    # 80 and 5 tokens.
+    assert {costs["key"]["context"] for costs in each} == {25, 9}
+    assert all(costs["key"]["rows"] == 4 and costs["costs"].keys() == {"2", "4"} for costs in each)
     assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
     assert not session.runner.cache.notes
     open_session(flags.config(), 4, 320)
-    assert [*costs_folder.iterdir()] == [kept]
+    assert {*costs_folder.iterdir()} == kept
 
 
 @pytest.mark.parametrize("length,how", [(320, ""), (4000, " (--max_length 400, which is the model's context)")])

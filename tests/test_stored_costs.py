@@ -91,7 +91,7 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
 
 
 def test_rounds_that_were_held_up_are_counted():
-    costs = RunCosts({4: [Costs(100, (1, 3), (120, 150), 10, 2)]}, 0.0, kept=False)
+    costs = RunCosts(1000, {4: [Costs(100, (1, 3), (120, 150), 10, 2)]}, 0.0, kept=False)
     drafted = [(4, Choice(0, 3), 9.0), (4, Choice(0, 3), 0.36), (4, Choice(0, 3), 0.37)]
     rounds = [(4, PLAIN, 0.19), (4, PLAIN, 0.21), *drafted, (3, PLAIN, 9.0)]
     assert costs.held_up([RoundStats(seconds, busy, busy, choice) for busy, choice, seconds in rounds]) == 2

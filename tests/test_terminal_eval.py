@@ -219,14 +219,14 @@ def test_the_drafts_cache_evicts_entries_by_default(draft: str, evaluate: Evalua
 
 
 def test_what_was_answered_survives_an_interruption(calculate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate, calls = Session.generate, itertools.count()
+    generation, calls = Session.generation, itertools.count()
 
-    def interrupted(session: Session, *args: Any, **how: Any) -> Any:
+    def interrupted(session: Session, **how: Any) -> Any:
         if next(calls) == 5:
             raise KeyboardInterrupt
-        return generate(session, *args, **how)
+        return generation(session, **how)
 
-    monkeypatch.setattr(Session, "generate", interrupted)
+    monkeypatch.setattr(Session, "generation", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calculate("--nb_prompts 20 --B 4 --save half.jsonl")
     assert [row["problem"] for row in saved("half.jsonl")] == [*range(8)]

@@ -9,7 +9,7 @@ from pacings import Clock
 from programs import Ended, Terminal, run
 
 from engine.bench import session as sessions
-from engine.decoding import GenerateOutput
+from engine.decoding import GenerateOutput, Generation
 from engine.pacing import PLAIN
 from engine.stats import Counts, RoundStats, Stats
 from engine.terminal.in_turn import figures
@@ -89,17 +89,17 @@ def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
 ) -> None:
     """Later prompts are slower."""
     calls: list[tuple[int, str]] = []
-    generate = sessions.Session.generate
+    generation = sessions.Session.generation
 
-    def logged(session: sessions.Session, *args: Any, **how: Any) -> GenerateOutput:
+    def logged(session: sessions.Session, **how: Any) -> Generation:
         clock.tick = TICK * session.numbered_from
-        calls.append((session.numbered_from, "speculative" if how["pacing"] else "plain"))
-        return generate(session, *args, **how)
+        calls.append((session.numbered_from, "speculative" if how["pacing"].drafters else "plain"))
+        return generation(session, **how)
 
-    monkeypatch.setattr(sessions.Session, "generate", logged)
+    monkeypatch.setattr(sessions.Session, "generation", logged)
     record = latency("--nb_prompts 3 --B 2 --draft ngram").record
     ways = ("plain", "speculative")
-    assert calls == [(2 * turn, way) for turn in range(4) for way in ways[:: -1 if turn % 2 else 1]]
+    assert calls == [(2 * turn, way) for turn in range(4) for way in ways]
     plain, speculative = record["rows"]
     assert plain["ms_per_token"] == pytest.approx([1e3 * TICK * TICKS_A_ROUND * first for first in (2, 4, 6)])
     assert len(speculative["ms_per_token"]) == 3

@@ -27,8 +27,10 @@ HELD_UP = 2.0
 
 @dataclass(frozen=True)
 class RunCosts:
-    """by_rows: of each drafter, while so many rows decode. seconds: of measuring them, or of checking kept ones."""
+    """by_rows: of each drafter, while so many rows decode, behind `context` tokens. seconds: of measuring them, or of
+    checking kept ones."""
 
+    context: int
     by_rows: Mapping[int, Sequence[Costs]]
     seconds: float
     kept: bool
@@ -69,7 +71,7 @@ def costs_of(
         how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
         rehearsal = Rehearsal(session.runner, drafters, session.prompts, **how)
         if kept and (checked := still_hold(kept, rehearsal)):
-            return RunCosts(checked, time.perf_counter() - started, kept=True)
+            return RunCosts(session.prefix_len, checked, time.perf_counter() - started, kept=True)
         if whole:
             costs = {n_rows: measure_costs(rehearsal, gammas)}
         else:
@@ -77,7 +79,7 @@ def costs_of(
     costs = session.ranks.shared(lambda: costs)
     if session.ranks.leads and not whole:
         store_costs(key, costs)
-    return RunCosts(costs, time.perf_counter() - started, kept=False)
+    return RunCosts(session.prefix_len, costs, time.perf_counter() - started, kept=False)
 
 
 def _key(session: Session) -> dict[str, Any]:

@@ -1,32 +1,40 @@
 """The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from engine.bench.auto_costs import RunCosts, costs_of
+from engine.bench.memory import available_bytes
 from engine.bench.progress import bar_of_pass, progress_bar
 from engine.bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.cost_model.adaptive import Adaptive
 from engine.cost_model.rehearsal import Rehearsal
 from engine.counts import Counts, total
-from engine.decoding import GenerateOutput, Phase
+from engine.decoding import GenerateOutput, Generation, Phase
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
-from engine.runner import captured_sizes
+from engine.runner import ModelRunner, captured_sizes
 from engine.stats import Stats
 from engine.timing import PhaseTimer, synchronize
+from kv_cache import KVCache, StreamingKVCache
+from kv_cache.base import KVShape
 
 # What is shown of a pass, by its name, while it runs.
 Watch = Callable[[Session, str], AbstractContextManager[Progress]]
 # Rounds after which nothing is compiled or captured any more: a part is called, captured, then replayed.
 WARM_UP_ROUNDS = 3
+# Tokens of a row that a pass decodes in its turn.
+TURN = 8
+# The most of the memory left that copies of what passes decoded may take.
+LARGEST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,31 +69,36 @@ class Passes:
         return self.by_name["speculation" if self.speculative else "baseline"]
 
 
-def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
-    """Prefill, plain decoding unless --no_baseline, and of a draft speculation, and with --benchmark phase times."""
-    which, prefill_seconds, baseline = session.config.passes, prefill(session), None
-    if not which.no_baseline:
+def run_passes(session: Session, watch: Watch | None = None) -> Passes:
+    """Prefill, plain decoding unless --no_baseline, and of a draft speculation, and with --benchmark phase times.
+    Plain decoding and speculation take turns, unless `watch` shows one behind the other or what drafts needs the text
+    of the first."""
+    which, draft, prefill_seconds = session.config.passes, session.draft, prefill(session)
+    shown, done = watch or bar_of_pass, dict[str, Decoded]()
+    pacings: dict[str, Pacing] = {} if which.no_baseline else {"baseline": Fixed(None)}
+    if pacings:
         warm_up(session)
-        baseline = decode(session, "baseline", watch=watch)
-    if session.draft is None:
-        return Passes(prefill_seconds, baseline)
-    drafters = session.drafters(baseline.tokens if baseline else None)
+    if pacings and (draft is None or watch or draft.config.needs_baseline):
+        done, pacings = decode_in_turns(session, pacings, watch=shown), {}
+    if draft is None:
+        return Passes(prefill_seconds, done.get("baseline"))
+    drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
+    done |= decode_in_turns(session, pacings | {"speculation": make_pacing(session, drafters, costs)}, watch=shown)
+    timed = None
+    if which.benchmark:
+        timer, pacing = PhaseTimer(session.runner.device), make_pacing(session, drafters, costs)
+        timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=shown)
+    return Passes(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
 
-    def speculate(name: str, timer: PhaseTimer | None = None) -> Decoded:
-        return decode(session, name, phase=timer, pacing=make_pacing(session, drafters, costs), watch=watch)
 
-    speculative = speculate("speculation")
-    timed = speculate("phase times", PhaseTimer(session.runner.device)) if which.benchmark else None
-    return Passes(prefill_seconds, baseline, speculative, timed, costs)
-
-
-def make_pacing(session: Session, drafters: Sequence[Drafter], costs: RunCosts | None) -> Pacing:
-    """The one drafter in every round, or what pays best by costs and by the acceptance seen with them."""
+def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:
+    """Return a pacing of what pays best by costs, at one or several contexts, and by the acceptance seen with them;
+    without costs, of the one drafter in every round."""
     assert session.draft is not None
-    names = [one.name for one in session.draft.policies]
-    return Adaptive(drafters, costs.by_rows, session.draft.gammas, names) if costs else Fixed(drafters[0])
+    names, by_context = [one.name for one in session.draft.policies], {one.context: one.by_rows for one in costs if one}
+    return Adaptive(drafters, by_context, session.draft.gammas, names) if by_context else Fixed(drafters[0])
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
@@ -133,14 +146,68 @@ def decode(
 ) -> Decoded:
     """One pass over the prompts from the prefilled state, shown by `watch`. Replicas start together, and every process
     has what all of them decoded. Errors: UserError naming row and position if any row's logits were not finite."""
+    return decode_in_turns(session, {name: pacing or Fixed(drafter)}, phase, watch)[name]
+
+
+def decode_in_turns(
+    session: Session, pacings: Mapping[str, Pacing], phase: Phase | None = None, watch: Watch = bar_of_pass
+) -> dict[str, Decoded]:
+    """Passes by name, as of `decode`, in turns (see `take_turns`)."""
     session.processes.gathered(None)
-    pacing = pacing or Fixed(drafter)
-    for one in pacing.drafters:
+    for one in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         one.inner_counts()  # those of what ran before
-    before = usage_so_far()
-    with watch(session, name) as progress:
-        output = session.generate(pacing=pacing, progress=progress, phase=phase)
-    usage = usage_so_far().since(before)
+    with ExitStack() as shown:
+        passes = {
+            name: session.generation(pacing=pacing, phase=phase, progress=shown.enter_context(watch(session, name)))
+            for name, pacing in pacings.items()
+        }
+        usages = take_turns(session.runner, [*passes.values()])
+    return {
+        name: _joined(session, name, one, pacings[name], usage, phase)
+        for (name, one), usage in zip(passes.items(), usages, strict=True)
+    }
+
+
+def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[Usage]:
+    """Decode the same prompts several times, some tokens of a row in each turn, so that whatever else keeps the machine
+    busy disturbs all alike; one behind the other where there are more prompts than rows, or no room for what follows.
+    Returns the usage of each.
+
+    A turn ends with what the rows hold behind their prompts copied elsewhere, and begins with that copied back: each
+    decodes as if it were alone.
+    """
+    requests, own = generations[0].requests, runner.cache
+    room = max((one.limit for one in requests), default=1)
+    needed = len(generations) * room * own.n_bytes / own.capacity
+    fits = runner.ranks.shared(lambda: needed < LARGEST_SHARE * available_bytes(str(own.device)))
+    alone = len(generations) == 1 or len(requests) > runner.max_batch or not fits
+    kept = [] if alone else [_beside(own, runner.model.config, room) for _ in generations]
+    usages, goal = [Usage() for _ in generations], 0.0
+    while going := [one for one in generations if not one.done]:
+        goal = math.inf if alone or len(going) == 1 else goal + TURN * max(1, *(one.n_going for one in going))
+        for index, one in enumerate(generations):
+            if one.done:
+                continue
+            if kept:
+                one.decoder.take_back(kept[index])
+            before = usage_so_far()
+            one.run(goal)
+            usages[index] += usage_so_far().since(before)
+            if kept:
+                one.decoder.set_aside(kept[index])
+    return usages
+
+
+def _beside(own: KVCache, config: KVShape, n_tokens: int) -> KVCache:
+    """Return a cache for the last tokens of each row of that one, stored alike."""
+    return StreamingKVCache(config, own.max_batch, n_tokens, 0, own.device, own.entries.dtype)
+
+
+def _joined(
+    session: Session, name: str, generation: Generation, pacing: Pacing, usage: Usage, phase: Phase | None
+) -> Decoded:
+    """Return what all replicas decoded in a pass."""
+    output = generation.output
     inner = [counts for one in pacing.drafters if (counts := one.inner_counts())]
     own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
     each, seconds, inners = zip(*session.of_replicas(own), strict=True)

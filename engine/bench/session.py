@@ -19,7 +19,7 @@ from engine.bench.memory import require_room
 from engine.bench.plan import Plan, remarks, resolve, with_draft
 from engine.bench.resolved import ResolvedDraft, auto_dtype, resolve_sampling
 from engine.bench.text import PromptText
-from engine.decoding import GenerateOutput, generate
+from engine.decoding import GenerateOutput, Generation
 from engine.drafters import Drafter
 from engine.drafters.combined import beside_texts
 from engine.drafters.config import DrafterConfig, Parts
@@ -201,9 +201,14 @@ class Session(Plan):
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
         """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
+        generation = self.generation(drafter=drafter, **arguments)
+        generation.run()
+        return generation.output
+
+    def generation(self, **arguments: Any) -> Generation:
+        """Begin what `generate` does."""
         stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
-        configured = self.how | {"drafter": drafter, "stop_tokens": stop_tokens}
-        return generate(self.runner, self.prompts, **configured | arguments)
+        return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
 
 
 def _join_ranks(plan: Plan) -> Ranks:

@@ -100,13 +100,14 @@ class CostGrid:
             what, seen = "costs of this were not measured", f"{draft}, {batch} rows of {context} tokens"
             required = f"one of {self.drafts}, batches {self.batches}, contexts {self.contexts}, or between"
             raise ConfigError(what, "CostGrid.at", seen, required, "measure a grid that has it")
-        weights = np.outer(_weights(batch, self.batches), _weights(context, self.contexts))
+        weights = np.outer(interpolating(batch, self.batches), interpolating(context, self.contexts))
         plain, verify, of_drafts, other = (
             np.tensordot(weights, ms, axes=2).tolist() for ms in (self.plain, self.verify, self.draft, self.other)
         )
         return Costs(plain, self.gammas, tuple(verify), of_drafts[self.drafts.index(draft)], other)
 
 
-def _weights(size: int, measured: Sequence[int]) -> list[float]:
-    """Of what was measured at those sizes: how much each counts at another one, on the line between its neighbours."""
+def interpolating(size: float, measured: Sequence[int]) -> list[float]:
+    """Return how much what was measured at each of those sizes counts at another one, on the line between its
+    neighbours; beyond them the nearest one counts alone."""
     return [float(np.interp(size, measured, only)) for only in np.eye(len(measured))]

@@ -58,7 +58,7 @@ class Rehearsal:
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
-    def choose(self, n_busy: int, n_joining: int) -> Choice:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
         return self._next
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

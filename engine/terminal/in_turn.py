@@ -12,7 +12,7 @@ from common.errors import ConfigError, flag
 from common.say import say
 from engine.bench.auto_costs import costs_of
 from engine.bench.config import RunConfig
-from engine.bench.passes import make_pacing, warm_up
+from engine.bench.passes import make_pacing, take_turns, warm_up
 from engine.bench.plan import Plan, resolve, with_draft
 from engine.bench.progress import progress_bar
 from engine.bench.record import rounded
@@ -23,6 +23,7 @@ from engine.contention import contention, usage_so_far
 from engine.counts import acceptance_standard_error, total
 from engine.decoding import GenerateOutput
 from engine.drafters.config import ModelDrafterConfig
+from engine.pacing import Fixed
 from kv_cache.policy import BudgetedPolicy
 
 
@@ -55,20 +56,21 @@ def evicting(plan: Plan) -> Plan:
 
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
-    """What plain decoding and speculation make of as many prompts at a time as there are rows, in the other order every
-    other time, of one prefilled state. `how`: as of `generate`. Errors: UserError for logits that are not finite."""
+    """Decode as many prompts at a time as there are rows, plainly and speculatively in turns (see `take_turns`), and
+    yield both outputs. `how`: as of `generate`. Errors: UserError for logits that are not finite."""
     n_rows, drafters = session.n_rows, session.drafters()
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
-            own, outputs = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first), {}
-            for drafts in (False, True)[:: -1 if first // n_rows % 2 else 1]:
-                pacing = make_pacing(own, drafters, costs) if drafts else None
-                outputs[drafts] = own.generate(pacing=pacing, **how)
-                outputs[drafts].require_finite("speculation" if drafts else "plain decoding")
+            own = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first)
+            pacings = Fixed(None), make_pacing(session, drafters, costs)
+            plain, drafted = generations = [own.generation(pacing=pacing, **how) for pacing in pacings]
+            take_turns(own.runner, generations)
+            plain.output.require_finite("plain decoding")
+            drafted.output.require_finite("speculation")
             bar.update(len(own.prompts))
-            yield outputs[False], outputs[True]
+            yield plain.output, drafted.output
 
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
