@@ -69,9 +69,12 @@ def test_a_target_is_stored_in_what_loses_nothing(device, bfloat16, published, d
         ({"draft": StandaloneConfig(draft_model="small")}, "int8"),
         ({"linears": [(128, 64), (64, 92)]}, "same"),
         ({"linears": []}, "same"),
+        ({"published": ["bfloat16"]}, "int8"),
+        ({"published": ["Q4_1", "Q8_0"]}, "int4"),
+        ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, "same"),
     ],
 )
-def test_a_draft_has_8_bits_where_they_are_fastest(changed, scheme, cpu) -> None:
+def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> None:
     usual = {"draft": SelfConfig(), "target": Target(), "device": "cpu", "dtype": torch.bfloat16, "linears": LINEARS}
     cpu(True, True)
     assert auto_draft_weights(**usual | changed) == scheme

@@ -185,8 +185,10 @@ def _resolved_draft(plan: Plan, config: DrafterConfig) -> ResolvedDraft:
         required, fix = "a model that attends to the whole context", f"use {where} streaming"
         raise ConfigError(what, f"{where} on {drafting.name}", seen, required, fix)
     group = plan.draft_group if draft.source else plan.group
-    linears = [] if isinstance(draft.source, HeadSource) else _linear_shapes(drafting.config, len(group))
-    draft = store_draft(draft, plan.config.target, plan.device, plan.dtype, linears)
+    linears, published = list[tuple[int, ...]](), list[str]()
+    if not isinstance(draft.source, HeadSource):
+        linears, published = _linear_shapes(drafting.config, len(group)), drafting.published
+    draft = store_draft(draft, plan.config.target, plan.device, plan.dtype, linears, published)
     if draft.quantize:
         check_scheme(draft.quantize, plan.device)
     return draft

@@ -131,8 +131,8 @@ class ModelDrafterConfig(DrafterConfig):
     beside a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Literal["auto", "same"] | Scheme = "auto"
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is; same: as
-    --draft_dtype says, or a self-draft's as the target's; auto: int8 where it is the fastest (a CPU with VNNI), if
-    neither --draft_dtype nor --quantize is given, else same"""
+    --draft_dtype says, or a self-draft's as the target's; auto: on a CPU with VNNI int8, or int4 for a
+    model that was published in 4 bits, if neither --draft_dtype nor --quantize is given, else same"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
     confidence_threshold: float | Literal["auto"] = THRESHOLD
