@@ -109,10 +109,11 @@ def gumbel(
     """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
-    rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, where it can be built.
+    rounding boundary of `dtype`. On a CPU, where `source` is `in_passes`, a kernel in C++ draws float32 numbers, if it
+    can be built.
     """
     dtype = dtype or torch.float32
-    if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
+    if source is in_passes and seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
     return gumbel_of(uniform(seed, request, position, stream, n_ids, source)).to(dtype)
 

@@ -33,6 +33,7 @@ from reproduce.gpu_parts.bandwidth import Shape, backends, open_backend
 from reproduce.gpu_parts.cells import IN_4_BITS, Cell, Options, Record, Skip, breaks_device, describe, verdict
 
 # The largest |out - reference| / (1 + |reference|), the reference in float64 over the very same entries.
+ROUNDED_QUERIES = 2e-4  # to 15 bits, as the CPU kernel does before it multiplies int8 entries
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LLAMA_31_8B = Shape("Llama-3.1-8B", 32, 8, 128)
 TOKENS = (1, 2, 4, 8, 16)
@@ -89,9 +90,11 @@ def attention(
             continue
         errors.append((max(error_of(out, case.reference()) for out, case in zip(each, cases, strict=True)), shape))
     worst, where = max(errors)
-    record = verdict(not broken and worst <= TOLERANCE[dtype]) | {"backend": name, "dtype": dtype_name(dtype)}
+    rounds_queries = name == "cpp" and storage == torch.int8
+    tolerance = max(TOLERANCE[dtype], ROUNDED_QUERIES if rounds_queries else 0)
+    record = verdict(not broken and worst <= tolerance) | {"backend": name, "dtype": dtype_name(dtype)}
     record |= {"kv_dtype": dtype_name(storage or dtype), "order": order, "worst_error": float(f"{worst:.3g}")}
-    return record | {"worst_case": where, "tolerance": TOLERANCE[dtype], "shapes": len(errors) - 1, "broken": broken}
+    return record | {"worst_case": where, "tolerance": tolerance, "shapes": len(errors) - 1, "broken": broken}
 
 
 def error_of(out: Tensor, wanted: Tensor) -> float:

@@ -30,7 +30,7 @@ BUGS = {
         "4 bits": ("bytes >> 4", "bytes >> 5", ""),
         "recent tokens": ("ring[in_ring] == slot", "false", ""),
         "bits of a token alone": ("broadcast(steps[m])", "broadcast(steps[m] * (N > 3 ? 1.0000002f : 1))", ""),
-        "planes": ("(ivec)sum << P::KEY_SHIFT", "(ivec)sum << P::VALUE_SHIFT", "avx512_vnni"),
+        "planes": ("(ivec)acc[m][half] << P::KEY_SHIFT", "(ivec)acc[m][half] << P::VALUE_SHIFT", "avx512_vnni"),
         "unsigned keys": ("128u * _mm512_reduce_add_epi32((__m512i)sum)", "0u", "avx512_vnni"),
         "order of values": ("interleaved<P::PACK>(d)", "d", "avx512_bf16"),
         "pairs": ("(__m512)load(from + W)", "(__m512)load(from)", "avx512_bf16"),

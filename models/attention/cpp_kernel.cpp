@@ -39,7 +39,7 @@ typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef int8_t bvec __attribute__((vector_size(W)));
 typedef uint8_t ubvec __attribute__((vector_size(W)));
-typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4)));
+typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 struct bfloat16 {
     uint16_t bits;
