@@ -158,9 +158,11 @@ class Decoder:
         much longer, than these small copies."""
         n_threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        for row, request in self._rows.busy():
-            to.fill_row(row, source, request.length, known=len(request.prompt))
-        torch.set_num_threads(n_threads)
+        try:
+            for row, request in self._rows.busy():
+                to.fill_row(row, source, request.length, known=len(request.prompt))
+        finally:
+            torch.set_num_threads(n_threads)
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
@@ -322,7 +324,7 @@ class Generation:
 
     @property
     def n_tokens(self) -> int:
-        """Emitted so far, by all rows."""
+        """Tokens that all rows have emitted so far."""
         return sum(len(one.tokens) for one in self.requests)
 
     @property
@@ -340,7 +342,7 @@ class Generation:
 
     @property
     def output(self) -> GenerateOutput:
-        """What there is so far."""
+        """The tokens, reasons and counts so far."""
         requests, decoder = self.requests, self.decoder
         prefill_seconds = decoder.prefill_seconds, decoder.draft_prefill_seconds
         stats = Stats(tuple(one.counts for one in requests), (tuple(self.rounds),), *prefill_seconds)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from common.say import say
 from models.cpp_build import BuildError, load_library
 
 if TYPE_CHECKING:
@@ -147,5 +148,6 @@ def _kernel() -> Draw | None:
     """Draws by the C++ kernel; None where it cannot be built."""
     try:
         return drawn_by(load_library("noise"))
-    except BuildError:
+    except BuildError as error:
+        say(f"note: random numbers are drawn by PyTorch: {error}")
         return None

@@ -1,4 +1,4 @@
-"""What the check of the noise kernel compares: numbers for keys from one end of their range to the other."""
+"""Cases that check the noise kernel: numbers for keys from one end of their range to the other."""
 
 from collections.abc import Iterator
 from functools import partial

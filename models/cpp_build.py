@@ -4,6 +4,7 @@ Builds, and what their checks found, are kept in the user's cache folder by mach
 """
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import math
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,21 +78,34 @@ def choose(name: str, again: bool = False) -> Choice:
     """Choose among the builds of a kernel, as was done before unless `again`. Errors: BuildError if there are none."""
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        memory = _kept(name, [str(BUILDS), cases], "json")
-        with suppress(OSError, ValueError, TypeError):
-            known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
-            if not again and (known.build is None or Path(known.library).exists()):
+        memory = _kept(name, [str(BUILDS), cases, version("torch")], "json")
+        if not again and (known := _known(memory)):
+            return known
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together build once, and choose alike.
+        with open(memory.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not again and (known := _known(memory)):
                 return known
-        say(f"building and checking the {name} kernel for this CPU, which later runs need not do")
-        choice = _compared(name)
-        with tempfile.TemporaryDirectory(dir=memory.parent) as own:
-            written = Path(own, "choice.json")
-            written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
-            os.replace(written, memory)
-        return choice
+            say(f"building and checking the {name} kernel for this CPU, once")
+            choice = _compared(name)
+            with tempfile.TemporaryDirectory(dir=memory.parent) as own:
+                written = Path(own, "choice.json")
+                written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
+                os.replace(written, memory)
+            return choice
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
+
+
+def _known(memory: Path) -> Choice | None:
+    """The choice that is kept in that file, if its library is still there."""
+    with suppress(OSError, ValueError, TypeError):
+        known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
+        if known.build is None or Path(known.library).exists():
+            return known
+    return None
 
 
 def _compared(name: str) -> Choice:
@@ -133,11 +148,11 @@ def check(name: str, *libraries: str) -> tuple[list[Row], str | None]:
         ended = subprocess.run([sys.executable, "-m", "models.kernel_check", KERNELS[name][1], *libraries], **own)
     except subprocess.TimeoutExpired:
         return [], f"its check does not end in {TIMEOUT_SECONDS} s"
-    rows = [json.loads(line) for line in ended.stdout.splitlines()]
     if ended.returncode < 0:
-        return rows, f"it crashes ({signal.Signals(-ended.returncode).name})"
+        return [], f"it crashes ({signal.Signals(-ended.returncode).name})"
     if ended.returncode:
-        return rows, f"its check fails: {['', *ended.stderr.strip().splitlines()][-1][:200]}"
+        return [], f"its check fails: {['', *ended.stderr.strip().splitlines()][-1][:200]}"
+    rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     for row in rows:
         if not row["error"] <= row["allowed"]:
             return rows, f"wrong results ({row['what']}: an error of {row['error']:.1g}, allowed {row['allowed']:.1g})"

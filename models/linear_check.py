@@ -1,4 +1,4 @@
-"""What the check of the linear kernel compares: weights of 16, 8 and 4 bits, against products in float64."""
+"""Cases that check the linear kernel: weights of 16, 8 and 4 bits, against products in float64."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.say import dtype_name
@@ -34,7 +33,12 @@ class Layer(NamedTuple):
 def layers() -> Iterator[Layer]:
     weight = torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(0))
     halved = weight.bfloat16()
-    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, partial(F.linear, weight=halved), 0)
+    for_onednn = torch.ops.mkldnn._reorder_linear_weight(halved, 32)
+
+    def in_bfloat16(x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, for_onednn, None, "none", [], "")
+
+    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, in_bfloat16, 0)
 
     scale, zeros = weight.abs().amax(dim=1) / 127, torch.zeros(D_OUT, dtype=torch.int32)
     q = (weight / scale[:, None]).round().to(torch.int8)

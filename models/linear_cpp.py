@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.say import say
 from models.cpp_build import BuildError, load_library
 
 BLOCK = 32  # outputs next to each other, and inputs that share a scale in 4 bits
@@ -22,7 +23,8 @@ def _kernel() -> Any:
     """The kernel's function, or None where it cannot be built or the processor lacks its instructions."""
     try:
         return function_of(load_library("linear"))
-    except BuildError:
+    except BuildError as error:
+        say(f"note: linear layers run in PyTorch: {error}")
         return None
 
 
@@ -45,7 +47,7 @@ def pack_bfloat16(weight: Tensor) -> Tensor:
 
 
 def pack_int8(q: Tensor) -> Tensor:
-    """`[d_out, d_in]` int8, likewise, as bytes around 128 in fours."""
+    """`[d_out, d_in]` int8 as the kernel reads it: blocks of outputs, in each inputs in fours, as bytes around 128."""
     unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
     return unsigned.unflatten(1, (-1, 4)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 

@@ -99,7 +99,7 @@ inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m
 }
 
 struct Bfloat16Weights {
-    static constexpr int ROWS = 12, INPUTS = 2;  // rows of a group at most; inputs of a step
+    static constexpr int ROWS = 12, LINES = 2;  // rows of a group at most; lines of memory of a step
     static constexpr bool ROUNDS = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
@@ -124,7 +124,7 @@ struct Bfloat16Weights {
 
 // Weights as bytes around 128, a scale for each output; x in 8 bits, a scale for each row. Sums are exact.
 struct Int8Weights {
-    static constexpr int ROWS = 12, INPUTS = 4;
+    static constexpr int ROWS = 12, LINES = 2;
     static constexpr bool ROUNDS = true;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS; }
     static int64_t scale_inputs(int64_t n_in) { return n_in; }
@@ -160,7 +160,7 @@ struct Int8Weights {
 // Weights (code - 8) * scale + zero, both bfloat16 for each GROUP of inputs; x in 8 bits, a scale for each of its groups.
 // A group of a block: 8 steps of a line, outputs 0 to 15 in the lower bits; scales; zeros, output 16 + i beside i.
 struct Int4Weights {
-    static constexpr int ROWS = 6, INPUTS = 4;
+    static constexpr int ROWS = 6, LINES = 1;
     static constexpr bool ROUNDS = true;
     static constexpr int GROUP_BYTES = OUTPUTS * GROUP / 2 + 4 * OUTPUTS;
     static int64_t block_bytes(int64_t n_in) { return n_in / GROUP * GROUP_BYTES; }
@@ -251,7 +251,9 @@ void multiply(const Call<Number>& call, int n_thread) {
                 const char* next = call.weights + (block + 1) * block_bytes;
                 for (int64_t row = first, group = 0; row < last; row += per_group, ++group) {
                     const int n = (int)std::min(per_group, last - row);
-                    const Ahead ahead{next + group * block_bytes / 2, n_group == 1 ? 2 : group < 2};
+                    // The first group asks for all of the next block, or the first two for half of each step's lines.
+                    const bool shares = Weights::LINES > 1 && n_group > 1;
+                    const Ahead ahead{next + group * block_bytes / 2, shares ? group < 2 : group ? 0 : Weights::LINES};
                     multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, ahead);
                 }
             }

@@ -18,7 +18,10 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.d_out, self._is_ours = len(weight), weight.dtype == torch.bfloat16 and linear_cpp.takes(weight)
+        # Where a CPU has matrix tiles, oneDNN multiplies with them, which the project's kernel does not.
+        has_tiles = torch.cpu._is_amx_tile_supported()
+        self.d_out = len(weight)
+        self._is_ours = weight.dtype == torch.bfloat16 and not has_tiles and linear_cpp.takes(weight)
         if self._is_ours:
             packed, bias = linear_cpp.pack_bfloat16(weight.detach()), None if bias is None else bias.float()
         else:

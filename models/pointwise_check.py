@@ -1,4 +1,4 @@
-"""What the check of the pointwise kernel compares: every function, against the eager one."""
+"""Cases that check the pointwise kernel: every function, against the eager one."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,5 @@
-"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch, or on most CPUs `models.linear_cpp`.
+"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch, or on CPUs with AVX512-BF16 and VNNI
+`models.linear_cpp`.
 
 int8: one scale per output unit, symmetric; the activations of each token are rounded to 8 bits on the fly,
 with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by

@@ -116,7 +116,8 @@ def phases(session: engine.Session, row: Mapping[str, Any], seconds: float, limi
         if name == "prefill":  # whose head runs for the last tokens alone
             share = 1 - config.vocab_size * config.dim / stored.n_weights
             linear, attention = linear._replace(n_bytes=0, ops=share * linear.ops), attention._replace(n_bytes=0)
-        # 4 bits are multiplied in bfloat16, and so are 8-bit entries.
+        # 8-bit entries take two products in 8 bits each, as long as one in bfloat16. 4-bit weights are multiplied in 8
+        # bits but count as bfloat16 too, so their limit is a little too high.
         least = [
             max(part.n_bytes / limits["bandwidth"], part.ops / limits[dtype])
             for part, dtype in (
@@ -131,7 +132,8 @@ def phases(session: engine.Session, row: Mapping[str, Any], seconds: float, limi
 
 @contextmanager
 def llama_cpp(python: str, asked: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Question]]:
-    """What a process of llama.cpp says of its prefill, and what asks it for steps. Errors: ConfigError if it ends."""
+    """Yield what a process of llama.cpp says of its prefill, and a function that asks it for steps. Errors: ConfigError
+    if it ends."""
 
     def ask(question: Mapping[str, Any]) -> dict[str, Any]:
         try:

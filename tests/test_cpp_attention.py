@@ -158,7 +158,7 @@ def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(cpp_build.BuildError, match="cannot build"):
         cpp_backend.load_kernel()
-    assert list(tmp_path.iterdir()) == []
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
 
 
 def test_a_user_without_a_home_folder_uses_torch(nothing_built, monkeypatch):

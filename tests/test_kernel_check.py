@@ -71,11 +71,11 @@ def test_what_cannot_be_used_is_replaced_by_the_next_build(pointwise, monkeypatc
         cpp_build.load_library("pointwise")
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.02
-    assert {path.suffix for path in cpp_build.cache_folder().iterdir()} == {".so", ".json"}
+    assert {path.suffix for path in cpp_build.cache_folder().iterdir()} == {".so", ".json", ".lock"}
 
 
 def test_without_a_right_build_functions_run_eagerly(pointwise, monkeypatch, capfd):
-    """Which is remembered, too."""
+    """A refusal is remembered, too."""
     pointwise({"wrong": ("-DBUG=5",)})
     for _ in range(2):
         with pytest.raises(cpp_build.BuildError, match=r"^wrong: wrong results \(bfloat16, swiglu: an error of"):
@@ -97,7 +97,7 @@ ROW = {"what": "", "error": 0.0, "allowed": 1.0}
     ],
 )
 def test_a_build_is_replaced_by_a_faster_one(monkeypatch, tmp_path, times, used, said):
-    """And attention by PyTorch's, which is said where backends are chosen."""
+    """Attention is then PyTorch's, which is said where backends are chosen."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     cpp_backend.load_kernel.cache_clear()
     monkeypatch.setattr(cpp_build, "build_library", lambda name, build: tmp_path / build)

@@ -120,6 +120,8 @@ def test_a_gpu_draws_the_bits_of_the_cpu():
 
 def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():
     """Bit for bit, of broadcast rows and an odd number of ids; logarithms of two libraries may differ in one of 1e8."""
+    if noise._kernel() is None:
+        pytest.skip("no C++ kernel here")
     generator = torch.Generator().manual_seed(2)
     seed = torch.randint(2**62, (40, 1), generator=generator)
     request, position = (torch.randint(2**32, shape, generator=generator) for shape in ((40, 1), (1, 2)))

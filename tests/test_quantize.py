@@ -63,7 +63,7 @@ def test_int8_is_the_product_of_rounded_factors(device, dtype, n_row, with_bias,
 @needs_vnni
 @pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
 def test_rows_do_not_depend_on_their_company(new_layer):
-    """Of the CPU kernel's layers in 8, 4 and 16 bits."""
+    """Layers of the CPU kernel in 8, 4 and 16 bits."""
     weight, x = weight_and_input(128, 192, 9, torch.bfloat16)
     if not linear_cpp.takes(weight) and new_layer is not Int8Linear:
         pytest.skip("no kernel of the project's own")

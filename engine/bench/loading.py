@@ -49,7 +49,7 @@ def load_draft(
             model = select_layers(target, draft.layers) if draft.layers is not None else None
         if model is not None:
             if draft.quantize and vars(draft.config).get("draft_weights") == AUTO:
-                say(f"the draft's weights: {draft.quantize} (the fastest on this machine)")
+                say(f"the draft's weights: {draft.quantize} (--draft_weights auto)")
             models[draft.form] = _prepared(plan, model, draft.kv_dtype, "the draft's attention")
 
 

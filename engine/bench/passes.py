@@ -152,7 +152,7 @@ def decode(
 def decode_in_turns(
     session: Session, pacings: Mapping[str, Pacing], phase: Phase | None = None, watch: Watch = bar_of_pass
 ) -> dict[str, Decoded]:
-    """Passes by name, as of `decode`, in turns (see `take_turns`)."""
+    """Return a pass for each pacing, by its name, decoded in turns (see `take_turns` and `decode`)."""
     session.processes.gathered(None)
     for one in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         one.inner_counts()  # those of what ran before

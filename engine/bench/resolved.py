@@ -121,7 +121,8 @@ def multiplies_bfloat16() -> bool:
 
 
 def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
-    """Return what `--dtype auto` is, and why: on a CPU the fastest dtype that loses nothing of what was published."""
+    """Return what `--dtype auto` is, and why: on a CPU the fastest dtype that rounds off no more than publishing the
+    model did."""
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
     if not multiplies_bfloat16():
@@ -153,7 +154,8 @@ def auto_draft_weights(
     is_named = draft.draft_dtype != AUTO or target.quantize is not None
     if device != "cpu" or is_named or dtype not in (torch.float32, torch.bfloat16):
         return "same"
-    scheme = "int4" if any(name.startswith(("Q4", "IQ4")) for name in published) else "int8"
+    had_4_bits = any(name.startswith(("Q4", "IQ4")) for name in published)
+    scheme = "int4" if had_4_bits and multiplies_bfloat16() else "int8"  # PyTorch's kernel for 4 bits is slower
     fits = bool(linears) and all(takes_shape(shape, scheme) for shape in linears)
     return scheme if fits and torch.cpu._is_vnni_supported() else "same"
 
@@ -196,8 +198,8 @@ def resolve_sampling(sampling: Sampling) -> ResolvedSampling:
 
 
 def resolve_draft(draft: DrafterConfig, prefix_len: int, gen_len: int) -> ResolvedDraft:
-    """Its budgets, and the largest gamma; positions stay `auto` until the draft model's context is known. How it is
-    stored is left open. Errors: ConfigError."""
+    """Return a draft's budgets and its largest gamma; positions stay `auto` until the draft model's context is known.
+    How it is stored is left open. Errors: ConfigError."""
     draft.check()
     auto_gamma = draft.gamma == AUTO
     if not isinstance(draft, ModelDrafterConfig):

@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a part of a forward takes: bytes of memory that are read, and operations."""
+    """Bytes of memory that a part of a forward reads, and operations that it takes."""
 
     n_bytes: float
     ops: float

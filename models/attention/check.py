@@ -1,4 +1,4 @@
-"""What the check of attention kernels compares: ragged rows in every storage, against PyTorch in float64."""
+"""Cases that check the attention kernels: ragged rows in every storage, against PyTorch in float64."""
 
 from collections.abc import Iterator
 from dataclasses import replace

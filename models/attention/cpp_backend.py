@@ -82,6 +82,8 @@ class CppAttention(Choosing):
             sizes += [*key_codes[:2], *value_codes[:2], *key_grids[:3], *value_grids[:4]]
         out = torch.empty(q.shape, dtype=q.dtype)
         partials = torch.empty(batch * n_head * n_part * n_token * (head_dim + 2), dtype=torch.float32)
+        # Entries of fewer bits are read in words of 32.
+        assert all(step * kv.keys.element_size() % 4 == 0 for step in (*kv.keys.stride()[:3], *kv.values.stride()[:3]))
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         layout, kinds = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest

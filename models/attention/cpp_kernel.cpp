@@ -44,7 +44,7 @@ typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4), may_a
 struct bfloat16 {
     uint16_t bits;
     bfloat16() = default;
-    explicit bfloat16(float x) {  // to the nearest, ties to even; x is finite
+    explicit bfloat16(float x) {  // to the nearest, ties to even; of NaNs, the quiet one alone stays one
         uint32_t all;
         std::memcpy(&all, &x, sizeof all);
         bits = (all + 0x7fff + (all >> 16 & 1)) >> 16;
@@ -249,9 +249,12 @@ struct Int8Products {
     template <int D>
     static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
         constexpr float LARGEST = 127 << KEY_SHIFT;
-        vec top{};
-        for (int d = 0; d < D; d += W) top = larger(top, larger(load(q + d), -load(q + d)));
-        step = largest_lane(top) / LARGEST;
+        vec top{}, nothing{};  // the latter is NaN behind a number that is not finite
+        for (int d = 0; d < D; d += W) {
+            top = larger(top, larger(load(q + d), -load(q + d)));
+            nothing += load(q + d) * broadcast(0);
+        }
+        step = largest_lane(top) / LARGEST + sum_of_lanes(nothing);
         const vec inverse = broadcast(step > 0 ? 1 / step : 0);
         ivec sum{};
         for (int d = 0; d < D; d += W) {
@@ -264,7 +267,8 @@ struct Int8Products {
         taken_off = 128u * _mm512_reduce_add_epi32((__m512i)sum);
     }
     static float pack_weights(const float* weights, float* words) {
-        const float largest = largest_lane(larger(load(weights), load(weights + W)));
+        const float nothing = sum_of_lanes((load(weights) + load(weights + W)) * broadcast(0));
+        const float largest = largest_lane(larger(load(weights), load(weights + W))) + nothing;
         const vec inverse = broadcast(largest > 0 ? 65535 / largest : 0);
         for (int s = 0; s < TILE; s += W) {
             const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(weights + s) * inverse));
@@ -303,7 +307,7 @@ inline int interleaved(int d) {
     return d - in + in / 4 % PACK * 16 + in / (4 * PACK) * 4 + in % 4;
 }
 
-// Asks for one line of a stretch of memory at a time, into L2. Spread over the arithmetic, so that it goes on meanwhile:
+// Asks for a few lines of a stretch of memory at a time, into L2. Spread over the arithmetic, so that it goes on meanwhile:
 // a tile's lines at once fill the queue of misses, and memory and arithmetic then take turns.
 struct Ahead {
     const char* at;
@@ -830,21 +834,6 @@ int with_types(int64_t head_dim, bool q_is_bfloat16, int64_t entries, const Run&
     if (entries == 2) return with(int8_t{}, Float32Products{});
 #endif
     return entries == 3 ? with(float8{}, Float32Products{}) : 1;
-}
-
-// Calls `run` with the head dimension and a value of the type of entries: 0 float, 1 bfloat16, 2 int8, 3 float8. Returns
-// 0, or 1 if there is no such kernel.
-template <typename Run>
-int with_types(int64_t head_dim, int64_t entries, const Run& run) {
-    const auto with = [&](auto entry) {
-        if (head_dim == 64) return run(std::integral_constant<int, 64>{}, entry), 0;
-        if (head_dim == 128) return run(std::integral_constant<int, 128>{}, entry), 0;
-        return 1;
-    };
-    if (entries == 0) return with(float{});
-    if (entries == 1) return with(bfloat16{});
-    if (entries == 2) return with(int8_t{});
-    return entries == 3 ? with(float8{}) : 1;
 }
 
 // The entries [n_chosen] before `end` in chunks of best share [n_chunk]: those of the first n_first whatever they have,

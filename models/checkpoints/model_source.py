@@ -65,7 +65,7 @@ class ModelSource:
 
     @property
     def published(self) -> list[str]:
-        """What the matrices were published in, by the names of `SourceTensor`; none if its conversion does not say."""
+        """Names of what the matrices were published in, as in `SourceTensor`; none if the conversion does not say."""
         return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def tokenizer(self) -> Tokenizer:
