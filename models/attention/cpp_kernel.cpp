@@ -267,8 +267,7 @@ struct Int8Products {
         taken_off = 128u * _mm512_reduce_add_epi32((__m512i)sum);
     }
     static float pack_weights(const float* weights, float* words) {
-        const float nothing = sum_of_lanes((load(weights) + load(weights + W)) * broadcast(0));
-        const float largest = largest_lane(larger(load(weights), load(weights + W))) + nothing;
+        const float largest = largest_lane(larger(load(weights), load(weights + W)));
         const vec inverse = broadcast(largest > 0 ? 65535 / largest : 0);
         for (int s = 0; s < TILE; s += W) {
             const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(weights + s) * inverse));
