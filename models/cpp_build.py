@@ -170,7 +170,7 @@ def build_library(name: str, build: str) -> Path:
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Under a name of our own, then moved: other processes may be building the same.
+    # Compiled elsewhere, then moved: other processes may read the file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.

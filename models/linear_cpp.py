@@ -73,8 +73,8 @@ def linear(
     """`x [..., d_in]` times weights of `bits` transposed, plus bias `[d_out]` float32, in the dtype of `x`.
 
     16 bits take x in bfloat16 and add products in float32. 8 bits, with a scale `[d_out]` float32, round a row of x to
-    8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly. function: of
-    a build that is not the one in use.
+    8 bits by its largest number, 4 bits each BLOCK of its numbers by theirs; integers are added exactly. function: the
+    kernel of another build, where builds are compared.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)

@@ -131,7 +131,7 @@ def phases(session: engine.Session, row: Mapping[str, Any], seconds: float, limi
 
 
 @contextmanager
-def llama_cpp(python: str, asked: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Question]]:
+def llama_cpp(python: str, setup: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Question]]:
     """Yield what a process of llama.cpp says of its prefill, and a function that asks it for steps. Errors: ConfigError
     if it ends."""
 
@@ -149,7 +149,7 @@ def llama_cpp(python: str, asked: Mapping[str, Any]) -> Iterator[tuple[dict[str,
     except OSError as error:
         raise no_peer(python, error) from None
     with process:
-        yield ask(asked), ask
+        yield ask(setup), ask
 
 
 def no_peer(python: str, seen: object) -> ConfigError:
@@ -164,12 +164,12 @@ def gguf_beside(model: str) -> Path:
     return found
 
 
-def peer_record(name: str, told: Mapping[str, Any], seen: Sequence[Any], flags: Flags) -> dict[str, Any]:
+def peer_record(name: str, prefilled: Mapping[str, Any], seen: Sequence[Any], flags: Flags) -> dict[str, Any]:
     """The record of llama.cpp. seen: the answers to the questions for plain steps and for verifications, by turn."""
     plain, verified = (median(ms for turn in seen for ms in turn[part]["ms"]) for part in (0, 1))
     rates = {"baseline_step_ms": plain, "baseline_tokens_per_second": 1e3 * flags.B / plain, "verify_step_ms": verified}
     sizes = {"B": flags.B, "prefix_len": flags.prefix_len}
-    return {"benchmark": "cpu_storages", "storage": name, **sizes, **told, "rows": [rates], **provenance()}
+    return {"benchmark": "cpu_storages", "storage": name, **sizes, **prefilled, "rows": [rates], **provenance()}
 
 
 def wall_rate(one: bench.Decoded) -> float:
@@ -188,10 +188,10 @@ def main(flags: Flags) -> None:
     with ExitStack() as running:
         for entries in PEER_ENTRIES if flags.llama_cpp else ():
             gguf, prompt = gguf_beside(flags.model), next(iter(sessions.values())).prompts[0]
-            asked = {"model": str(gguf), "prompt": prompt, "rows": flags.B, "room": PEER_ROOM, "entries": entries}
-            asked["threads"] = torch.get_num_threads()
+            setup = {"model": str(gguf), "prompt": prompt, "rows": flags.B, "room": PEER_ROOM, "entries": entries}
+            setup["threads"] = torch.get_num_threads()
             name = f"llama.cpp, {gguf.stem.rpartition('.')[2]}, {entries}"
-            peers[name], ask = running.enter_context(llama_cpp(flags.llama_cpp, asked))
+            peers[name], ask = running.enter_context(llama_cpp(flags.llama_cpp, setup))
             blocks = [{"tokens": n, "steps": PEER_STEPS} for n in (1, 1 + draft.gamma)]
             runs[name] = partial(lambda ask, blocks: [ask(block) for block in blocks], ask, blocks)
         seconds = {name: bench.prefill(session) for name, session in sessions.items()}
@@ -213,7 +213,7 @@ def main(flags: Flags) -> None:
         measured |= {"rows": rows, "phases": phases(session, rows[0], seconds[name], limits)}
         without = ("verification", "temperature", "seed")
         records.append(bench.record_of("cpu_storages", session, measured, without=without))
-    records += [peer_record(name, told, seen[name], flags) for name, told in peers.items()]
+    records += [peer_record(name, prefilled, seen[name], flags) for name, prefilled in peers.items()]
     for record in records:
         record["cell"] = f"{record['storage']}, {flags.B} x {flags.prefix_len}"
     tables = markdown(rows_of(records), of("cpu_storages")), markdown(phases_of(records), of("cpu_phases"))

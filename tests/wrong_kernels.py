@@ -72,7 +72,7 @@ CALLED = {
 
 
 def write_source(name: str, folder: Path) -> Path:
-    """The source of a kernel with its bugs: the compiler is told which one is on, as -DBUG=number, and else none is."""
+    """The source of a kernel with its bugs: -DBUG=number turns that bug on; without it there is none."""
     text = KERNELS[name][0].read_text()
     for number, (right, wrong, _) in enumerate(BUGS[name].values(), start=1):
         assert right in text, f"the {name} kernel no longer says {right}"

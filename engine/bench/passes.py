@@ -174,7 +174,7 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     Returns the usage of each.
 
     A turn ends with what the rows hold behind their prompts copied elsewhere, and begins with that copied back: each
-    decodes as if it were alone.
+    decodes as if there were no other.
     """
     requests, own = generations[0].requests, runner.cache
     room = max((one.limit for one in requests), default=1)
