@@ -24,7 +24,7 @@ class ReadOnlyKVCache:
     def begin(self, positions: torch.Tensor) -> None:
         return None
 
-    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store) -> None:
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store = store) -> None:
         return None
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
@@ -75,7 +75,7 @@ class BlockAlone:
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
         return positions, None
 
-    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store) -> None:
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store = store) -> None:
         self._new = new
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
