@@ -121,7 +121,7 @@ class Decoder:
         if not request.sampling.greedy:
             self._mode = mode
         self._filters |= Filters.of([request.sampling])
-        request.counts, request.taken_by = Counts.of_gamma(gamma), self._mark
+        request.counts, request.taken_by, request.text = Counts.of_gamma(gamma), self._mark, [*request.prompt]
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -259,7 +259,7 @@ class Decoder:
         shown = []
         for row, request, length in rows:
             if (known := self._rows.followed[row].get(index, 0)) < length:
-                text = [*request.prompt, *request.tokens][:length]
+                text = request.text if length == len(request.text) else request.text[:length]
                 shown.append(Shown(row, request.id, text, known, request.draws(self._mode)))
                 self._rows.followed[row][index] = length
         self._pacing.drafters[index].follow(shown)

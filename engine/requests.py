@@ -23,8 +23,9 @@ class Request:
     id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it. logprobs: a list where
     they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
     decides. speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held.
-    taken_by: stands for the decoder that it was submitted to. `prompt` and `stop_tokens` are copied. Errors:
-    ConfigError naming a field of another type: numpy's integers are integers, bools are not.
+    taken_by: stands for the decoder that it was submitted to. text: from then on the prompt and `tokens`, a list that
+    grows, so that a round copies neither. `prompt` and `stop_tokens` are copied. Errors: ConfigError naming a field of another
+    type: numpy's integers are integers, bools are not.
     """
 
     prompt: Sequence[int]
@@ -35,6 +36,7 @@ class Request:
     index: int = 0
     counts: Counts = field(default_factory=Counts, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
+    text: list[int] = field(default_factory=list, init=False, repr=False)
     finish_reason: FinishReason = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
     logprobs: list[float] | None = None
@@ -61,7 +63,7 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens whose KV the target's cache holds: all but the last one emitted."""
-        return len(self.prompt) + len(self.tokens) - 1
+        return len(self.text) - 1
 
     def draws(self, mode: str) -> tuple[int, int] | None:
         """The seed and id that key its random numbers, in rejection mode: no guess may know what they will draw."""
@@ -69,20 +71,21 @@ class Request:
 
     def emit(self, block: Sequence[int]) -> int:
         """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
-        for count, token in enumerate(block, start=1):
-            self.tokens.append(token)
-            if token in self.stop_tokens:
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.limit:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                return count
-        return len(block)
+        kept = block[: self.limit - len(self.tokens)]
+        if not self.stop_tokens.isdisjoint(kept):
+            kept = kept[: 1 + next(i for i, token in enumerate(kept) if token in self.stop_tokens)]
+            self.finish_reason = "stop"
+        elif len(self.tokens) + len(kept) == self.limit:
+            self.finish_reason = "length"
+        self.tokens += kept
+        self.text += kept
+        return len(kept)
 
     def commit(self, outcome: Outcome) -> int:
         """Emit and count a round's block, up to logits that are not finite; returns how many tokens were emitted."""
         block, start = outcome.block, self.length
-        bad = next((i for i, ok in enumerate(outcome.finite[: len(block)]) if not ok), None)
+        finite = outcome.finite[: len(block)]
+        bad = None if all(finite) else finite.index(0)
         kept = self.emit(block[:bad])
         self.counts.add_round(len(outcome.drafts), len(block) - 1, kept)
         if bad is not None and self.finish_reason is None:

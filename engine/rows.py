@@ -75,7 +75,7 @@ class Rows:
         """How far a drafter is to be shown each busy row before it drafts, and whether it can draft then: as far as the
         prompts; but where it has missed more than `most` tokens, no more of those and of what a round has added."""
         busy = self.busy()
-        missed = [one.length - self.followed[row].get(drafter, 0) for row, one in busy]
+        missed = [] if most is None else [one.length - self.followed[row].get(drafter, 0) for row, one in busy]
         if most is None or sum(missed) <= most:
             return [(row, one, len(one.prompt)) for row, one in busy], True
         ends = [min(end, most + len(busy)) for end in accumulate(missed)]
@@ -113,5 +113,4 @@ class Rows:
 
 
 def _state_of(request: Request) -> State:
-    previous = request.tokens[-2] if len(request.tokens) > 1 else request.prompt[-1]
-    return State(request.length, previous, request.tokens[-1])
+    return State(request.length, *request.text[-2:])

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property
 from numbers import Integral, Real
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +61,12 @@ class SamplingParams:
     def filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
 
+    @cached_property
+    def needs(self) -> Filters:
+        """The steps that this distribution takes."""
+        most_kept = 1 << (self.top_k - 1).bit_length() if self.top_k else 1 if self.greedy else ALL
+        return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept)
+
 
 class Filters(NamedTuple):
     """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: no row's top-k
@@ -74,11 +79,7 @@ class Filters(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
-        def most_kept(row: SamplingParams) -> int:
-            return 1 << (row.top_k - 1).bit_length() if row.top_k else 1 if row.greedy else ALL
-
-        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, most_kept(row)) for row in rows)
-        return reduce(or_, each, cls())
+        return cls._make(map(max, zip(cls(), *(row.needs for row in rows), strict=True)))
 
     def __or__(self, other: Filters) -> Filters:
         """Those of both."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Shown(NamedTuple):
-    """The target's row holds `text`, of which a drafter has followed the first `known` tokens: with 0 it is the prompt
+    """The target's row holds `text`, which is not to be kept or changed, and of which a drafter has followed the first `known` tokens: with 0 it is the prompt
     of another request, the one with that id; with more, rounds went by without the drafter. draws: see `Request`."""
 
     row: int

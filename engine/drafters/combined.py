@@ -44,13 +44,13 @@ class Combined(HostDrafter):
             return
         each = [one.row for one in rows]
         self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
-        held = {one.row: self._behind.pop(one.row, one.known) for one in rows}
-        missed = [one._replace(text=one.text[:-1], known=held[one.row]) for one in rows]
+        held = [(one, self._behind.pop(one.row, one.known)) for one in rows]
+        missed = [(one, known) for one, known in held if known < len(one.text) - 1]
         if self._skips:  # a draft that is written through has what is verified
             writes = self.verification_cache is not None
-            self._behind |= {one.row: one.known for one in missed if not writes or one.known < len(one.text)}
+            self._behind |= {one.row: known for one, known in (missed if writes else held)}
         else:
-            self.model.follow([one for one in missed if one.known < len(one.text)])
+            self.model.follow([one._replace(text=one.text[:-1], known=known) for one, known in missed])
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self._skips:
