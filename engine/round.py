@@ -179,7 +179,7 @@ class Rounds:
         """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
         next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for held, *_ in runner.captured for drafter in held):
