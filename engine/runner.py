@@ -106,7 +106,7 @@ class ModelRunner:
 
     @property
     def narrows(self) -> bool:
-        """Whether a round takes the shape that its rows need; captured ones have few shapes."""
+        """True if rounds compute no more rows and slots than they need; captured ones have few shapes."""
         return self.graphs is None
 
     def n_computed(self, n_busy: int) -> int:

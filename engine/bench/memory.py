@@ -205,8 +205,8 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
 
 
 def captured_rows(plan: Plan) -> int:
-    """How many `[V]` CUDA graphs keep for a row while the longest round runs over all rows: those that `kept_rows`
-    counts, of all other rounds that may be chosen, and of the baseline's, for every number of rows."""
+    """Return how many `[V]` CUDA graphs keep for a row while the longest round runs over all rows: the `kept_rows` of
+    all other rounds that may be chosen, and of the baseline's, for every number of rows."""
     draft = plan.draft
     if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
@@ -218,8 +218,8 @@ def captured_rows(plan: Plan) -> int:
 
 
 def kept_rows(plan: Plan, gamma: int) -> int:
-    """How many `[V]` a round of so many drafts keeps of a row until it ends: logits, and of drafts the distributions
-    that they are rejected by, to the end of the last inner round, or the noise that draft and target share."""
+    """Return how many `[V]` a round of `gamma` drafts keeps of each row: its logits, and either the distributions of
+    the drafts, those of the last inner round whole, or the noise that draft and target share."""
     inner = plan.draft.inner.gamma + 1 if plan.draft and plan.draft.inner else 0
     of_drafts = {"rejection": gamma + inner, "coupled": gamma + 1}.get(plan.sampling.mode, 0)
     return 1 + gamma + (of_drafts if gamma else 0)
