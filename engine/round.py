@@ -19,6 +19,7 @@ from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import Filters, SamplingParams
+from engine.timing import synchronize
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -144,9 +145,12 @@ class Round:
 
     def outcomes(self) -> list[Outcome]:
         """What `accept` decided, row by row: a round's one read from the device. Errors: RankError if ranks are
-        compared and disagree."""
+        compared and disagree; RuntimeError for a lost rank."""
+        ranks = self.runner.ranks
+        if ranks.timeout is not None:
+            synchronize(ranks.device, ranks.timeout)
         packed, batch = self.decided.tolist(), self.batch
-        self.runner.ranks.require_same(
+        ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",
             lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.decided),
         )
@@ -179,7 +183,7 @@ class Rounds:
         """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
         next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for held, *_ in runner.captured for drafter in held):

@@ -104,11 +104,16 @@ class ModelRunner:
             fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit one"
             raise ConfigError("the cache does not fit the model", where, given, needed, fix)
 
+    @property
+    def narrows(self) -> bool:
+        """True if rounds compute no more rows and slots than they need; captured ones have few shapes."""
+        return self.graphs is None
+
     def n_computed(self, n_busy: int) -> int:
         """How many rows a round of so many busy ones computes: a number that is captured; where none is, two at least,
         since libraries compute a product with one row in another order than one with several, and a row's bits would
         depend on how many others are left."""
-        if self.graphs is None:
+        if self.narrows:
             return min(self.max_batch, max(n_busy, 2))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 

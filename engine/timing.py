@@ -4,27 +4,38 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
+def synchronize(device: torch.device, timeout: timedelta | None = None) -> None:
+    """Wait until the device has done what it was given. Errors: RuntimeError after the timeout, for a GPU whose kernels
+    wait for a lost rank: NCCL's own timeout leaves out CUDA graphs, and symmetric memory has none."""
+    if device.type != "cuda":
+        return
+    if timeout is None:
         torch.cuda.synchronize(device)
+        return
+    done, deadline = torch.cuda.Event(), time.monotonic() + timeout.total_seconds()
+    done.record()
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a round on the GPU timed out after {timeout}")
+        time.sleep(0)  # other threads run meanwhile
 
 
 class PhaseTimer:
     """A factory of context managers: `with timer("verify"): ...` appends seconds to `seconds["verify"]`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self._device = device
+        self._device, self._timeout = device, timeout
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        synchronize(self._device)
+        synchronize(self._device, self._timeout)
         started = time.perf_counter()
         yield
-        synchronize(self._device)
+        synchronize(self._device, self._timeout)
         self.seconds[name].append(time.perf_counter() - started)

@@ -55,7 +55,7 @@ class Scheduler(Progress):
 
     def __init__(self, session: Session, pacing: Pacing, batch: Batch) -> None:
         self.tell: Callable[[list[Update]], None] = lambda updates: None
-        self._ranks, self._rows = session.ranks, session.runner.max_batch
+        self._ranks, self._rows, self._runner = session.ranks, session.runner.max_batch, session.runner
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
         self._decoder = Decoder(
             session.runner,
@@ -103,6 +103,7 @@ class Scheduler(Progress):
             began, was_idle, prefilled = time.perf_counter(), not self._running, self._decoder.prefill_seconds
             orders = self._ranks.shared(self._orders)
             if orders is None:
+                self._runner.drop_graphs()  # as when a benchmark ends (see `finish`)
                 return
             self._obey(*orders)
             done = self._decoder.step() if self._running else None

@@ -164,8 +164,8 @@ def prefill_kernel(options: Options) -> Record:
     return record | {"tokens": n_token, "slots": n_slot, "kernels": kernels}
 
 
-class WholeExtent(ModelRunner):
-    """Called rounds over the cache's whole capacity, as captured ones: the kernels then cut sums in the same places."""
+class CapturedShapes(ModelRunner):
+    """Called rounds over the rows and slots of captured ones: the kernels then cut sums in the same places."""
 
     narrows = False
 
@@ -198,7 +198,7 @@ def identity(options: Options, mode: str) -> Record:
         runs = [*drafters.items(), *drafters.items()]
         return {what: generate(runner, prompts, drafter=drafter, **how).tokens for what, drafter in runs}
 
-    called, replayed = tokens_of(WholeExtent), tokens_of(partial(ModelRunner, new_graphs=CudaGraphs))
+    called, replayed = tokens_of(CapturedShapes), tokens_of(partial(ModelRunner, new_graphs=CudaGraphs))
     same = {f"identical_rows_{what}": identical_rows(called[what], replayed[what]) for what in called}
     record = verdict(set(same.values()) == {len(prompts)}) | {"model": name, "mode": mode}
     return record | {"attention": model.backend.name, "rows": len(prompts), **same, "tokens": sum(LIMITS)}

@@ -204,7 +204,7 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
 
 @pytest.mark.parametrize("flags,is_captured", [("", True), ("--no_cuda_graphs", False)])
 def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, monkeypatch):
-    """The whole script, on a CPU that goes by another name than "cpu"."""
+    """The whole script, on a CPU that goes by another name than "cpu"; nothing that it captured is left at its end."""
     graphs: list[RecordedGraph] = []
     monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
     monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
@@ -213,4 +213,4 @@ def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, mon
     record = call("tests/selfspec_benchmark.py", f"{sizes} {flags}").record
     assert record["cuda_graphs"] is is_captured and bool(graphs) is is_captured
     assert record["identical_sequences"] == 2
-    assert all(graph.replays for graph in graphs)
+    assert all(graph.replays and graph.is_destroyed for graph in graphs)

@@ -79,3 +79,23 @@ def test_what_stdout_cannot_encode_is_escaped():
     body = r"print('caf\u00e9 \u20ac \ud800')"
     assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
     assert run(body, encoding="utf-8") == (0, "caf\u00e9 \u20ac ".encode() + rb"\ud800" + b"\n", b"")
+
+
+LOST = """
+import torch.distributed as dist
+
+class Held:
+    def __del__(self):
+        os.write(1, b"freed")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+held = Held()
+print(1)
+raise RuntimeError("it timed out")
+"""
+
+
+def test_a_rank_that_waited_in_vain_for_another_frees_nothing():
+    """Of a GPU that still waits for the other, freeing symmetric memory would wait, too."""
+    code, out, err = run(LOST, how=ON_RANKS)
+    assert (code, out) == (3, b"1\n") and b"did not answer in time (--rank_timeout)" in err

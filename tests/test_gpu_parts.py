@@ -15,6 +15,7 @@ from engine.bench.memory import GIB, require_room
 from engine.bench.session import Session
 from engine.noise import uniform_pairs
 from models.attention.torch_backend import TorchAttention
+from models.llama import Transformer
 from models.pointwise import EAGER
 from reproduce.gpu_parts import launch_gaps, speculation
 from reproduce.gpu_parts.cells import Options
@@ -83,6 +84,11 @@ IDENTITY, SURVIVAL = partial(correctness.identity, mode="coupled"), correctness.
     ],
 )
 def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch, check, graphs, status):
+    with_stand_ins(monkeypatch, graphs)
+    assert check(OnCuda("cpu", True))["status"] == status
+
+
+def with_stand_ins(monkeypatch: pytest.MonkeyPatch, graphs: type[RecordedGraphs]) -> None:
     """Of a tiny model; nothing can be compiled below the stand-in, which watches every operation of PyTorch."""
     model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
     instead = {"CudaGraphs": graphs, "compiled": lambda: EAGER, "compiled_source": lambda: uniform_pairs}
@@ -90,7 +96,26 @@ def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch, check, gra
     for name, value in instead.items():
         monkeypatch.setattr(correctness, name, value)
     monkeypatch.setattr(correctness, "_model_and_prompts", lambda options: (model, prompts, "tiny"))
-    assert check(OnCuda("cpu", True))["status"] == status
+
+
+def test_called_and_captured_rounds_that_are_compared_have_the_same_shapes(monkeypatch):
+    """Kernels sum in another order over fewer rows or slots: a right build would fail."""
+    shapes, new_runner, run = list[set](), correctness._runner, Transformer.hidden_states
+
+    def begin(*given, **how):
+        shapes.append(set())
+        return new_runner(*given, **how)
+
+    def noting(model, tokens, positions, cache, *given):
+        shapes[-1].add((*tokens.shape, *cache.positions.shape, cache.rows is None))
+        return run(model, tokens, positions, cache, *given)
+
+    with_stand_ins(monkeypatch, RecordedGraphs)
+    monkeypatch.setattr(correctness, "_runner", begin)
+    monkeypatch.setattr(Transformer, "hidden_states", noting)
+    assert correctness.identity(OnCuda("cpu", True), "greedy")["status"] == "done"
+    called, captured = shapes
+    assert {n_rows for n_rows, *_ in captured} == {1, 2, 4} and called == captured
 
 
 def test_cells_on_a_gpu_can_be_listed_without_one():

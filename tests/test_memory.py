@@ -17,7 +17,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
 from common.errors import OutOfMemoryError
-from engine import ModelRunner, SelfSpeculation, generate
+from engine import ModelRunner, NGram, SelfSpeculation, generate
 from engine.bench import memory
 from engine.bench.config import RankOptions, RunConfig, Sizes, Target
 from engine.bench.memory import MemoryPlan, require_memory
@@ -25,6 +25,9 @@ from engine.bench.plan import resolve_several
 from engine.bench.resolved import ResolvedDraft, ResolvedSampling
 from engine.cost_model.rehearsal import Rehearsal
 from engine.drafters import SelfConfig
+from engine.drafters.ngram import NGramConfig
+from engine.drafters.speculated import Speculated
+from engine.modes import Coupled
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
@@ -174,9 +177,11 @@ def test_of_several_drafts_there_is_room_for_as_many_as_are_held_at_once() -> No
             assert planned.name == "retrieval"
 
 
+@pytest.mark.parametrize("n_inner", [0, 2])
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
-    """Two budgets, three gammas, plain rounds and the baseline's, for two rows and one: all but one longest round's."""
+def test_outputs_that_graphs_keep_are_planned_for(mode: str, n_inner: int) -> None:
+    """Two budgets, three gammas, plain rounds and the baseline's, for two rows and one: all but one longest round's.
+    Each drafts by itself or by an inner draft."""
     kept: list[Any] = []
 
     class Keeping(RecordedGraphs):
@@ -188,7 +193,9 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
     model = tiny_model(dtype=torch.float32)
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=Keeping)
     budgets = (16, 12)
-    drafters = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
+    drafters: list[Any] = [SelfSpeculation(runner, StreamingKVCache(TINY, 2, budget, 2), gamma=3) for budget in budgets]
+    if n_inner:
+        drafters = [Speculated(one, NGram(runner, n_inner)) for one in drafters]
     choices = [PLAIN, *(Choice(index, gamma) for index in range(2) for gamma in (1, 2, 3))]
     sampling = ResolvedSampling(SamplingParams(0.0 if mode == "greedy" else 0.7, seed=1), mode)
     how: dict[str, Any] = {"max_new_tokens": 60, "sampling": sampling.params, "verification": mode}
@@ -196,13 +203,20 @@ def test_outputs_that_graphs_keep_are_planned_for(mode: str) -> None:
         prompts = random_prompts([9, 14][:n_rows])
         generate(runner, prompts, **how)
         Rehearsal(runner, drafters, prompts, gamma=3, **how).run(choices, 2)
-    draft = ResolvedDraft(SelfConfig(), 3, True, tuple(map(Streaming, budgets)), budgets)
+    inner = ResolvedDraft(NGramConfig(), n_inner) if n_inner else None
+    draft = ResolvedDraft(SelfConfig(), 3, True, tuple(map(Streaming, budgets)), budgets, inner=inner)
     on_cuda = {"n_rows": 2, "draft": draft, "device": "cuda", "sampling": sampling}
     plan, called = (plan_of(TINY, config=RunConfig(Target(no_cuda_graphs=off)), **on_cuda) for off in (False, True))
     assert plan.total(2) - called.total(2) == 2 * plan.per_row["outputs of captured rounds"] > 0
-    longest = (4 + (3 if mode == "rejection" else 0)) * TINY.vocab_size * 4
-    held = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
-    assert sum(x.numel() * 4 for x in held) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
+    of_inner = (n_inner and n_inner + 1) if mode == "rejection" else 0
+    longest = (4 + {"greedy": 0, "coupled": 4, "rejection": 3}[mode] + of_inner) * TINY.vocab_size * 4
+    without = plan_of(TINY, **on_cuda | {"draft": replace(draft, inner=None)}).per_row["logits"]
+    assert plan.per_row["logits"] - without == of_inner * TINY.vocab_size * 4
+    leaves = tree_leaves(kept)
+    leaves += [leaf._drawn_with for leaf in leaves if isinstance(leaf, Coupled)]
+    wide = [x for x in leaves if isinstance(x, torch.Tensor) and x.shape[-1] == TINY.vocab_size]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in wide}
+    assert sum(held.values()) == 2 * (plan.per_row["outputs of captured rounds"] + longest)
     for changes in ({"device": "cpu"}, {"config": RunConfig(Target(no_cuda_graphs=True))}):
         assert memory.captured_rows(run_of(TINY, **on_cuda | changes)) == 0
     # Where entries are not chosen after every round, rounds that note what they attend to are captured apart.

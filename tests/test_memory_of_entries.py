@@ -10,6 +10,7 @@ from live_bytes import LiveBytes
 from memory_plans import BLOCK, BUDGET, CAPACITY, never, plan_of, self_draft
 from tiny import TINY
 
+from engine.bench.dummy_prefill import randomise
 from engine.bench.memory import Footprint
 from kv_cache import FullKVCache, QuantizedKVCache, Retrieval, SnapKV, StreamingKVCache, VerifyTopK
 from kv_cache.verify_topk import Choosing
@@ -44,6 +45,19 @@ def test_entries_that_attention_cannot_read_are_counted_as_they_are_turned_into_
             view.read(0).dequantized(dtype)
         peaks.append(live.peak)
     assert peaks[2] < max(peaks) <= planned <= slack * max(peaks)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_random_entries_of_8_bits_are_drawn_a_row_at_a_time(stored: torch.dtype) -> None:
+    """Into the first rows of a wider and longer cache, each of which gets its own numbers; other slots get none."""
+    cache = FullKVCache(TINY, 7, 700, dtype=stored)
+    with LiveBytes() as live:
+        randomise(cache.view(slice(0, 5), 600))
+    of_row = 600 * TINY.n_kv_head * TINY.head_dim
+    assert live.peak == 2 * of_row * 4
+    everything = cache.entries.float()
+    filled = everything[:, :, :5, :, :600]
+    assert filled.std(dim=2).mean() > 0.5 and filled.count_nonzero() == everything.count_nonzero()
 
 
 def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_row_takes() -> None:

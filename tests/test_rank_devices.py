@@ -1,16 +1,22 @@
 """What a process does with its GPU: which one it gets, how it joins the others, in which chunks it prefills. No GPU is
 needed."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import TINY
+from recorded_graph import RecordedGraphs
+from tiny import TINY, random_prompts, tiny_runner
 from torch.cuda._utils import _get_device_index
 
 from common.errors import ConfigError
-from engine import ModelRunner
+from engine import ModelRunner, generate
 from engine.bench.resolved import resolve_device
-from engine.parallel.ranks import start_ranks
+from engine.parallel.launch import LOST_RANK
+from engine.parallel.ranks import Ranks, start_ranks
+from engine.timing import PhaseTimer
 from kv_cache import FullKVCache, StreamingKVCache
 from models.llama import Transformer
 
@@ -82,3 +88,26 @@ def test_a_gpu_prefills_in_larger_chunks_than_a_cpu():
     assert 64 * -(-16_000 // on_gpu.prefill_chunk) == 256
     assert in_ring.prefill_chunk == 128
     assert ModelRunner(model, FullKVCache(TINY, 1, 16_000)).prefill_chunk == 512
+
+
+def test_a_round_that_a_lost_rank_never_ends_is_given_up(monkeypatch):
+    """Replayed on a GPU nothing else notices it: reading its outcome, or the time of a phase, would wait for ever."""
+    ranks = Ranks(device=torch.device("cuda"), timeout=timedelta(seconds=0.05))
+    phase, prompts = PhaseTimer(ranks.device, ranks.timeout), random_prompts([9, 4])
+    left, asked = [3], []
+
+    def query() -> bool:
+        asked.append(left[0])
+        left[0] -= 1
+        return left[0] < 0
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=query))
+    runner = tiny_runner(2, ranks=ranks, new_graphs=RecordedGraphs)
+    alone = generate(tiny_runner(2), prompts, max_new_tokens=6)
+    assert generate(runner, prompts, max_new_tokens=6).tokens == alone.tokens
+    assert asked[:4] == [3, 2, 1, 0] and len(asked) == 3 + len(alone.stats.rounds)
+    left[0] = 10**9
+    with pytest.raises(RuntimeError, match=LOST_RANK):
+        generate(runner, prompts, max_new_tokens=6)
+    with pytest.raises(RuntimeError, match=LOST_RANK), phase("draft"):
+        pass

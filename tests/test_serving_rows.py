@@ -3,10 +3,12 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from recorded_graph import RecordedGraph, RecordedGraphs
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 
 from common import cli
@@ -159,3 +161,15 @@ def test_rejection_takes_drafts_of_the_models_distribution(chat_checkpoint):
         details = one.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
         assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
         assert details["speculation"]["accepted"] > 0
+
+
+def test_what_a_server_captured_goes_with_it(chat_checkpoint, monkeypatch):
+    """Before its ranks part, whose communicator would wait for it; on a CPU that goes by another name than "cpu"."""
+    graphs: list[RecordedGraph] = []
+    monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 2**40)
+    with serving(chat_checkpoint, "--attention torch") as one:
+        one.generate("abc", max_new_tokens=20)
+        assert graphs and not all(graph.is_destroyed for graph in graphs)
+    assert all(graph.is_destroyed for graph in graphs)

@@ -23,10 +23,11 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
 
 
 def randomise(cache: KVCache) -> None:
-    """Random keys and values in every slot."""
+    """Fill every slot with random keys and values, beside which no more than a row of a layer takes memory."""
     if cache.scales is None:
         cache.entries.normal_()
     else:
         for layer in cache.entries:  # 8-bit entries have no random numbers of their own
-            layer.copy_(torch.randn(layer.shape, device=layer.device))
+            for row in layer.unbind(1):
+                row.copy_(torch.randn(row.shape, device=row.device))
         cache.scales.fill_(1)

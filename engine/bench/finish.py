@@ -35,6 +35,7 @@ def finish(benchmark: str, session: Session, passes: Passes) -> None:
     own = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
     lengths, ends = zip(*chain.from_iterable(session.of_replicas(own)), strict=True)
     put_off = [*chain.from_iterable(session.processes.gathered(session.put_off))]
+    session.runner.drop_graphs()  # while one holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:
         return
     said = [table(record), *(f"  {note}" for note in notes(record, session.draft)), ""]

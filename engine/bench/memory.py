@@ -192,29 +192,37 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     weights = sum(one.weights(plan.device) for one in models if not one.shares_weights)
     if plan.draft and isinstance(plan.draft.source, HeadSource):
         weights += plan.draft.source.n_weights * (plan.draft.dtype or plan.dtype).itemsize
+    beyond = inner if plan.sampling.mode == "rejection" else 0  # distributions that inner rounds add to a block's
     of_block = block, config.n_head, target.dtype, capacity
     per_row = {
         "target KV": sum(cache.n_bytes for cache in target.caches),
         "draft KV": sum(cache.n_bytes for cache in caches) + sum(one.observer(*of_block).n_bytes for one in choosing),
         "dequantised KV": dequantized,
-        "logits": block * n_logits * per_logit,
+        "logits": n_logits * (block * per_logit + beyond * logit_size),
         "outputs of captured rounds": captured_rows(plan) * n_logits * logit_size,
     }
     return MemoryPlan({"weights": weights, "activations": activations, "CUDA and NCCL": libraries}, per_row)
 
 
 def captured_rows(plan: Plan) -> int:
-    """How many `[V]` of logits, and of distributions to reject by, CUDA graphs keep for a row while the longest round
-    runs over all rows: of all other rounds that may be chosen, and of the baseline's, for every number of rows."""
+    """Return how many `[V]` CUDA graphs keep for a row while the longest round runs over all rows: the `kept_rows` of
+    all other rounds that may be chosen, and of the baseline's, for every number of rows."""
     draft = plan.draft
     if plan.device == "cpu" or plan.config.target.no_cuda_graphs:
         return 0
     gammas = [0, *([0] * draft.automatic), *(draft.gammas * len(draft.each()))] if draft else [0]
-    twice = 2 if plan.sampling.mode == "rejection" else 1
-    longest, *each = (1 + twice * gamma for gamma in (max(gammas), *gammas))
+    longest, *each = (kept_rows(plan, gamma) for gamma in (max(gammas), *gammas))
     if draft:  # rounds without and with what is noted are captured apart
         each += [1 + gamma for gamma in draft.gammas for one in draft.policies if getattr(one, "refresh", 1) > 1]
     return math.ceil(sum(each) * sum(captured_sizes(plan.n_rows)) / plan.n_rows) - longest
+
+
+def kept_rows(plan: Plan, gamma: int) -> int:
+    """Return how many `[V]` a round of `gamma` drafts keeps of each row: its logits, and either the distributions of
+    the drafts, those of the last inner round whole, or the noise that draft and target share."""
+    inner = plan.draft.inner.gamma + 1 if plan.draft and plan.draft.inner else 0
+    of_drafts = {"rejection": gamma + inner, "coupled": gamma + 1}.get(plan.sampling.mode, 0)
+    return 1 + gamma + (of_drafts if gamma else 0)
 
 
 def _dequantizes(

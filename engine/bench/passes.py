@@ -88,7 +88,8 @@ def run_passes(session: Session, watch: Watch | None = None) -> Passes:
     done |= decode_in_turns(session, pacings | {"speculation": make_pacing(session, drafters, costs)}, watch=shown)
     timed = None
     if which.benchmark:
-        timer, pacing = PhaseTimer(session.runner.device), make_pacing(session, drafters, costs)
+        timer = PhaseTimer(session.runner.device, session.ranks.timeout)
+        pacing = make_pacing(session, drafters, costs)
         timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=shown)
     return Passes(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
 

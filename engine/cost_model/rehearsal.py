@@ -30,7 +30,7 @@ class Rehearsal:
         of_requests = ("max_new_tokens", "sampling", "numbered_from")
         self._asked = {name: how.pop(name) for name in of_requests if name in how}
         self.runner, self._how = runner, how
-        self._phases = PhaseTimer(runner.device)
+        self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
         self._requests: list[Request] = []
         self._next = PLAIN
         self.seconds = 0.0

@@ -5,10 +5,12 @@ merely lose a peer wait for that, so that the rank that failed is the one that i
 """
 
 import gc
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -51,7 +53,9 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
             get_error_handler().record_exception(error)
             raise
         _report_lost_rank(error)
-        sys.exit(LOST_RANK_CODE)
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(LOST_RANK_CODE)  # freeing symmetric memory would wait for kernels, which wait for the lost rank
     gc.collect()  # now that no traceback holds main's frames
     if code:
         sys.exit(code)
@@ -80,7 +84,9 @@ def _report_lost_rank(error: Exception) -> None:
         lost = RankError(what, "a collective", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
     if hangs:
+        frames = error.__traceback__
         get_error_handler().record_exception(error.with_traceback(None))
+        error.with_traceback(frames)  # which are not to be freed
     else:
         time.sleep(LINGER_SECONDS)
 
