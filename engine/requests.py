@@ -24,8 +24,9 @@ class Request:
     they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
     decides. speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held.
     taken_by: stands for the decoder that it was submitted to. text: from then on the prompt and `tokens`, a list that
-    grows, so that a round copies neither. `prompt` and `stop_tokens` are copied. Errors: ConfigError naming a field of another
-    type: numpy's integers are integers, bools are not.
+    grows, so that a round copies neither. `prompt` and `stop_tokens` are copied.
+
+    Errors: ConfigError naming a field of another type: numpy's integers are integers, bools are not.
     """
 
     prompt: Sequence[int]
@@ -72,8 +73,8 @@ class Request:
     def emit(self, block: Sequence[int]) -> int:
         """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
         kept = block[: self.limit - len(self.tokens)]
-        if not self.stop_tokens.isdisjoint(kept):
-            kept = kept[: 1 + next(i for i, token in enumerate(kept) if token in self.stop_tokens)]
+        if (stop := next((i for i, token in enumerate(kept) if token in self.stop_tokens), None)) is not None:
+            kept = kept[: stop + 1]
             self.finish_reason = "stop"
         elif len(self.tokens) + len(kept) == self.limit:
             self.finish_reason = "length"

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class Shown(NamedTuple):
-    """The target's row holds `text`, which is not to be kept or changed, and of which a drafter has followed the first `known` tokens: with 0 it is the prompt
-    of another request, the one with that id; with more, rounds went by without the drafter. draws: see `Request`."""
+    """The target's row holds `text`, a list that is only to be read, and that grows later. A drafter has followed its
+    first `known` tokens: with 0 it is the prompt of another request, the one with that id; with more, rounds went by
+    without the drafter. draws: see `Request`."""
 
     row: int
     request: int
