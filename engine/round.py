@@ -33,14 +33,14 @@ class Outcome(NamedTuple):
 
 def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
     """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
-    verifies: where the forward is observed it is captured apart."""
+    verifies: where the forward is observed it is captured apart; what a graph of it gives is compared once."""
 
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
             observed = verifies and getattr(self.verification_cache, "is_observed", False)
             part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
-            outputs = self._captured(method.__name__, of, part) if self._captured else part()
+            outputs = self._captured(method.__name__, of, part, verifies) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
 

@@ -214,3 +214,20 @@ def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, mon
     assert record["cuda_graphs"] is is_captured and bool(graphs) is is_captured
     assert record["identical_sequences"] == 2
     assert all(graph.replays and graph.is_destroyed for graph in graphs)
+
+
+class Forgetful(RecordedGraph):
+    """Its outputs stay rubbish: nothing is run again."""
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_graphs_that_compute_something_else_change_no_token(capsys, monkeypatch):
+    """What verifies and decides is then called, and one line a part says so; wrong drafts are only rejected."""
+    monkeypatch.setattr(RecordedGraphs, "Graph", Forgetful)
+    graphs: list[RecordedGraph] = []
+    wrong, right = (run("streaming", "greedy", new) for new in (partial(RecordedGraphs, recorded=graphs), None))
+    assert [one.tokens for one in wrong] == [one.tokens for one in right] and graphs
+    said = capsys.readouterr().err
+    assert "a CUDA graph, verify gives other numbers" in said and "accept gives other numbers" in said
