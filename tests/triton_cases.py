@@ -11,8 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import Case, make_case, packed_case
+from torch import Tensor
 
-from kv_cache.entries import KV, largest
+from kv_cache import FullKVCache, VerifyTopK, VerifyTopKCache
+from kv_cache.entries import KV, dequantize, largest
+from kv_cache.verify_topk import Choice, Choosing
+from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
 
@@ -137,3 +141,51 @@ def test_what_the_kernel_does_not_take_goes_to_torch(n_token, head_dim, dtype):
     case = after([0, 40], n_token, 60, head_dim=head_dim, dtype=dtype)
     assert torch.equal(case.run(TritonAttention()), case.run(TorchAttention()))
     assert (unsupported(case.spec) is None) == (n_token > MAX_BLOCK)
+
+
+def chosen_of(cache: VerifyTopKCache) -> Tensor:
+    """What the second layer's chosen slots hold, as numbers, in an order of their own."""
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
+    values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
+    return values.gather(0, order[..., None].expand_as(values))
+
+
+@pytest.mark.parametrize(
+    "source,target",
+    [
+        *((kind, kind) for kind in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)),
+        (torch.float32, torch.float16),
+        (torch.int8, torch.float32),
+        (torch.bfloat16, torch.int8),
+    ],
+)
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("chunk", [8, 5])
+def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
+    """Choice after choice, of texts that end in a chunk, which counts for what it has; the rows of other names stay."""
+    monkeypatch.setattr("models.attention.triton_backend.CHOSEN_CHUNKS", 16)
+    config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
+    own, again = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    own.chunk = again.chunk = chunk
+    full = FullKVCache(config, 4, 200, dtype=source)
+    full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
+    rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
+    n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
+    for step in range(3):
+        shares = torch.randint(9, (4, 3, 2, n_chunk + 2), generator=generator) / 8
+        # Of few chunks, so that it hangs on how many of them there are, and on which of equals come first.
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
+        counts, ends = torch.tensor([[1.0, 0, 2], [0, 0, 3], [1, 1, 1], [2, 1, 0]]), torch.tensor([191, 61, 100, 52])
+        is_new = torch.tensor([True, step != 1, True, step != 2])
+        choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
+        before = own.held[1].clone()
+        for cache, how in ((own, TritonAttention()), (again, Choosing())):
+            how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
+        assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
+        stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(own.held[1][stayed], before[stayed]), "what is chosen again stays where it was"
+    if (source, target) != (torch.bfloat16, torch.int8):  # which is quantised anew
+        full.entries.zero_()
+        TritonAttention().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
+        assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"

@@ -2,6 +2,7 @@
 
 import math
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from kv_cache.base import KVCache
 from kv_cache.entries import KV, NOTED, Packed
+from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
-from models.attention.triton_kernels import combine, note, split_kv
+from models.attention.triton_kernels import choose, combine, note, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -27,6 +30,8 @@ SLOTS_PER_ROW = 16
 DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
 NOTE_SLOTS, NOTE_WARPS = 1024, 4  # that one program of `note` takes, and that run it
+CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
+CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
 MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
@@ -128,6 +133,13 @@ class Launch(NamedTuple):
         self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
+def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
+    """Triton launches on the current device, wherever the tensors are."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for launch in launches:
+            launch()
+
+
 @dataclass
 class Block:
     """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
@@ -179,7 +191,7 @@ def plan(
     numbers = {"n_token": n_token, "n_kv_head": n_kv_head, "n_chunk": n_chunk, "window": window or 0}
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
     variant = {"MAPPED": kv.rows is not None, "NOTED": is_noted, "WINDOWED": window is not None, "SPLIT": is_split}
-    of_all: dict[str, Any] = others | _strides(q=q) | numbers | shape | variant
+    of_all: dict[str, Any] = others | _strides("row token head", q=q) | numbers | shape | variant
     of_all["scale"] = head_dim**-0.5 * math.log2(math.e)
     launches, first = [], 0
     for (source, tile), chunk, count in zip(sources, chunks, counts, strict=True):
@@ -205,13 +217,43 @@ def plan(
     return launches, out
 
 
+def plan_choice(
+    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+) -> Launch:
+    """The launch that chooses a layer's entries, as of `Choosing.choose`."""
+    n_kv_head, n_chosen, head_dim = *to.held.shape[2:], to.entries.shape[-1]
+    n_chunk = min(triton.cdiv(source.keys.shape[3], to.chunk), shares.shape[-1])
+    n_program = len(choice.ends) * n_kv_head
+    read, written = source.entries[from_layer], to.entries[to_layer]
+    if read.dtype == written.dtype and read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
+        read, written = read.view(torch.uint8), written.view(torch.uint8)
+    # Pointers that a variant never follows still need a tensor.
+    read_scales = read[..., 0] if source.scales is None else source.scales[from_layer]
+    written_scales = written[..., 0] if to.scales is None else to.scales[to_layer]
+    tensors = {"source": read, "target": written, "source_scales": read_scales, "target_scales": written_scales}
+    tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
+    tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
+    tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
+    strides = _strides("row token head", share=shares) | _strides("both row head slot", s=read, t=written)
+    strides |= _strides("both row head", ss=read_scales, ts=written_scales)
+    numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
+    numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
+    variant = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": source.scales is not None}
+    variant |= {"RESCALED": to.scales is not None, "HEAD_DIM": head_dim, "TOGETHER": to.chunk}
+    n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
+    variant |= {"CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
+    variant |= {"PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
+    n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
+    return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
+
+
 def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
     """What `split_kv` takes of entries as they are stored, all of them or a ring beside packed ones."""
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent
     entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
-    strides = _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    strides = _strides("row slot head", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
     none = dict.fromkeys(("n_ring", "PACKED", "PARTS"), 0)
     is_in_order, is_quantized = block.slots.in_order and kv.packed is None, kv.key_scales is not None
     of_slots = {"n_slot": kv.keys.shape[1], "positions": positions, "positions_row": positions.stride(0)}
@@ -233,12 +275,11 @@ def _packed(packed: Packed) -> dict[str, Any]:
     return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
 
 
-def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
-    names = ("row", second, "head")
-    return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(names)}
+def _strides(dims: str, **tensors: Tensor) -> dict[str, int]:
+    return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(dims.split())}
 
 
-class TritonAttention:
+class TritonAttention(Choosing):
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
     `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
 
@@ -264,8 +305,13 @@ class TritonAttention:
         q = q if q.stride(-1) == 1 else q.contiguous()
         on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
         launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
-        # Triton launches on the current device, wherever the tensors are.
-        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-            for launch in launches:
-                launch()
+        launch_on(q.device, launches)
         return out
+
+    def choose(
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    ) -> None:
+        """As of `Choosing`, but for entries that are quantised anew."""
+        if to.scales is not None and source.entries.dtype != to.entries.dtype:
+            return super().choose(to, to_layer, source, from_layer, shares, choice)
+        launch_on(to.device, [plan_choice(to, to_layer, source, from_layer, shares, choice)])

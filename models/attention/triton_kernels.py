@@ -1,4 +1,5 @@
-"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, and the merge of the chunks."""
+"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, the merge of the chunks, what is
+noted of them, and the choice of entries by that."""
 
 import triton
 import triton.language as tl
@@ -280,3 +281,100 @@ def note(
     chunk = tl.program_id(1) * (SLOTS // TOGETHER) + tl.arange(0, SLOTS // TOGETHER)
     to = noted + stored * noted_row + token * noted_token + h * noted_head + chunk
     tl.store(to, share, mask=chunk * TOGETHER < n_slot)
+
+
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_chunk", "n_first", "n_chosen"])
+def choose(
+    shares, counts, ends, is_new, rows, held, scratch, source, target, source_scales, target_scales,
+    share_row, share_token, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
+    ss_both, ss_row, ss_head, ts_both, ts_row, ts_head,
+    n_token, n_kv_head, n_chunk, n_first, n_chosen,
+    MAPPED: tl.constexpr, SCALED: tl.constexpr, RESCALED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TOGETHER: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One program: `n_chosen` entries of a row and KV head, by what its chunks of TOGETHER have of attention, where
+    `is_new [B]`; grid `[B * n_kv_head]`.
+
+    As of `kv_cache.verify_topk.Choosing.choose`; with MAPPED, shares are of the stored `rows [B]`. Of a chunk always
+    its first entries are chosen, and `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
+    those that are chosen again stay there, and others take the places that are left. With SCALED, what `source` holds
+    has scales, which are copied with RESCALED and multiplied without. scratch: int32 `[B * n_kv_head, 2 *
+    (n_chunk + n_chosen)]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    b, h = index // n_kv_head, index % n_kv_head
+    if tl.load(is_new + b) == 0:
+        return
+    row, end = tl.load(rows + b), tl.load(ends + b).to(tl.int32)
+    ranks = scratch + index * 2 * (n_chunk + n_chosen)
+    marks, fresh, free = ranks + n_chunk, ranks + 2 * n_chunk, ranks + 2 * n_chunk + n_chosen
+    chunk, place = tl.arange(0, CHUNKS), tl.arange(0, PLACES)
+    share = tl.zeros([CHUNKS], tl.float32)
+    shares += (row if MAPPED else b) * share_row + h * share_head
+    for token in tl.range(0, n_token):
+        count = tl.load(counts + b * n_token + token)
+        share += count * tl.load(shares + token * share_token + chunk, mask=chunk < n_chunk, other=0.0)
+
+    # The bits of floats that are not negative rank as they do. The last chunk that is chosen has the highest ones
+    # beyond which, themselves included, there are enough entries.
+    rank = tl.where(chunk < n_first // TOGETHER, UNSEEN, share.to(tl.int32, bitcast=True))
+    rank = tl.where(chunk * TOGETHER < end, rank, -1)
+    size = tl.minimum(end - chunk * TOGETHER, TOGETHER)
+    lowest = tl.full([], 0, tl.int32)
+    for bit in tl.range(0, 31):
+        higher = lowest | (1 << (30 - bit))
+        lowest = tl.where(tl.sum(tl.where(rank >= higher, size, 0), 0) >= n_chosen, higher, lowest)
+    left = n_chosen - tl.sum(tl.where(rank > lowest, size, 0), 0)
+    tl.store(ranks + chunk, rank, mask=chunk < n_chunk)
+
+    # How many of each chunk's entries are held, then how many are chosen: those that are new, and places without one.
+    held += (row * n_kv_head + h) * n_chosen + place
+    entry = tl.load(held, mask=place < n_chosen, other=-1).to(tl.int32)
+    of_chunk, in_chunk = tl.maximum(entry, 0) // TOGETHER, tl.maximum(entry, 0) % TOGETHER
+    tl.store(marks + chunk, 0, mask=chunk < n_chunk)
+    tl.debug_barrier()
+    tl.atomic_max(marks + of_chunk, in_chunk + 1, mask=entry >= 0)
+    tl.debug_barrier()
+    n_copied = tl.full([], 0, tl.int32)
+    for start in tl.range(0, n_chunk, TILE):
+        some = start + tl.arange(0, TILE)
+        their_rank = tl.load(ranks + some, mask=some < n_chunk, other=-1)
+        known = tl.load(marks + some, mask=some < n_chunk, other=0)
+        their_size = tl.minimum(end - some * TOGETHER, TOGETHER)
+        equal = tl.where(their_rank == lowest, their_size, 0)  # of these the first are chosen
+        taken = tl.minimum(tl.maximum(left - tl.cumsum(equal, 0) + equal, 0), equal)
+        left -= tl.sum(equal, 0)
+        taken = tl.where(their_rank > lowest, their_size, taken)
+        n_new = tl.maximum(taken - known, 0)
+        first = n_copied + tl.cumsum(n_new, 0) - n_new
+        n_copied += tl.sum(n_new, 0)
+        for i in tl.range(0, TOGETHER):
+            tl.store(fresh + first + i, some * TOGETHER + known + i, mask=i < n_new)
+        tl.store(marks + some, taken, mask=some < n_chunk)
+    tl.debug_barrier()
+    stays = (entry >= 0) & (in_chunk < tl.load(marks + of_chunk))
+    is_free = (place < n_chosen) & (stays == 0)
+    order = tl.cumsum(is_free.to(tl.int32), 0) - 1
+    tl.store(held, tl.load(fresh + order, mask=is_free, other=0).to(tl.int64), mask=is_free)
+    tl.store(free + order, place, mask=is_free)
+    tl.debug_barrier()
+
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source += row * s_row + h * s_head
+    target += row * t_row + h * t_head
+    for start in tl.range(0, n_copied, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        copied = at < n_copied
+        slot = tl.load(fresh + at, mask=copied, other=0).to(tl.int64)
+        to = tl.load(free + at, mask=copied, other=0).to(tl.int64)
+        for both in tl.static_range(2):
+            vectors = tl.load(source + both * s_both + slot[:, None] * s_slot + dims, mask=copied[:, None])
+            if SCALED:
+                scale_at = source_scales + both * ss_both + row * ss_row + h * ss_head + slot
+                scales = tl.load(scale_at, mask=copied, other=0.0)
+                if RESCALED:
+                    tl.store(target_scales + both * ts_both + row * ts_row + h * ts_head + to, scales, mask=copied)
+                else:
+                    vectors = vectors.to(tl.float32) * scales[:, None]
+            target_at = target + both * t_both + to[:, None] * t_slot + dims
+            tl.store(target_at, vectors.to(target.dtype.element_ty), mask=copied[:, None])
