@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from common.errors import require_at_least
+from common.launch import launch_on, missing_launcher
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, LEVELS, Packed, dequantize, joined, stored_as
 from kv_cache.full import Full, FullKVCache
@@ -54,6 +55,7 @@ class QuantizedKVCache(FullKVCache):
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
+        self._packing = kernel_for(self.device, self.entries)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
         # As of Packed, in each layer.
@@ -82,25 +84,49 @@ class QuantizedKVCache(FullKVCache):
         return self.group
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
-        self._ring_positions[self._rows, positions % self.ring] = positions
-        # The last group that lies far enough back, and the rows which hold it and have it in 4 bits not yet.
-        group = (positions[:, :1] - self.window) // self.group - 1
-        is_new = (group >= 0) & (group != self._last_group[self._rows])
-        self._last_group[self._rows] = group
-        self._due = group.clamp(min=0) * self.group + torch.arange(self.group, device=self.device)
-        self._is_due = (is_new & (self._ring_positions[self._rows, self._due % self.ring] == self._due)).all(dim=1)
-        self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
-        return super().begin(positions)
+        super().begin(positions)
+        slots = positions % self.ring
+        self._ring_positions[self._rows, slots] = positions
+        # The last group that lies far enough back, and the one that was the last when it was quantised.
+        self._due = (positions[:, :1] - (self.window + self.group)) // self.group
+        self._was_due = self._last_group[self._rows]
+        self._last_group[self._rows] = self._due
+        if self._packing is None:
+            is_new = (self._due >= 0) & (self._due != self._was_due)
+            self._due = self._due.clamp(min=0)
+            tokens = self._due * self.group + torch.arange(self.group, device=self.device)
+            self._slots_due = tokens % self.ring
+            # The rows which have it in the ring and in 4 bits not yet.
+            self._is_due = (is_new & (self._ring_positions[self._rows, self._slots_due] == tokens)).all(dim=1)
+            self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
+        return slots
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
         """As of every cache, into the ring; also quantises the group that is due."""
-        super().write(layer, slots % self.ring, new)
-        if self._skips:
-            return
-        at = self._due % self.ring
-        scales = None if self.scales is None else self.scales[layer][:, self._rows, :, at]
-        tokens = dequantize(self.entries[layer][:, self._rows, :, at], scales, torch.float32)
-        self._quantize(layer, self._rows, self._due[:, :1] // self.group, tokens[:, None], self._is_due)
+        super().write(layer, slots, new)
+        if self._packing is not None:
+            held = self._was_due, self._ring_positions
+            self._pack(layer, self, layer, self._due, self.row_indices.contiguous(), held)
+        elif not self._skips:
+            at = self._slots_due
+            scales = None if self.scales is None else self.scales[layer][:, self._rows, :, at]
+            tokens = dequantize(self.entries[layer][:, self._rows, :, at], scales, torch.float32)
+            self._quantize(layer, self._rows, self._due, tokens[:, None], self._is_due)
+
+    def _pack(
+        self,
+        layer: int,
+        source: KVCache,
+        from_layer: int,
+        groups: torch.Tensor,
+        rows: torch.Tensor,
+        held: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Quantise the `groups [n]` of `rows [n]` that a layer of `source` has, as of `plan_packing`."""
+        scales, packed = None if source.scales is None else source.scales[from_layer], [x[layer] for x in self.packed]
+        launch_on(
+            self.device, [self._packing.plan_packing(source.entries[from_layer], scales, packed, groups, rows, held)]
+        )
 
     def _quantize(
         self, layer: int, rows: torch.Tensor, groups: torch.Tensor, tokens: torch.Tensor, is_held: torch.Tensor
@@ -156,7 +182,9 @@ class QuantizedKVCache(FullKVCache):
         kept = torch.arange(first * self.group, length, device=self.device)
         groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
         recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
-        at_once = -(-FILLED_AT_ONCE // self.group)
+        into, one = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
+        is_packed = kernel_for(self.device, source.entries) is not None
+        at_once = max(1, n_group) if is_packed else -(-FILLED_AT_ONCE // self.group)
 
         def stored(layer: int, of: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
             scales = None if source.scales is None else source.scales[layer, :, from_row][:, :, slots[of]]
@@ -165,6 +193,9 @@ class QuantizedKVCache(FullKVCache):
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             for start in range(0, n_group - first, at_once):
                 some = groups[:, start : start + at_once]
+                if is_packed:
+                    into._pack(to_layer, one, from_layer, some[0], torch.zeros_like(some[0]))
+                    continue
                 of = slice(start * self.group, (start + some.shape[1]) * self.group)
                 tokens = dequantize(*stored(from_layer, of), torch.float32).permute(2, 0, 1, 3)
                 tokens = tokens.unflatten(0, (-1, self.group))
@@ -179,7 +210,7 @@ class QuantizedKVCache(FullKVCache):
 
     def view(
         self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
-    ) -> KVCache:
+    ) -> QuantizedKVCache:
         narrowed = super().view(rows, extent, block_at_end)
         assert isinstance(narrowed, QuantizedKVCache)
         stored = rows if isinstance(rows, slice) else slice(None)
@@ -190,6 +221,18 @@ class QuantizedKVCache(FullKVCache):
         narrowed._key_grids, narrowed._value_grids = self._key_grids[:, :, stored], self._value_grids[:, :, stored]
         narrowed._ring_positions, narrowed._last_group = self._ring_positions[stored], self._last_group[stored]
         return narrowed
+
+
+def kernel_for(device: torch.device, entries: torch.Tensor) -> Any:
+    """The module of the Triton kernel that packs such entries; None where it cannot run. Only Ada and Hopper convert
+    float8."""
+    if device.type != "cuda" or entries.shape[-1].bit_count() > 1 or missing_launcher():
+        return None
+    if entries.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    from kv_cache import packing
+
+    return packing
 
 
 def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -46,7 +46,7 @@ UNPLANNED = (
     *("reproduce/plot.py", "reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
     *("download.py", "convert_hf_checkpoint.py", "foretoken.py", "tests/mutants.py"),
     "tests/config_cases.py",
-    *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/cpu_linears.py"),
+    *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/cpu_linears.py", "reproduce/round_costs.py"),
     *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
 )
 BUILT_IN = (DEFAULT_NAME, "SmolLM2-draft")

@@ -7,13 +7,15 @@ and must not be while torch compiles.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from attention_cases import Case, make_case, packed_case
 from torch import Tensor
 
-from kv_cache import FullKVCache, VerifyTopK, VerifyTopKCache
+from common.launch import launch_on
+from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
 from kv_cache.entries import KV, dequantize, largest
 from kv_cache.verify_topk import Choice, Choosing
 from models import ModelConfig
@@ -63,8 +65,9 @@ def test_ragged_rows_in_order(n_token, group, head_dim):
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_lengths_around_the_borders_of_tiles_and_chunks(shift):
+def test_lengths_around_the_borders_of_tiles_and_chunks(shift, monkeypatch):
     """A chunk of two tiles: lengths end a tile, a chunk, a chunk and a tile, two chunks."""
+    monkeypatch.setattr("models.attention.triton_backend.NOTE_CHUNKS", 2)
     n_token = 4
     lengths = [border * CHUNK - n_token + shift for border in (1, 2, 3, 4)]
     check(after(lengths, n_token, 5 * CHUNK - 9, group=4), min_chunk=2 * CHUNK)
@@ -189,3 +192,36 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         full.entries.zero_()
         TritonAttention().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
+
+
+@pytest.mark.parametrize("group,head_dim", [(16, 64), (7, 64), (64, 64), (48, 128)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.int8])
+def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
+    """To the bit: of a row that is filled, and of rows by name that go on in blocks, some of whose drafts are taken
+    back; groups that are not whole yet, or that the ring has lost, are not."""
+    config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
+    full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
+    positions = torch.arange(full.capacity)
+    new = torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1
+    for layer in range(2):
+        full.write(layer, positions.expand(4, -1), new[layer])
+    found, n_launch = [], Mock(side_effect=launch_on)
+    monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
+    for kernel in (None, packing):
+        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
+        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, dtype=stored)
+        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
+            cache.fill_row(row, full, length)
+        view, starts = cache.view(torch.tensor([3, 0, 1])), torch.tensor([3 * group + 9, 4 * group + 5, 3])
+        for step, n_token in enumerate((1, 3, group, 5, 7, group, 2)):
+            at = starts[:, None] + torch.arange(n_token)
+            slots = view.begin(at)
+            for layer in range(2):
+                view.write(layer, slots, new[layer][view.rows[:, None], at])
+            starts += n_token if step % 2 else n_token // 2
+            if step == 4:
+                starts[0] -= group  # further back than what is not in 4 bits
+            cache.rollback(starts[[1, 2, 2, 0]])
+        found.append([x.clone() for x in cache.tensors])
+    assert all(map(torch.equal, *found)) and found[0][3].any()
+    assert n_launch.call_count > 2 * 7

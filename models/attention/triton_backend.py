@@ -1,17 +1,15 @@
 """The Triton backend: the KV of a short block is read once, in chunks that fill the GPU, with lengths on the device."""
 
 import math
-import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from common.launch import Launch, launch_on, strides_of
 from kv_cache.base import KVCache
 from kv_cache.entries import KV, NOTED, Packed
 from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
@@ -29,7 +27,8 @@ MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipel
 SLOTS_PER_ROW = 16
 DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
-NOTE_SLOTS, NOTE_WARPS = 1024, 4  # that one program of `note` takes, and that run it
+# Scores that one program of `note` takes, chunks that it merges at once, and warps that run it.
+NOTE_SCORES, NOTE_CHUNKS, NOTE_WARPS = 512, 128, 4
 CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
 CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
 MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
@@ -48,20 +47,6 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
     """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
     convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
-
-
-def missing_launcher() -> str | None:
-    """Why Triton cannot start kernels here, in one line; None if it can. Its driver has the launcher of all kernels in
-    one C module, built or loaded from Triton's cache here."""
-    if triton.knobs.runtime.interpret:
-        return None
-    try:
-        getattr(triton.runtime.driver.active, "utils")  # noqa: B009, which is what builds or loads it
-    except Exception as error:  # of many classes: no compiler, no headers, no libcuda, no GPU
-        takes = "a C compiler (gcc or clang; CC names another one) with Python's headers"
-        cause = traceback.format_exception_only(error)[0].splitlines()[0]
-        return f"Triton cannot build or load its launcher, which takes {takes}: {cause}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -120,26 +105,6 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
     return max((triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks), key=filled)
 
 
-class Launch(NamedTuple):
-    """One kernel launch; `reproduce/kernel_report.py` compiles the same ones without a GPU."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def __call__(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
-
-
-def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
-    """Triton launches on the current device, wherever the tensors are."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for launch in launches:
-            launch()
-
-
 @dataclass
 class Block:
     """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
@@ -184,14 +149,19 @@ def plan(
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     if is_noted:
         assert block.slots.in_order and kv.packed is None, "noted by position"
-        kept = q.new_empty(batch, n_token, n_head, n_slot, dtype=torch.float32)
+        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, NOTED), dtype=torch.float32)
     window = block.spec.sliding_window
     others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
     numbers = {"n_token": n_token, "n_kv_head": n_kv_head, "n_chunk": n_chunk, "window": window or 0}
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
-    variant = {"MAPPED": kv.rows is not None, "NOTED": is_noted, "WINDOWED": window is not None, "SPLIT": is_split}
-    of_all: dict[str, Any] = others | _strides("row token head", q=q) | numbers | shape | variant
+    variant = {
+        "MAPPED": kv.rows is not None,
+        "NOTED": NOTED * is_noted,
+        "WINDOWED": window is not None,
+        "SPLIT": is_split,
+    }
+    of_all: dict[str, Any] = others | strides_of("row token head", q=q) | numbers | shape | variant
     of_all["scale"] = head_dim**-0.5 * math.log2(math.e)
     launches, first = [], 0
     for (source, tile), chunk, count in zip(sources, chunks, counts, strict=True):
@@ -207,12 +177,12 @@ def plan(
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
     if kv.noted is not None:
-        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "MAPPED", "WINDOWED", "n_slot", *numbers
+        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "NOTED", "MAPPED", "WINDOWED", "n_slot", *numbers
         arguments = {name: launches[0].arguments[name] for name in names}
         row, token, head, _ = kv.noted.stride()
         arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
-        arguments |= {"SLOTS": NOTE_SLOTS, "TOGETHER": NOTED}
-        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SLOTS)
+        arguments |= {"SCORES": NOTE_SCORES, "CHUNKS": NOTE_CHUNKS}
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * NOTED)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
 
@@ -234,11 +204,11 @@ def plan_choice(
     tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
     tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
     tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
-    strides = _strides("row token head", share=shares) | _strides("both row head slot", s=read, t=written)
-    strides |= _strides("both row head", ss=read_scales, ts=written_scales)
+    strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
+    strides |= strides_of("both row head", ss=read_scales, ts=written_scales)
     numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
     numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
-    variant = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": source.scales is not None}
+    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": source.scales is not None}
     variant |= {"RESCALED": to.scales is not None, "HEAD_DIM": head_dim, "TOGETHER": to.chunk}
     n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
     variant |= {"CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
@@ -253,7 +223,7 @@ def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent
     entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
-    strides = _strides("row slot head", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    strides = strides_of("row slot head", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
     none = dict.fromkeys(("n_ring", "PACKED", "PARTS"), 0)
     is_in_order, is_quantized = block.slots.in_order and kv.packed is None, kv.key_scales is not None
     of_slots = {"n_slot": kv.keys.shape[1], "positions": positions, "positions_row": positions.stride(0)}
@@ -273,10 +243,6 @@ def _packed(packed: Packed) -> dict[str, Any]:
     of_slots = {"n_slot": packed.n_token, "positions": packed.recent, "positions_row": packed.recent.stride(0)}
     variant = {"PACKED": packed.group, "PARTS": packed.value_grids.shape[3], "IN_ORDER": True, "QUANTIZED": False}
     return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
-
-
-def _strides(dims: str, **tensors: Tensor) -> dict[str, int]:
-    return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(dims.split())}
 
 
 class TritonAttention(Choosing):

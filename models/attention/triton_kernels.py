@@ -62,8 +62,8 @@ def _attend_tile(
     """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
 
     `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
-    units of log 2, and go to `kept`, where each row's are, if NOTED. The pointers are those of the row and head; one
-    tile is 32-bit offsets away from them.
+    units of log 2, and the highest of every NOTED, if any, goes to `kept`, where each row's are. The pointers are those
+    of the row and head; one tile is 32-bit offsets away from them.
     """
     best, total, acc = state
     keys, values, key_scales, value_scales, positions = pointers
@@ -114,9 +114,10 @@ def _attend_tile(
         scores = tl.where(visible, scores, float("-inf"))
 
     if NOTED:
-        tl.store(
-            kept[:, None] + (slot + offsets)[None, :], scores, mask=(query[:, None] >= 0) & (slot + offsets < stop)
-        )
+        highest = tl.max(tl.reshape(scores, [scores.shape[0], SLOTS // NOTED, NOTED]), 2)
+        together = slot // NOTED + tl.arange(0, SLOTS // NOTED)
+        is_kept = (query[:, None] >= 0) & (together * NOTED < stop)
+        tl.store(kept[:, None] + together[None, :], highest, mask=is_kept)
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen nothing yet has -inf for its best: -inf - -inf is not 0.
     base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
@@ -147,7 +148,8 @@ def split_kv(
     those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
     takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
     where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result. With
-    NOTED, `kept` float32 `[B, n_token, H, n_slot]` takes the scores of what was looked at, and `log_sums` is filled.
+    NOTED, `kept` float32 `[B, n_token, H, n_slot / NOTED]` takes the highest score of so many slots that were looked
+    at, and `log_sums` is filled.
 
     Of tokens in 4 bits, PACKED is how many share a key's grid, RUN its greatest common divisor with SLOTS, and PARTS
     how many grids a value has; keys and values are then the codes, their scales the lowest numbers, and `positions [B,
@@ -197,7 +199,7 @@ def split_kv(
     state = (best, total, acc)
     pointers = (keys, values, key_scales, value_scales, positions)
     strides = (k_slot, v_slot, ks_slot, vs_slot)
-    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * n_slot if NOTED else token
+    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * tl.cdiv(n_slot, NOTED) if NOTED else token
     shared = (q_tile, query, stop, pointers, strides, n_ring, scale, window, kept_at)
     masked_from = start
     if IN_ORDER and not WINDOWED:
@@ -252,35 +254,34 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
 def note(
     kept, log_sums, stored_rows, queries, noted, noted_row, noted_token, noted_head,
     n_token, n_kv_head, n_slot, n_chunk, window,
-    GROUP: tl.constexpr, SLOTS: tl.constexpr, TOGETHER: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, SCORES: tl.constexpr, CHUNKS: tl.constexpr, NOTED: tl.constexpr, MAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Turn SLOTS scores that `split_kv` kept of one token and KV head into the largest share of attention of each
-    TOGETHER of them, averaged over the heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot /
-    TOGETHER]` float32; grid `[B * n_token * n_kv_head, blocks]`."""
+    """Turn SCORES scores that `split_kv` kept of one token and KV head into shares of attention, averaged over the
+    heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot / NOTED]` float32; grid `[B * n_token *
+    n_kv_head, blocks]`. The sums of CHUNKS chunks are merged at a time."""
     index = tl.program_id(0).to(tl.int64)
     b, token, h = index // (n_token * n_kv_head), index // n_kv_head % n_token, index % n_kv_head
-    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
-    query = tl.load(queries + b * n_token + token)
+    at = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
+    slot, query = at * NOTED, tl.load(queries + b * n_token + token)
     seen = (slot < n_slot) & (slot <= query)
     if WINDOWED:
-        seen &= slot > query - window
-    share = tl.zeros([SLOTS // TOGETHER], tl.float32)
+        seen &= slot + NOTED > query - window + 1
+    share = tl.zeros([SCORES], tl.float32)
     for g in tl.static_range(GROUP):
         row = index * GROUP + g
         best, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
-        for chunk in tl.range(0, n_chunk):
-            log_sum = tl.load(log_sums + row * n_chunk + chunk)
-            new_best = tl.maximum(best, log_sum)
+        for first in tl.range(0, n_chunk, CHUNKS):
+            chunk = first + tl.arange(0, CHUNKS)
+            log_sum = tl.load(log_sums + row * n_chunk + chunk, mask=chunk < n_chunk, other=float("-inf"))
+            new_best = tl.maximum(best, tl.max(log_sum, 0))
             base = tl.where(new_best == float("-inf"), 0.0, new_best)
-            total = total * tl.exp2(best - base) + tl.exp2(log_sum - base)
+            total = total * tl.exp2(best - base) + tl.sum(tl.exp2(log_sum - base), 0)
             best = new_best
-        score = tl.load(kept + row * n_slot + slot, mask=seen, other=float("-inf"))
-        highest = tl.max(tl.reshape(score, [SLOTS // TOGETHER, TOGETHER]), 1)
-        share += tl.exp2(highest - best) / (total * GROUP)
+        score = tl.load(kept + row * tl.cdiv(n_slot, NOTED) + at, mask=seen, other=float("-inf"))
+        share += tl.exp2(score - best) / (total * GROUP)
     stored = tl.load(stored_rows + b) if MAPPED else b
-    chunk = tl.program_id(1) * (SLOTS // TOGETHER) + tl.arange(0, SLOTS // TOGETHER)
-    to = noted + stored * noted_row + token * noted_token + h * noted_head + chunk
-    tl.store(to, share, mask=chunk * TOGETHER < n_slot)
+    tl.store(noted + stored * noted_row + token * noted_token + h * noted_head + at, share, mask=slot < n_slot)
 
 
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_chunk", "n_first", "n_chosen"])
