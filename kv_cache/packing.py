@@ -1,16 +1,15 @@
 """The Triton kernel that packs groups of tokens into 4 bits, as `kv_cache.quantized` does in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from common.launch import Launch, strides_of
 
-LEVELS, SMALLEST_STEP = tl.constexpr(15), tl.constexpr(1e-8)
+SMALLEST_STEP = tl.constexpr(1e-8)
 
 
 @triton.jit
@@ -32,16 +31,7 @@ def _grid(low, high):
 def _codes(x, low, step):
     """What `x` is in steps from `low` on; adding so much rounds to even."""
     steps = tl.div_rn(x - low, step) + 12582912.0 - 12582912.0
-    return tl.minimum(tl.maximum(steps, 0.0), LEVELS).to(tl.uint8)
-
-
-@triton.jit
-def _loaded(entries, scales, slots, dims, exists, s_slot, SCALED: tl.constexpr):
-    """Entries at `slots` and `dims`, which broadcast, as float32."""
-    x = tl.load(entries + slots * s_slot + dims, mask=exists, other=0.0).to(tl.float32)
-    if SCALED:
-        x *= tl.load(scales + slots, mask=exists, other=0.0)
-    return x
+    return tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n_head", "n_ring"])
@@ -60,8 +50,8 @@ def pack_group(
     """
     i, h = (tl.program_id(0) // n_head).to(tl.int64), tl.program_id(0) % n_head
     group, row = tl.load(groups + i), tl.load(rows + i)
-    in_group = tl.arange(0, TOKENS)
-    position = group * GROUP + in_group
+    in_group, dims = tl.arange(0, TOKENS), tl.arange(0, HEAD_DIM)[None, :]
+    position, exists = group * GROUP + in_group, (in_group < GROUP)[:, None]
     slot = position % n_ring
     if CHECKED:
         if (group < 0) | (group == tl.load(packed_groups + i)):
@@ -70,72 +60,60 @@ def pack_group(
         if tl.sum(((there != position) & (in_group < GROUP)).to(tl.int32), 0) > 0:
             return
 
-    entries += row * s_row + h * s_head
-    scales += row * ss_row + h * ss_head
+    # A byte has one code of each half of the head dim.
     HALF: tl.constexpr = HEAD_DIM // 2
-    # Keys: each channel has a grid, [TOKENS, HALF] of either half.
-    token, dims = in_group[:, None], tl.arange(0, HALF)[None, :]
-    exists, byte = token < GROUP, tl.zeros([TOKENS, HALF], tl.uint8)
-    grid_at = key_grids + row * kg_row + h * kg_head + group * HEAD_DIM + dims
-    for half in tl.static_range(2):
-        x = _loaded(entries, scales, slot[:, None], half * HALF + dims, exists, s_slot, SCALED)
-        lowest = tl.min(tl.where(exists, x, float("inf")), 0)[None, :]
-        low, step = _grid(lowest, tl.max(tl.where(exists, x, float("-inf")), 0)[None, :])
-        tl.store(grid_at + half * HALF, low.to(tl.bfloat16))
-        tl.store(grid_at + half * HALF + kg_both, step.to(tl.bfloat16))
-        byte |= _codes(x, low, step) << (4 * half)
-    tl.store(key_codes + row * kc_row + h * kc_head + (group * HALF + dims) * GROUP + token, byte, mask=exists)
+    bits, in_half = tl.arange(0, 2)[None, :, None] * 4, tl.arange(0, HALF)[None, :]
+    entries += row * s_row + h * s_head + slot[:, None] * s_slot + dims
+    keys, values = tl.load(entries, mask=exists, other=0.0), tl.load(entries + s_both, mask=exists, other=0.0)
+    keys, values = keys.to(tl.float32), values.to(tl.float32)
+    if SCALED:
+        scales += row * ss_row + h * ss_head + slot[:, None]
+        keys *= tl.load(scales, mask=exists, other=0.0)
+        values *= tl.load(scales + ss_both, mask=exists, other=0.0)
 
-    # Values: parts of the head dim have one, of which each half has some, [TOKENS, parts, channels].
-    IN_HALF: tl.constexpr = (PARTS + 1) // 2
-    CHANNELS: tl.constexpr = HALF // IN_HALF
-    entries, scales = entries + s_both, scales + ss_both
-    token, part = in_group[:, None, None], tl.arange(0, IN_HALF)[None, :, None]
-    exists, dims = token < GROUP, part * CHANNELS + tl.arange(0, CHANNELS)[None, None, :]
-    lower = _loaded(entries, scales, slot[:, None, None], dims, exists, s_slot, SCALED)
-    upper = _loaded(entries, scales, slot[:, None, None], HALF + dims, exists, s_slot, SCALED)
-    lows, highs = tl.min(lower, 2)[:, :, None], tl.max(lower, 2)[:, :, None]
-    lows_of_upper, highs_of_upper = tl.min(upper, 2)[:, :, None], tl.max(upper, 2)[:, :, None]
-    if PARTS == 1:
-        lows, highs = tl.minimum(lows, lows_of_upper), tl.maximum(highs, highs_of_upper)
-        lows_of_upper, highs_of_upper = lows, highs
-    grid_at = value_grids + row * vg_row + h * vg_head + part * vg_part + position[:, None, None]
-    low, step = _grid(lows, highs)
-    tl.store(grid_at, low.to(tl.bfloat16), mask=exists)
-    tl.store(grid_at + vg_both, step.to(tl.bfloat16), mask=exists)
-    byte = _codes(lower, low, step)
-    low, step = _grid(lows_of_upper, highs_of_upper)
-    grid_at += PARTS // 2 * vg_part
-    tl.store(grid_at, low.to(tl.bfloat16), mask=exists)
-    tl.store(grid_at + vg_both, step.to(tl.bfloat16), mask=exists)
-    byte |= _codes(upper, low, step) << 4
-    tl.store(value_codes + row * vc_row + h * vc_head + position[:, None, None] * HALF + dims, byte, mask=exists)
+    low = tl.min(tl.where(exists, keys, float("inf")), 0)[None, :]
+    low, step = _grid(low, tl.max(tl.where(exists, keys, float("-inf")), 0)[None, :])
+    key_grids += row * kg_row + h * kg_head + group * HEAD_DIM + dims
+    tl.store(key_grids, low.to(tl.bfloat16))
+    tl.store(key_grids + kg_both, step.to(tl.bfloat16))
+    bytes = tl.sum(tl.reshape(_codes(keys, low, step), [TOKENS, 2, HALF]) << bits, 1)
+    key_codes += row * kc_row + h * kc_head + (group * HALF + in_half) * GROUP + in_group[:, None]
+    tl.store(key_codes, bytes.to(tl.uint8), mask=exists)
+
+    values = tl.reshape(values, [TOKENS, PARTS, HEAD_DIM // PARTS])
+    low, step = _grid(tl.min(values, 2), tl.max(values, 2))
+    value_grids += row * vg_row + h * vg_head + tl.arange(0, PARTS)[None, :] * vg_part + position[:, None]
+    tl.store(value_grids, low.to(tl.bfloat16), mask=exists)
+    tl.store(value_grids + vg_both, step.to(tl.bfloat16), mask=exists)
+    bytes = tl.sum(tl.reshape(_codes(values, low[:, :, None], step[:, :, None]), [TOKENS, 2, HALF]) << bits, 1)
+    value_codes += row * vc_row + h * vc_head + position[:, None] * HALF + in_half
+    tl.store(value_codes, bytes.to(tl.uint8), mask=exists)
 
 
 def plan_packing(
-    entries: torch.Tensor,
-    scales: torch.Tensor | None,
-    packed: Sequence[torch.Tensor],
-    groups: torch.Tensor,
-    rows: torch.Tensor,
-    held: tuple[torch.Tensor, torch.Tensor] | None = None,
+    entries: Tensor,
+    scales: Tensor | None,
+    packed: Sequence[Tensor],
+    groups: Tensor,
+    rows: Tensor,
+    held: tuple[Tensor, Tensor] | None = None,
 ) -> Launch:
-    """The launch that packs `groups [n]` of `rows [n]` of a layer's entries `[2, rows, n_kv_head, ring, head_dim]`.
+    """The launch that packs `groups [n]` of `rows [n]` of a layer's entries `[2, rows, n_kv_head, ring, head_dim]` into
+    codes and grids, of keys and of values.
 
-    packed: codes and grids, of keys and of values. held: with which a group is packed only where it was not, and the
-    ring has it: the last group of each row that was, `[n]`, and the positions that rings hold, `[rows, ring]`.
+    held: with which a group is packed only where it was not, and the ring has it: the last group of each row that was,
+    `[n]`, and the positions that rings hold, `[rows, ring]`.
     """
-    key_codes, value_codes, key_grids, value_grids = packed
-    (_, _, n_head, n_ring, head_dim), group = entries.shape, key_codes.shape[-1]
-    of_scales = entries[..., 0] if scales is None else scales  # a pointer that is never followed
-    packed_groups, positions = (groups, groups) if held is None else held
-    tensors = {"entries": entries, "scales": of_scales, "groups": groups, "packed_groups": packed_groups, "rows": rows}
-    tensors |= {"held": positions, "key_codes": key_codes, "value_codes": value_codes}
-    tensors |= {"key_grids": key_grids, "value_grids": value_grids}
-    strides = strides_of("both row head slot", s=entries) | strides_of("both row head", ss=of_scales, kg=key_grids)
-    strides |= strides_of("row head", kc=key_codes, vc=value_codes) | strides_of("both row head part", vg=value_grids)
+    tensors: dict[str, Any] = dict(zip(("key_codes", "value_codes", "key_grids", "value_grids"), packed, strict=True))
+    strides = strides_of("row head", kc=packed[0], vc=packed[1]) | strides_of("both row head", kg=packed[2])
+    scales_or_any = entries[..., 0] if scales is None else scales  # a pointer that is never followed
+    tensors |= {"entries": entries, "scales": scales_or_any, "groups": groups, "rows": rows}
+    tensors |= dict(zip(("packed_groups", "held"), held or (groups, groups), strict=True))
+    strides |= strides_of("both row head slot", s=entries) | strides_of("both row head", ss=scales_or_any)
+    strides |= strides_of("both row head part", vg=packed[3])
+    (_, _, n_head, n_ring, head_dim), group = entries.shape, packed[0].shape[-1]
     n_token = triton.next_power_of_2(group)
     numbers = {"n_head": n_head, "n_ring": n_ring, "GROUP": group, "TOKENS": n_token, "HEAD_DIM": head_dim}
-    variant = {"PARTS": value_grids.shape[-2], "SCALED": scales is not None, "CHECKED": held is not None}
+    variant = {"PARTS": packed[3].shape[-2], "SCALED": scales is not None, "CHECKED": held is not None}
     n_warp = 4 if n_token * head_dim <= 4096 else 8
     return Launch(pack_group, (len(groups) * n_head,), tensors | strides | numbers | variant, n_warp, num_stages=1)

@@ -77,7 +77,7 @@ class RetrievalKVCache(VerifyTopKCache):
         ahead = torch.arange(2 + self.refresh_every * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
         slots = entries_of(filled, self.chunk).clamp(max=extent - 1)
-        ends, whole, named = lengths - self.window, extent // self.chunk, rows[:, None]
+        ends, named, whole = lengths - self.window, rows[:, None], min(extent // self.chunk, self.means.shape[3])
         once = torch.ones_like(lengths[:, None], dtype=torch.float32)
         is_hidden, choice = self._is_hidden(ends, whole)[:, None], Choice(slice(None), once, ends, is_new)
         for to_layer, from_layer in enumerate(layers):

@@ -190,29 +190,27 @@ def plan(
 def plan_choice(
     to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
 ) -> Launch:
-    """The launch that chooses a layer's entries, as of `Choosing.choose`."""
-    n_kv_head, n_chosen, head_dim = *to.held.shape[2:], to.entries.shape[-1]
-    n_chunk = min(triton.cdiv(source.keys.shape[3], to.chunk), shares.shape[-1])
-    n_program = len(choice.ends) * n_kv_head
+    """The launch that chooses a layer's entries, as of `Choosing.choose`, of equal dtypes or without scales."""
+    n_kv_head, n_chosen = to.held.shape[2:]
     read, written = source.entries[from_layer], to.entries[to_layer]
-    if read.dtype == written.dtype and read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
+    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
+    if read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
         read, written = read.view(torch.uint8), written.view(torch.uint8)
     # Pointers that a variant never follows still need a tensor.
-    read_scales = read[..., 0] if source.scales is None else source.scales[from_layer]
-    written_scales = written[..., 0] if to.scales is None else to.scales[to_layer]
-    tensors = {"source": read, "target": written, "source_scales": read_scales, "target_scales": written_scales}
+    both = (source.scales, from_layer, read), (to.scales, to_layer, written)
+    scales = [x[..., 0] if of_all is None else of_all[layer] for of_all, layer, x in both]
+    tensors = {"source": read, "target": written, "source_scales": scales[0], "target_scales": scales[1]}
     tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
     tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
     tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
     strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
-    strides |= strides_of("both row head", ss=read_scales, ts=written_scales)
+    strides |= strides_of("both row head", ss=scales[0], ts=scales[1])
     numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
     numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
-    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": source.scales is not None}
-    variant |= {"RESCALED": to.scales is not None, "HEAD_DIM": head_dim, "TOGETHER": to.chunk}
     n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
-    variant |= {"CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
-    variant |= {"PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
+    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": to.scales is not None}
+    variant |= {"HEAD_DIM": read.shape[-1], "PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
+    variant |= {"TOGETHER": to.chunk, "CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
     n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
     return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
 
@@ -277,7 +275,7 @@ class TritonAttention(Choosing):
     def choose(
         self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
     ) -> None:
-        """As of `Choosing`, but for entries that are quantised anew."""
-        if to.scales is not None and source.entries.dtype != to.entries.dtype:
-            return super().choose(to, to_layer, source, from_layer, shares, choice)
-        launch_on(to.device, [plan_choice(to, to_layer, source, from_layer, shares, choice)])
+        if (to.scales is source.scales is None) or to.entries.dtype == source.entries.dtype:
+            launch_on(to.device, [plan_choice(to, to_layer, source, from_layer, shares, choice)])
+        else:
+            super().choose(to, to_layer, source, from_layer, shares, choice)

@@ -290,17 +290,16 @@ def choose(
     share_row, share_token, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
     ss_both, ss_row, ss_head, ts_both, ts_row, ts_head,
     n_token, n_kv_head, n_chunk, n_first, n_chosen,
-    MAPPED: tl.constexpr, SCALED: tl.constexpr, RESCALED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TOGETHER: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
+    MAPPED: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """One program: `n_chosen` entries of a row and KV head, by what its chunks of TOGETHER have of attention, where
     `is_new [B]`; grid `[B * n_kv_head]`.
 
     As of `kv_cache.verify_topk.Choosing.choose`; with MAPPED, shares are of the stored `rows [B]`. Of a chunk always
     its first entries are chosen, and `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
-    those that are chosen again stay there, and others take the places that are left. With SCALED, what `source` holds
-    has scales, which are copied with RESCALED and multiplied without. scratch: int32 `[B * n_kv_head, 2 *
-    (n_chunk + n_chosen)]`.
+    those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
+    scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
     """
     index = tl.program_id(0).to(tl.int64)
     b, h = index // n_kv_head, index % n_kv_head
@@ -370,12 +369,8 @@ def choose(
         to = tl.load(free + at, mask=copied, other=0).to(tl.int64)
         for both in tl.static_range(2):
             vectors = tl.load(source + both * s_both + slot[:, None] * s_slot + dims, mask=copied[:, None])
-            if SCALED:
-                scale_at = source_scales + both * ss_both + row * ss_row + h * ss_head + slot
-                scales = tl.load(scale_at, mask=copied, other=0.0)
-                if RESCALED:
-                    tl.store(target_scales + both * ts_both + row * ts_row + h * ts_head + to, scales, mask=copied)
-                else:
-                    vectors = vectors.to(tl.float32) * scales[:, None]
             target_at = target + both * t_both + to[:, None] * t_slot + dims
             tl.store(target_at, vectors.to(target.dtype.element_ty), mask=copied[:, None])
+            if SCALED:
+                scales = tl.load(source_scales + both * ss_both + row * ss_row + h * ss_head + slot, mask=copied)
+                tl.store(target_scales + both * ts_both + row * ts_row + h * ts_head + to, scales, mask=copied)
