@@ -162,8 +162,7 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
         (torch.int8, torch.float32),
     ],
 )
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("chunk", [8, 5])
+@pytest.mark.parametrize("by_name,chunk", [(True, 8), (False, 5)])
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
     """Choice after choice, of texts that end in a chunk, which counts for what it has; the rows of other names stay."""
     monkeypatch.setattr("models.attention.triton_backend.CHOSEN_CHUNKS", 16)
@@ -193,8 +192,10 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
 
 
-@pytest.mark.parametrize("group,head_dim", [(16, 64), (7, 64), (64, 64), (48, 128)])
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize(
+    "stored,group,head_dim",
+    [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
+)
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
     """To the bit: of a row that is filled, and of rows by name that go on in blocks, some of whose drafts are taken
     back; groups that are not whole yet, or that the ring has lost, are not."""
