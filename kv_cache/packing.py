@@ -91,12 +91,7 @@ def pack_group(
 
 
 def plan_packing(
-    entries: Tensor,
-    scales: Tensor | None,
-    packed: Sequence[Tensor],
-    groups: Tensor,
-    rows: Tensor,
-    held: tuple[Tensor, Tensor] | None = None,
+    entries: Tensor, scales: Tensor | None, packed: Sequence[Tensor], groups: Tensor, rows: Tensor, held: Any = None
 ) -> Launch:
     """The launch that packs `groups [n]` of `rows [n]` of a layer's entries `[2, rows, n_kv_head, ring, head_dim]` into
     codes and grids, of keys and of values.
@@ -104,16 +99,21 @@ def plan_packing(
     held: with which a group is packed only where it was not, and the ring has it: the last group of each row that was,
     `[n]`, and the positions that rings hold, `[rows, ring]`.
     """
-    tensors: dict[str, Any] = dict(zip(("key_codes", "value_codes", "key_grids", "value_grids"), packed, strict=True))
-    strides = strides_of("row head", kc=packed[0], vc=packed[1]) | strides_of("both row head", kg=packed[2])
-    scales_or_any = entries[..., 0] if scales is None else scales  # a pointer that is never followed
-    tensors |= {"entries": entries, "scales": scales_or_any, "groups": groups, "rows": rows}
-    tensors |= dict(zip(("packed_groups", "held"), held or (groups, groups), strict=True))
-    strides |= strides_of("both row head slot", s=entries) | strides_of("both row head", ss=scales_or_any)
-    strides |= strides_of("both row head part", vg=packed[3])
     (_, _, n_head, n_ring, head_dim), group = entries.shape, packed[0].shape[-1]
+    given = {
+        "entries": entries,
+        "scales": entries[..., 0] if scales is None else scales,
+        "groups": groups,
+        "rows": rows,
+    }
+    given |= dict(zip(("key_codes", "value_codes", "key_grids", "value_grids"), packed, strict=True))
+    given |= dict(zip(("packed_groups", "held"), held or (groups, groups), strict=True))
+    strides = strides_of("both row head slot", s=entries) | strides_of("row head", kc=packed[0], vc=packed[1])
+    strides |= strides_of("both row head", ss=given["scales"], kg=packed[2]) | strides_of(
+        "both row head part", vg=packed[3]
+    )
     n_token = triton.next_power_of_2(group)
     numbers = {"n_head": n_head, "n_ring": n_ring, "GROUP": group, "TOKENS": n_token, "HEAD_DIM": head_dim}
     variant = {"PARTS": packed[3].shape[-2], "SCALED": scales is not None, "CHECKED": held is not None}
     n_warp = 4 if n_token * head_dim <= 4096 else 8
-    return Launch(pack_group, (len(groups) * n_head,), tensors | strides | numbers | variant, n_warp, num_stages=1)
+    return Launch(pack_group, (len(groups) * n_head,), given | strides | numbers | variant, n_warp, num_stages=1)

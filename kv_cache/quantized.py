@@ -104,24 +104,17 @@ class QuantizedKVCache(FullKVCache):
         """As of every cache, into the ring; also quantises the group that is due."""
         super().write(layer, slots, new)
         if not self._skips:
-            self._quantize(layer, self, layer, self._rows, self._due, self._packing, of_ring=True)
+            self._quantize(layer, self, layer, self._rows, self._due, self._packing)
 
     def _quantize(
-        self,
-        layer: int,
-        source: KVCache,
-        from_layer: int,
-        rows: torch.Tensor,
-        groups: torch.Tensor,
-        packing: Any,
-        of_ring: bool = False,
+        self, layer: int, source: KVCache, from_layer: int, rows: torch.Tensor, groups: torch.Tensor, packing: Any
     ) -> None:
-        """Quantise the `groups [B, n]` of `rows [B, 1]` that a layer of `source` has; of the ring, where they are due.
-        packing: as of `kernel_for`."""
+        """Quantise the `groups [B, n]` of `rows [B, 1]` that a layer of `source` has; of its own ring, where they are
+        due. packing: as of `kernel_for`."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()
-            checks = (self._was_due, self._ring_positions) if of_ring else None
+            checks = (self._was_due, self._ring_positions) if source is self else None
             packed = [x[layer] for x in self.packed]
             launch_on(self.device, [packing.plan_packing(entries, scales, packed, *where, checks)])
             return
@@ -140,7 +133,7 @@ class QuantizedKVCache(FullKVCache):
             (self._key_grids, (every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
             (self._value_grids, (every, rows, every, every, slots), value_grids),
         ):
-            if of_ring:
+            if source is self:
                 new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, held[layer][at])
             held[layer][at] = new
 

@@ -29,13 +29,7 @@ class Choosing:
     """How entries are chosen and copied, in PyTorch; a backend of attention may have kernels for it."""
 
     def choose(
-        self,
-        to: VerifyTopKCache,
-        to_layer: int,
-        source: KVCache,
-        from_layer: int,
-        shares: torch.Tensor,
-        choice: Choice,
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: torch.Tensor, choice: Choice
     ) -> None:
         """Have the first slots of a layer of `to` hold those entries of the same rows of `source`, in any order, that
         `best_chunks` names by each token's `shares [rows, n_token, n_kv_head, n_chunk]` of attention."""
