@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from common.errors import require_at_least
+from common.launch import launch_on, missing_launcher
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, LEVELS, Packed, Store, dequantize, joined, store, stored_as
 from kv_cache.full import Full, FullKVCache
@@ -54,6 +55,7 @@ class QuantizedKVCache(FullKVCache):
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
+        self._packing = kernel_for(self.entries)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
         # As of Packed, in each layer.
@@ -82,36 +84,48 @@ class QuantizedKVCache(FullKVCache):
         return self.group
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
-        self._ring_positions[self._rows, positions % self.ring] = positions
-        # The last group that lies far enough back, and the rows which hold it and have it in 4 bits not yet.
-        group = (positions[:, :1] - self.window) // self.group - 1
-        is_new = (group >= 0) & (group != self._last_group[self._rows])
-        self._last_group[self._rows] = group
-        self._due = group.clamp(min=0) * self.group + torch.arange(self.group, device=self.device)
-        self._is_due = (is_new & (self._ring_positions[self._rows, self._due % self.ring] == self._due)).all(dim=1)
-        self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
-        return super().begin(positions)
+        super().begin(positions)
+        slots = positions % self.ring
+        self._ring_positions[self._rows, slots] = positions
+        # The last group that lies far enough back, and the one that was the last when it was quantised.
+        self._due = (positions[:, :1] - (self.window + self.group)) // self.group
+        self._was_due, self._skips = self._last_group[self._rows], False
+        self._last_group[self._rows] = self._due
+        if self._packing is None:
+            is_new = (self._due >= 0) & (self._due != self._was_due)
+            self._due = self._due.clamp(min=0)
+            tokens = self._due * self.group + torch.arange(self.group, device=self.device)
+            # The rows which have it in the ring and in 4 bits not yet.
+            self._is_due = (is_new & (self._ring_positions[self._rows, tokens % self.ring] == tokens)).all(dim=1)
+            self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
+        return slots
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor, store: Store = store) -> None:
         """As of every cache, into the ring; also quantises the group that is due."""
-        super().write(layer, slots % self.ring, new, store)
-        if self._skips:
-            return
-        at = self._due % self.ring
-        scales = None if self.scales is None else self.scales[layer][:, self._rows, :, at]
-        tokens = dequantize(self.entries[layer][:, self._rows, :, at], scales, torch.float32)
-        self._quantize(layer, self._rows, self._due[:, :1] // self.group, tokens[:, None], self._is_due)
+        super().write(layer, slots, new, store)
+        if not self._skips:
+            self._quantize(layer, self, layer, self._rows, self._due, self._packing)
 
     def _quantize(
-        self, layer: int, rows: torch.Tensor, groups: torch.Tensor, tokens: torch.Tensor, is_held: torch.Tensor
+        self, layer: int, source: KVCache, from_layer: int, rows: torch.Tensor, groups: torch.Tensor, packing: Any
     ) -> None:
-        """Store `tokens [B, n, group, 2, n_kv_head, head_dim]` as the `groups [B, n]` of `rows [B, 1]` that `is_held
-        [B]` is true of."""
+        """Quantise the `groups [B, n]` of `rows [B, 1]` that a layer of `source` has; of its own ring, where they are
+        due. packing: as of `kernel_for`."""
+        entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
+        if packing is not None:
+            where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()
+            checks = (self._was_due, self._ring_positions) if source is self else None
+            packed = [x[layer] for x in self.packed]
+            launch_on(self.device, [packing.plan_packing(entries, scales, packed, *where, checks)])
+            return
+        slots = (groups[..., None] * self.group + torch.arange(self.group, device=self.device)).flatten(1)
+        stored_at = slots % entries.shape[3]
+        scales = None if scales is None else scales[:, rows, :, stored_at]
+        tokens = dequantize(entries[:, rows, :, stored_at], scales, torch.float32).unflatten(1, (-1, self.group))
         keys, values = tokens.unbind(3)
         n_part = self._value_grids.shape[-2]
         key_codes, key_grid = quantize4(keys, 2)
         value_codes, value_grid = quantize4(values.unflatten(-1, (n_part, -1)), -1)
-        slots = (groups[..., None] * self.group + torch.arange(self.group, device=self.device)).flatten(1)
         every, value_grids = slice(None), torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)
         for held, at, new in (
             (self._key_codes, (rows, every, groups), joined(key_codes).permute(0, 1, 3, 4, 2)),
@@ -119,8 +133,9 @@ class QuantizedKVCache(FullKVCache):
             (self._key_grids, (every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
             (self._value_grids, (every, rows, every, every, slots), value_grids),
         ):
-            of_layer, is_new = held[layer], is_held.view(-1, *[1] * (new.ndim - 1))
-            of_layer[at] = torch.where(is_new, new, of_layer[at])
+            if source is self:
+                new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, held[layer][at])
+            held[layer][at] = new
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
         n_token = self._positions.shape[1]
@@ -146,7 +161,8 @@ class QuantizedKVCache(FullKVCache):
         source_row: int | None = None,
         known: int = 0,
     ) -> None:
-        """As of every cache; what lies behind the last whole group goes to the ring, which is filled anew."""
+        """As of every cache, from one in the order of positions; what lies behind the last whole group goes to the
+        ring, which is filled anew."""
         from_row = row if source_row is None else source_row
         if not known:
             self.reset_row(row)
@@ -154,22 +170,16 @@ class QuantizedKVCache(FullKVCache):
         # What was known is in 4 bits, but for what the last block left in the ring.
         first = max(0, (known - self.window) // self.group - 1)
         kept = torch.arange(first * self.group, length, device=self.device)
-        groups, own = torch.arange(first, n_group, device=self.device)[None], torch.tensor([[row]], device=self.device)
-        recent, slots, is_held = kept[-self.ring :], source.slots(kept), own[0] == row
-        at_once = -(-FILLED_AT_ONCE // self.group)
-
-        def stored(layer: int, of: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-            scales = None if source.scales is None else source.scales[layer, :, from_row][:, :, slots[of]]
-            return source.entries[layer, :, from_row][:, :, slots[of]], scales
-
+        recent, groups = kept[-self.ring :], torch.arange(first, n_group, device=self.device)[None]
+        into, given = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
+        packing = self._packing and kernel_for(source.entries)
+        at_once = max(1, n_group) if packing else -(-FILLED_AT_ONCE // self.group)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            for start in range(0, n_group - first, at_once):
-                some = groups[:, start : start + at_once]
-                of = slice(start * self.group, (start + some.shape[1]) * self.group)
-                tokens = dequantize(*stored(from_layer, of), torch.float32).permute(2, 0, 1, 3)
-                tokens = tokens.unflatten(0, (-1, self.group))
-                self._quantize(to_layer, own, some, tokens[None], is_held)
-            entries, scales = stored_as(*stored(from_layer, slice(-self.ring, None)), self.entries.dtype)
+            for some in groups.split(at_once, dim=1) if n_group > first else ():
+                into._quantize(to_layer, given, from_layer, torch.zeros_like(some[:, :1]), some, packing)
+            scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, recent]
+            entries = source.entries[from_layer, :, from_row][:, :, recent]
+            entries, scales = stored_as(entries, scales, self.entries.dtype)
             self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
             if self.scales is not None and scales is not None:
                 self.scales[to_layer, :, row][:, :, recent % self.ring] = scales
@@ -179,7 +189,7 @@ class QuantizedKVCache(FullKVCache):
 
     def view(
         self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
-    ) -> KVCache:
+    ) -> QuantizedKVCache:
         narrowed = super().view(rows, extent, block_at_end)
         assert isinstance(narrowed, QuantizedKVCache)
         stored = rows if isinstance(rows, slice) else slice(None)
@@ -190,6 +200,18 @@ class QuantizedKVCache(FullKVCache):
         narrowed._key_grids, narrowed._value_grids = self._key_grids[:, :, stored], self._value_grids[:, :, stored]
         narrowed._ring_positions, narrowed._last_group = self._ring_positions[stored], self._last_group[stored]
         return narrowed
+
+
+def kernel_for(entries: torch.Tensor) -> Any:
+    """The module of the Triton kernel that packs such entries; None where it cannot run. Only Ada and Hopper convert
+    float8."""
+    if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
+        return None
+    if entries.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(entries.device) < (8, 9):
+        return None
+    from kv_cache import packing
+
+    return packing
 
 
 def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

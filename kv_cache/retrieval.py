@@ -13,7 +13,7 @@ from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.over import Observed
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Choosing, Refreshed, VerifyTopKCache, entries_of
+from kv_cache.verify_topk import Choice, Choosing, Refreshed, VerifyTopKCache, entries_of
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -57,8 +57,9 @@ class RetrievalKVCache(VerifyTopKCache):
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
-        means, lengths = self._means(keys()), torch.tensor([length], device=kept.device)
-        chosen = self._chosen(queries()[None], means[None], lengths, Choosing())[0].sort(dim=1).values
+        means, ends = self._means(keys()), torch.tensor([length - self.window], device=kept.device)
+        share = attention_received(queries(), means, self._is_hidden(ends, means.shape[1]))
+        chosen = Choosing().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0].sort(dim=1).values
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
     def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
@@ -75,29 +76,29 @@ class RetrievalKVCache(VerifyTopKCache):
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
         ahead = torch.arange(2 + self.refresh_every * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
-        slots = entries_of(filled, self.chunk).clamp(max=extent - 1)[:, None].expand(-1, self.entries.shape[3], -1)
+        slots = entries_of(filled, self.chunk).clamp(max=extent - 1)
+        ends, named, whole = lengths - self.window, rows[:, None], min(extent // self.chunk, self.means.shape[3])
+        once = torch.ones_like(lengths[:, None], dtype=torch.float32)
+        is_hidden, choice = self._is_hidden(ends, whole)[:, None], Choice(slice(None), once, ends, is_new)
         for to_layer, from_layer in enumerate(layers):
-            (keys, _), scales = source.gather(from_layer, slots)
-            means = self._means(dequantize(keys, None if scales is None else scales[0], self.means.dtype))
-            self.means[to_layer][rows[:, None], :, filled] = means.transpose(1, 2)
+            scales = None if source.scales is None else source.scales[from_layer, 0][named, :, slots]
+            keys = dequantize(source.keys[from_layer][named, :, slots], scales, self.means.dtype)
+            self.means[to_layer][named, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
             if extent > self.capacity:
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
                 # A copy of rows by name, which no variable keeps while entries are copied.
-                whole = slice(extent // self.chunk)
-                chosen = self._chosen(queries, self.means[to_layer][self.own_rows, :, whole], lengths, how)
-                how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
+                share = attention_received(queries, self.means[to_layer][self.own_rows, :, :whole], is_hidden)
+                how.choose(self, to_layer, source, from_layer, share[:, None], choice)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:
         """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""
         n_whole = keys.shape[-2] // self.chunk * self.chunk
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
-    def _chosen(self, queries: torch.Tensor, means: torch.Tensor, lengths: torch.Tensor, how: Choosing) -> torch.Tensor:
-        """The positions `[B, n_kv_head, n_sink]` before the window that `queries [B, n_head, 1, D]` choose, by `means
-        [B, n_kv_head, n_chunk, D]` of texts of `lengths [B]` tokens; of one within the capacity they mean nothing."""
-        ends = lengths - self.window
-        share = attention_received(queries, means, ((ends - 1) // self.chunk).clamp(min=0)[:, None])
-        return how.best_chunks(share, self.chunk, ends, self.n_first, self.n_sink)
+    def _is_hidden(self, ends: torch.Tensor, n_chunk: int) -> torch.Tensor:
+        """Which of a text's chunks begin at `ends [B]` or behind, `[B, n_chunk]`; but the first is always seen."""
+        at = torch.arange(n_chunk, device=ends.device)
+        return at > ((ends - 1) // self.chunk).clamp(min=0)[:, None]
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,17 @@ from kv_cache.scored import Scored
 POOL = 5
 
 
-def attention_received(queries: torch.Tensor, keys: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+def attention_received(queries: torch.Tensor, keys: torch.Tensor, is_hidden: torch.Tensor) -> torch.Tensor:
     """What each entry gets of the attention of n queries, summed over them and averaged over heads.
 
-    `queries [..., n_head, n, D]` and `keys [..., n_kv_head, C, D]`, rotated; a query sees entries up to its `newest
-    [..., n]` -> `[..., n_kv_head, C]` float32; a head's sum is n.
+    `queries [..., n_head, n, D]` and `keys [..., n_kv_head, C, D]`, rotated; `is_hidden [..., n, C]`: which of them a
+    query does not see -> `[..., n_kv_head, C]` float32; a head's sum is n.
     """
     *batch, n_kv_head, n_token, head_dim = keys.shape
     n_query = queries.shape[-2]
     # The query heads of a group as rows of one product: keys are read once, and not copied for each.
     products = queries.to(keys.dtype).reshape(*batch, n_kv_head, -1, head_dim) @ keys.mT
     scores = (products.float() * head_dim**-0.5).view(*batch, n_kv_head, -1, n_query, n_token)
-    is_hidden = torch.arange(n_token, device=keys.device) > newest[..., None]
     scores = scores.masked_fill(is_hidden[..., None, None, :, :], float("-inf"))
     return scores.softmax(dim=-1).sum(dim=-2).mean(dim=-2)
 
@@ -43,5 +42,6 @@ class SnapKV(Scored):
         """Rank the entries before the queries by the attention that they get, averaged over POOL neighbours, so that
         what surrounds a hit is kept with it."""
         n_before, n_token = keys.shape[1] - queries.shape[1], keys.shape[1]
-        votes = attention_received(queries, keys, torch.arange(n_before, n_token, device=keys.device))
+        entries = torch.arange(n_token, device=keys.device)
+        votes = attention_received(queries, keys, entries > entries[n_before:, None])
         return torch.nn.functional.avg_pool1d(votes[:, :n_before], POOL, stride=1, padding=POOL // 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -16,8 +16,28 @@ from kv_cache.scored import ScoredKVCache
 from kv_cache.snapkv import SnapKV
 
 
+class Choice(NamedTuple):
+    """What the rows of a batch choose by in every layer."""
+
+    rows: slice | torch.Tensor  # which rows of the shares they are
+    counts: torch.Tensor  # how often the shares of each token count, `[B, n_token]` float32
+    ends: torch.Tensor  # what the entries to be chosen lie before, `[B]` int64
+    is_new: torch.Tensor  # whether the row chooses at all, `[B]`
+
+
 class Choosing:
     """How entries are chosen and copied, in PyTorch; a backend of attention may have kernels for it."""
+
+    def choose(
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: torch.Tensor, choice: Choice
+    ) -> None:
+        """Have the first slots of a layer of `to` hold those entries of the same rows of `source`, in any order, that
+        `best_chunks` names by each token's `shares [rows, n_token, n_kv_head, n_chunk]` of attention."""
+        given = shares[choice.rows]
+        share = (choice.counts[:, None] @ given.flatten(2)).view(len(given), *given.shape[2:])
+        share = share[..., : -(-source.keys.shape[3] // to.chunk)]
+        chosen = self.best_chunks(share, to.chunk, choice.ends, to.n_first, to.n_sink)
+        self.copy_chosen(to, to_layer, source, from_layer, chosen, choice.is_new)
 
     def best_chunks(
         self, share: torch.Tensor, chunk: int, ends: torch.Tensor, n_first: int, n_chosen: int
@@ -76,6 +96,7 @@ class VerifyTopKCache(ScoredKVCache):
         self.n_first, self.refresh_every = policy.n_first, policy.refresh
         self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
         require_at_least("refresh", self.refresh_every, 1)
+        self.chunk = NOTED
         # The slot that each chosen entry came from, for a copy that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
@@ -112,12 +133,10 @@ class VerifyTopKCache(ScoredKVCache):
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         # How often each token is among them: shares are summed by a product.
-        counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1)[:, None].float()
+        counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1).float()
+        choice = Choice(self.own_rows, counts, lengths - self.window, is_new)
         for to_layer, from_layer in enumerate(layers):
-            noted = observed.noted[to_layer][self.own_rows]
-            share = (counts @ noted.flatten(2)).view(len(noted), *noted.shape[2:])[..., : -(-n_slot // NOTED)]
-            chosen = how.best_chunks(share, NOTED, lengths - self.window, self.n_first, self.n_sink)
-            how.copy_chosen(self, to_layer, source, from_layer, chosen, is_new)
+            how.choose(self, to_layer, source, from_layer, observed.noted[to_layer], choice)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ STUBS = {
 UNPLANNED = (
     *("reproduce/plot.py", "reproduce/spec_bench.py", "reproduce/serve_load.py", "reproduce/markov_table.py"),
     *("download.py", "convert_hf_checkpoint.py", "foretoken.py", "tests/mutants.py"),
-    "tests/config_cases.py",
+    *("tests/config_cases.py", "tests/round_costs.py"),
     *("reproduce/gpu.py", "reproduce/kernel_report.py", "reproduce/cpu_linears.py"),
     *("reproduce/performance_page.py", "reproduce/published_page.py", "reproduce/roofline_error.py"),
 )

@@ -58,7 +58,7 @@ def test_attention_is_that_of_a_causal_softmax(shape):
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(config.n_head, 5, 8, generator=generator, dtype=torch.float64)
     keys = torch.randn(config.n_kv_head, 23, 8, generator=generator, dtype=torch.float64)
-    received = attention_received(queries, keys, torch.arange(18, 23))
+    received = attention_received(queries, keys, torch.arange(23) > torch.arange(18, 23)[:, None])
     torch.testing.assert_close(received, torch.tensor(received_by_lists(queries, keys)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(received.sum(dim=1), torch.full((config.n_kv_head,), 5.0))
 

@@ -7,12 +7,18 @@ and must not be while torch compiles.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from attention_cases import Case, make_case, packed_case
+from torch import Tensor
 
-from kv_cache.entries import KV, largest
+from common.launch import launch_on
+from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
+from kv_cache.entries import KV, dequantize, largest
+from kv_cache.verify_topk import Choice, Choosing
+from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
 
@@ -59,8 +65,9 @@ def test_ragged_rows_in_order(n_token, group, head_dim):
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_lengths_around_the_borders_of_tiles_and_chunks(shift):
+def test_lengths_around_the_borders_of_tiles_and_chunks(shift, monkeypatch):
     """A chunk of two tiles: lengths end a tile, a chunk, a chunk and a tile, two chunks."""
+    monkeypatch.setattr("models.attention.triton_backend.NOTE_CHUNKS", 2)
     n_token = 4
     lengths = [border * CHUNK - n_token + shift for border in (1, 2, 3, 4)]
     check(after(lengths, n_token, 5 * CHUNK - 9, group=4), min_chunk=2 * CHUNK)
@@ -137,3 +144,84 @@ def test_what_the_kernel_does_not_take_goes_to_torch(n_token, head_dim, dtype):
     case = after([0, 40], n_token, 60, head_dim=head_dim, dtype=dtype)
     assert torch.equal(case.run(TritonAttention()), case.run(TorchAttention()))
     assert (unsupported(case.spec) is None) == (n_token > MAX_BLOCK)
+
+
+def chosen_of(cache: VerifyTopKCache) -> Tensor:
+    """What the second layer's chosen slots hold, as numbers, in an order of their own."""
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
+    values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
+    return values.gather(0, order[..., None].expand_as(values))
+
+
+@pytest.mark.parametrize(
+    "source,target",
+    [
+        *((kind, kind) for kind in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)),
+        (torch.float32, torch.float16),
+        (torch.int8, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("by_name,chunk", [(True, 8), (False, 5)])
+def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
+    """Choice after choice, of texts that end in a chunk, which counts for what it has; the rows of other names stay."""
+    monkeypatch.setattr("models.attention.triton_backend.CHOSEN_CHUNKS", 16)
+    config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
+    own, again = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    own.chunk = again.chunk = chunk
+    full = FullKVCache(config, 4, 200, dtype=source)
+    full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
+    rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
+    n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
+    for step in range(3):
+        shares = torch.randint(9, (4, 3, 2, n_chunk + 2), generator=generator) / 8
+        # Of few chunks, so that it hangs on how many of them there are, and on which of equals come first.
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
+        counts, ends = torch.tensor([[1.0, 0, 2], [0, 0, 3], [1, 1, 1], [2, 1, 0]]), torch.tensor([191, 61, 100, 52])
+        is_new = torch.tensor([True, step != 1, True, step != 2])
+        choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
+        before = own.held[1].clone()
+        for cache, how in ((own, TritonAttention()), (again, Choosing())):
+            how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
+        assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
+        stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(own.held[1][stayed], before[stayed]), "what is chosen again stays where it was"
+    if (source, target) != (torch.int8, torch.float32):  # which go to the reference
+        full.entries.zero_()
+        TritonAttention().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
+        assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
+
+
+@pytest.mark.parametrize(
+    "stored,group,head_dim",
+    [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
+)
+def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
+    """To the bit: of a row that is filled, and of rows by name that go on in blocks, some of whose drafts are taken
+    back; groups that are not whole yet, or that the ring has lost, are not."""
+    config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
+    full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
+    positions = torch.arange(full.capacity)
+    new = torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1
+    for layer in range(2):
+        full.write(layer, positions.expand(4, -1), new[layer])
+    found, n_launch = [], Mock(side_effect=launch_on)
+    monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
+    for kernel in (None, packing):
+        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
+        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, dtype=stored)
+        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
+            cache.fill_row(row, full, length)
+        view, starts = cache.view(torch.tensor([3, 0, 1])), torch.tensor([3 * group + 9, 4 * group + 5, 3])
+        for step, n_token in enumerate((1, 3, group, 5, 7, group, 2)):
+            at = starts[:, None] + torch.arange(n_token)
+            slots = view.begin(at)
+            for layer in range(2):
+                view.write(layer, slots, new[layer][view.rows[:, None], at])
+            starts += n_token if step % 2 else n_token // 2
+            if step == 4:
+                starts[0] -= group  # further back than what is not in 4 bits
+            cache.rollback(starts[[1, 2, 2, 0]])
+        found.append([x.clone() for x in cache.tensors])
+    assert all(map(torch.equal, *found)) and found[0][3].any()
+    assert n_launch.call_count > 2 * 7

@@ -177,9 +177,9 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
     if choosing:  # one layer's keys, in order or copied with its values, and scores as above
         keys = max(capacity * config.n_kv_head * config.head_dim * itemsize, target.dequantized(block))
-        # Or keys and values that are chosen or new, thrice or on their way to another storage, and what chose them.
+        # Or keys and values that are chosen and new keys, thrice or on their way elsewhere, and what chose them.
         of_slot = config.n_kv_head * (config.head_dim * max(32, 6 * itemsize) + 64)
-        copied = of_slot * max(cache.n_sink + cache.refresh_every * block for cache in choosing)
+        copied = of_slot * max(cache.n_sink + cache.refresh_every * block // 2 for cache in choosing)
         dequantized = max(dequantized, capacity * 4 * 3 * block * config.n_head + keys, copied)
     prefilling = ((one, capacity if one.selects else None) for one in models if one.prefills)
     chunks = [one.dequantized(prefill_chunk, entries, is_chunk=True) for one, entries in prefilling]

@@ -92,6 +92,7 @@ class SelfSpeculation(ModelDrafter):
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         backend = self._target.model.backend
+        backend = getattr(backend, "fallback", backend)  # which has kernels for it, where the flash kernels have none
         how = backend if isinstance(backend, Choosing) else Choosing()
         own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), how)
 

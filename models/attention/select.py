@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from common.errors import ConfigError
+from common.launch import missing_launcher
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.torch_backend import TorchAttention
 from models.names import BACKENDS
@@ -69,7 +70,7 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         return Selection(TorchAttention(), why)
-    if reason := triton_backend.missing_launcher():
+    if reason := missing_launcher():
         return reason
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 

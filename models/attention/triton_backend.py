@@ -1,20 +1,21 @@
 """The Triton backend: the KV of a short block is read once, in chunks that fill the GPU, with lengths on the device."""
 
 import math
-import traceback
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from common.launch import Launch, launch_on, strides_of
+from kv_cache.base import KVCache
 from kv_cache.entries import KV, NOTED, Packed
+from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
-from models.attention.triton_kernels import combine, note, split_kv
+from models.attention.triton_kernels import choose, combine, note, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,7 +27,10 @@ MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipel
 SLOTS_PER_ROW = 16
 DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
-NOTE_SLOTS, NOTE_WARPS = 1024, 4  # that one program of `note` takes, and that run it
+# Scores that one program of `note` takes, chunks that it merges at once, and warps that run it.
+NOTE_SCORES, NOTE_CHUNKS, NOTE_WARPS = 512, 128, 4
+CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
+CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
 MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
@@ -43,20 +47,6 @@ def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtyp
     """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
     convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
-
-
-def missing_launcher() -> str | None:
-    """Why Triton cannot start kernels here, in one line; None if it can. Its driver has the launcher of all kernels in
-    one C module, built or loaded from Triton's cache here."""
-    if triton.knobs.runtime.interpret:
-        return None
-    try:
-        getattr(triton.runtime.driver.active, "utils")  # noqa: B009, which is what builds or loads it
-    except Exception as error:  # of many classes: no compiler, no headers, no libcuda, no GPU
-        takes = "a C compiler (gcc or clang; CC names another one) with Python's headers"
-        cause = traceback.format_exception_only(error)[0].splitlines()[0]
-        return f"Triton cannot build or load its launcher, which takes {takes}: {cause}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -115,19 +105,6 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
     return max((triton.cdiv(chunk, tile.slots) * tile.slots for chunk in chunks), key=filled)
 
 
-class Launch(NamedTuple):
-    """One kernel launch; `reproduce/kernel_report.py` compiles the same ones without a GPU."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def __call__(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
-
-
 @dataclass
 class Block:
     """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
@@ -172,14 +149,19 @@ def plan(
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     if is_noted:
         assert block.slots.in_order and kv.packed is None, "noted by position"
-        kept = q.new_empty(batch, n_token, n_head, n_slot, dtype=torch.float32)
+        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, NOTED), dtype=torch.float32)
     window = block.spec.sliding_window
     others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
     numbers = {"n_token": n_token, "n_kv_head": n_kv_head, "n_chunk": n_chunk, "window": window or 0}
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
-    variant = {"MAPPED": kv.rows is not None, "NOTED": is_noted, "WINDOWED": window is not None, "SPLIT": is_split}
-    of_all: dict[str, Any] = others | _strides(q=q) | numbers | shape | variant
+    variant = {
+        "MAPPED": kv.rows is not None,
+        "NOTED": NOTED * is_noted,
+        "WINDOWED": window is not None,
+        "SPLIT": is_split,
+    }
+    of_all: dict[str, Any] = others | strides_of("row token head", q=q) | numbers | shape | variant
     of_all["scale"] = head_dim**-0.5 * math.log2(math.e)
     launches, first = [], 0
     for (source, tile), chunk, count in zip(sources, chunks, counts, strict=True):
@@ -195,14 +177,42 @@ def plan(
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
     if kv.noted is not None:
-        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "MAPPED", "WINDOWED", "n_slot", *numbers
+        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "NOTED", "MAPPED", "WINDOWED", "n_slot", *numbers
         arguments = {name: launches[0].arguments[name] for name in names}
         row, token, head, _ = kv.noted.stride()
         arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
-        arguments |= {"SLOTS": NOTE_SLOTS, "TOGETHER": NOTED}
-        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SLOTS)
+        arguments |= {"SCORES": NOTE_SCORES, "CHUNKS": NOTE_CHUNKS}
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * NOTED)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
+
+
+def plan_choice(
+    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+) -> Launch:
+    """The launch that chooses a layer's entries, as of `Choosing.choose`, of equal dtypes or without scales."""
+    n_kv_head, n_chosen = to.held.shape[2:]
+    read, written = source.entries[from_layer], to.entries[to_layer]
+    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
+    if read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
+        read, written = read.view(torch.uint8), written.view(torch.uint8)
+    # Pointers that a variant never follows still need a tensor.
+    both = (source.scales, from_layer, read), (to.scales, to_layer, written)
+    scales = [x[..., 0] if of_all is None else of_all[layer] for of_all, layer, x in both]
+    tensors = {"source": read, "target": written, "source_scales": scales[0], "target_scales": scales[1]}
+    tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
+    tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
+    tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
+    strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
+    strides |= strides_of("both row head", ss=scales[0], ts=scales[1])
+    numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
+    numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
+    n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
+    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": to.scales is not None}
+    variant |= {"HEAD_DIM": read.shape[-1], "PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
+    variant |= {"TOGETHER": to.chunk, "CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
+    n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
+    return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
 
 
 def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
@@ -211,7 +221,7 @@ def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent
     entries = {"keys": kv.keys, "values": kv.values, "key_scales": key_scales, "value_scales": value_scales}
-    strides = _strides("slot", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
+    strides = strides_of("row slot head", k=kv.keys, v=kv.values, ks=key_scales, vs=value_scales)
     none = dict.fromkeys(("n_ring", "PACKED", "PARTS"), 0)
     is_in_order, is_quantized = block.slots.in_order and kv.packed is None, kv.key_scales is not None
     of_slots = {"n_slot": kv.keys.shape[1], "positions": positions, "positions_row": positions.stride(0)}
@@ -233,12 +243,7 @@ def _packed(packed: Packed) -> dict[str, Any]:
     return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
 
 
-def _strides(second: str = "token", **tensors: Tensor) -> dict[str, int]:
-    names = ("row", second, "head")
-    return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(names)}
-
-
-class TritonAttention:
+class TritonAttention(Choosing):
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
     `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
 
@@ -264,8 +269,13 @@ class TritonAttention:
         q = q if q.stride(-1) == 1 else q.contiguous()
         on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
         launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
-        # Triton launches on the current device, wherever the tensors are.
-        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-            for launch in launches:
-                launch()
+        launch_on(q.device, launches)
         return out
+
+    def choose(
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    ) -> None:
+        if (to.scales is source.scales is None) or to.entries.dtype == source.entries.dtype:
+            launch_on(to.device, [plan_choice(to, to_layer, source, from_layer, shares, choice)])
+        else:
+            super().choose(to, to_layer, source, from_layer, shares, choice)

@@ -1,4 +1,5 @@
-"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, and the merge of the chunks."""
+"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, the merge of the chunks, what is
+noted of them, and the choice of entries by that."""
 
 import triton
 import triton.language as tl
@@ -61,8 +62,8 @@ def _attend_tile(
     """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
 
     `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
-    units of log 2, and go to `kept`, where each row's are, if NOTED. The pointers are those of the row and head; one
-    tile is 32-bit offsets away from them.
+    units of log 2, and the highest of every NOTED, if any, goes to `kept`, where each row's are. The pointers are those
+    of the row and head; one tile is 32-bit offsets away from them.
     """
     best, total, acc = state
     keys, values, key_scales, value_scales, positions = pointers
@@ -113,9 +114,10 @@ def _attend_tile(
         scores = tl.where(visible, scores, float("-inf"))
 
     if NOTED:
-        tl.store(
-            kept[:, None] + (slot + offsets)[None, :], scores, mask=(query[:, None] >= 0) & (slot + offsets < stop)
-        )
+        highest = tl.max(tl.reshape(scores, [scores.shape[0], SLOTS // NOTED, NOTED]), 2)
+        together = slot // NOTED + tl.arange(0, SLOTS // NOTED)
+        is_kept = (query[:, None] >= 0) & (together * NOTED < stop)
+        tl.store(kept[:, None] + together[None, :], highest, mask=is_kept)
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen nothing yet has -inf for its best: -inf - -inf is not 0.
     base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
@@ -146,7 +148,8 @@ def split_kv(
     those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
     takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
     where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result. With
-    NOTED, `kept` float32 `[B, n_token, H, n_slot]` takes the scores of what was looked at, and `log_sums` is filled.
+    NOTED, `kept` float32 `[B, n_token, H, n_slot / NOTED]` takes the highest score of so many slots that were looked
+    at, and `log_sums` is filled.
 
     Of tokens in 4 bits, PACKED is how many share a key's grid, RUN its greatest common divisor with SLOTS, and PARTS
     how many grids a value has; keys and values are then the codes, their scales the lowest numbers, and `positions [B,
@@ -196,7 +199,7 @@ def split_kv(
     state = (best, total, acc)
     pointers = (keys, values, key_scales, value_scales, positions)
     strides = (k_slot, v_slot, ks_slot, vs_slot)
-    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * n_slot if NOTED else token
+    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * tl.cdiv(n_slot, NOTED) if NOTED else token
     shared = (q_tile, query, stop, pointers, strides, n_ring, scale, window, kept_at)
     masked_from = start
     if IN_ORDER and not WINDOWED:
@@ -251,32 +254,123 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
 def note(
     kept, log_sums, stored_rows, queries, noted, noted_row, noted_token, noted_head,
     n_token, n_kv_head, n_slot, n_chunk, window,
-    GROUP: tl.constexpr, SLOTS: tl.constexpr, TOGETHER: tl.constexpr, MAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, SCORES: tl.constexpr, CHUNKS: tl.constexpr, NOTED: tl.constexpr, MAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Turn SLOTS scores that `split_kv` kept of one token and KV head into the largest share of attention of each
-    TOGETHER of them, averaged over the heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot /
-    TOGETHER]` float32; grid `[B * n_token * n_kv_head, blocks]`."""
+    """Turn SCORES scores that `split_kv` kept of one token and KV head into shares of attention, averaged over the
+    heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot / NOTED]` float32; grid `[B * n_token *
+    n_kv_head, blocks]`. The sums of CHUNKS chunks are merged at a time."""
     index = tl.program_id(0).to(tl.int64)
     b, token, h = index // (n_token * n_kv_head), index // n_kv_head % n_token, index % n_kv_head
-    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
-    query = tl.load(queries + b * n_token + token)
+    at = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
+    slot, query = at * NOTED, tl.load(queries + b * n_token + token)
     seen = (slot < n_slot) & (slot <= query)
     if WINDOWED:
-        seen &= slot > query - window
-    share = tl.zeros([SLOTS // TOGETHER], tl.float32)
+        seen &= slot + NOTED > query - window + 1
+    share = tl.zeros([SCORES], tl.float32)
     for g in tl.static_range(GROUP):
         row = index * GROUP + g
         best, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
-        for chunk in tl.range(0, n_chunk):
-            log_sum = tl.load(log_sums + row * n_chunk + chunk)
-            new_best = tl.maximum(best, log_sum)
+        for first in tl.range(0, n_chunk, CHUNKS):
+            chunk = first + tl.arange(0, CHUNKS)
+            log_sum = tl.load(log_sums + row * n_chunk + chunk, mask=chunk < n_chunk, other=float("-inf"))
+            new_best = tl.maximum(best, tl.max(log_sum, 0))
             base = tl.where(new_best == float("-inf"), 0.0, new_best)
-            total = total * tl.exp2(best - base) + tl.exp2(log_sum - base)
+            total = total * tl.exp2(best - base) + tl.sum(tl.exp2(log_sum - base), 0)
             best = new_best
-        score = tl.load(kept + row * n_slot + slot, mask=seen, other=float("-inf"))
-        highest = tl.max(tl.reshape(score, [SLOTS // TOGETHER, TOGETHER]), 1)
-        share += tl.exp2(highest - best) / (total * GROUP)
+        score = tl.load(kept + row * tl.cdiv(n_slot, NOTED) + at, mask=seen, other=float("-inf"))
+        share += tl.exp2(score - best) / (total * GROUP)
     stored = tl.load(stored_rows + b) if MAPPED else b
-    chunk = tl.program_id(1) * (SLOTS // TOGETHER) + tl.arange(0, SLOTS // TOGETHER)
-    to = noted + stored * noted_row + token * noted_token + h * noted_head + chunk
-    tl.store(to, share, mask=chunk * TOGETHER < n_slot)
+    tl.store(noted + stored * noted_row + token * noted_token + h * noted_head + at, share, mask=slot < n_slot)
+
+
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_chunk", "n_first", "n_chosen"])
+def choose(
+    shares, counts, ends, is_new, rows, held, scratch, source, target, source_scales, target_scales,
+    share_row, share_token, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
+    ss_both, ss_row, ss_head, ts_both, ts_row, ts_head,
+    n_token, n_kv_head, n_chunk, n_first, n_chosen,
+    MAPPED: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One program: `n_chosen` entries of a row and KV head, by what its chunks of TOGETHER have of attention, where
+    `is_new [B]`; grid `[B * n_kv_head]`.
+
+    As of `kv_cache.verify_topk.Choosing.choose`; with MAPPED, shares are of the stored `rows [B]`. Of a chunk always
+    its first entries are chosen, and `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
+    those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
+    scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    b, h = index // n_kv_head, index % n_kv_head
+    if tl.load(is_new + b) == 0:
+        return
+    row, end = tl.load(rows + b), tl.load(ends + b).to(tl.int32)
+    ranks = scratch + index * 2 * (n_chunk + n_chosen)
+    marks, fresh, free = ranks + n_chunk, ranks + 2 * n_chunk, ranks + 2 * n_chunk + n_chosen
+    chunk, place = tl.arange(0, CHUNKS), tl.arange(0, PLACES)
+    share = tl.zeros([CHUNKS], tl.float32)
+    shares += (row if MAPPED else b) * share_row + h * share_head
+    for token in tl.range(0, n_token):
+        count = tl.load(counts + b * n_token + token)
+        share += count * tl.load(shares + token * share_token + chunk, mask=chunk < n_chunk, other=0.0)
+
+    # The bits of floats that are not negative rank as they do. The last chunk that is chosen has the highest ones
+    # beyond which, themselves included, there are enough entries.
+    rank = tl.where(chunk < n_first // TOGETHER, UNSEEN, share.to(tl.int32, bitcast=True))
+    rank = tl.where(chunk * TOGETHER < end, rank, -1)
+    size = tl.minimum(end - chunk * TOGETHER, TOGETHER)
+    lowest = tl.full([], 0, tl.int32)
+    for bit in tl.range(0, 31):
+        higher = lowest | (1 << (30 - bit))
+        lowest = tl.where(tl.sum(tl.where(rank >= higher, size, 0), 0) >= n_chosen, higher, lowest)
+    left = n_chosen - tl.sum(tl.where(rank > lowest, size, 0), 0)
+    tl.store(ranks + chunk, rank, mask=chunk < n_chunk)
+
+    # How many of each chunk's entries are held, then how many are chosen: those that are new, and places without one.
+    held += (row * n_kv_head + h) * n_chosen + place
+    entry = tl.load(held, mask=place < n_chosen, other=-1).to(tl.int32)
+    of_chunk, in_chunk = tl.maximum(entry, 0) // TOGETHER, tl.maximum(entry, 0) % TOGETHER
+    tl.store(marks + chunk, 0, mask=chunk < n_chunk)
+    tl.debug_barrier()
+    tl.atomic_max(marks + of_chunk, in_chunk + 1, mask=entry >= 0)
+    tl.debug_barrier()
+    n_copied = tl.full([], 0, tl.int32)
+    for start in tl.range(0, n_chunk, TILE):
+        some = start + tl.arange(0, TILE)
+        their_rank = tl.load(ranks + some, mask=some < n_chunk, other=-1)
+        known = tl.load(marks + some, mask=some < n_chunk, other=0)
+        their_size = tl.minimum(end - some * TOGETHER, TOGETHER)
+        equal = tl.where(their_rank == lowest, their_size, 0)  # of these the first are chosen
+        taken = tl.minimum(tl.maximum(left - tl.cumsum(equal, 0) + equal, 0), equal)
+        left -= tl.sum(equal, 0)
+        taken = tl.where(their_rank > lowest, their_size, taken)
+        n_new = tl.maximum(taken - known, 0)
+        first = n_copied + tl.cumsum(n_new, 0) - n_new
+        n_copied += tl.sum(n_new, 0)
+        for i in tl.range(0, TOGETHER):
+            tl.store(fresh + first + i, some * TOGETHER + known + i, mask=i < n_new)
+        tl.store(marks + some, taken, mask=some < n_chunk)
+    tl.debug_barrier()
+    stays = (entry >= 0) & (in_chunk < tl.load(marks + of_chunk))
+    is_free = (place < n_chosen) & (stays == 0)
+    order = tl.cumsum(is_free.to(tl.int32), 0) - 1
+    tl.store(held, tl.load(fresh + order, mask=is_free, other=0).to(tl.int64), mask=is_free)
+    tl.store(free + order, place, mask=is_free)
+    tl.debug_barrier()
+
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source += row * s_row + h * s_head
+    target += row * t_row + h * t_head
+    for start in tl.range(0, n_copied, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        copied = at < n_copied
+        slot = tl.load(fresh + at, mask=copied, other=0).to(tl.int64)
+        to = tl.load(free + at, mask=copied, other=0).to(tl.int64)
+        for both in tl.static_range(2):
+            vectors = tl.load(source + both * s_both + slot[:, None] * s_slot + dims, mask=copied[:, None])
+            target_at = target + both * t_both + to[:, None] * t_slot + dims
+            tl.store(target_at, vectors.to(target.dtype.element_ty), mask=copied[:, None])
+            if SCALED:
+                scales = tl.load(source_scales + both * ss_both + row * ss_row + h * ss_head + slot, mask=copied)
+                tl.store(target_scales + both * ts_both + row * ts_row + h * ts_head + to, scales, mask=copied)

@@ -14,12 +14,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from common.launch import Launch
 from common.say import dtype_name
-from kv_cache.entries import KV, Packed, largest
+from kv_cache import Full, QuantizedKVCache, VerifyTopK
+from kv_cache.entries import KV, NOTED, Packed, largest
+from kv_cache.packing import plan_packing
+from kv_cache.verify_topk import Choice
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
-from models.attention.triton_backend import Launch
 from models.attention.triton_kernels import split_kv
+from models.config import ModelConfig
 from reproduce.gpu_parts.cells import IN_4_BITS, Record
 
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
@@ -27,12 +31,14 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD = 8, 8
+NOTING = "in order, by name, noting"
 # The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
 CACHES = {
     "in order": (True, None, 32768),
     "in order, window": (True, 4096, 32768),
     "positions": (False, None, 32768),
     "one chunk": (False, None, 256),
+    NOTING: (True, None, 32768),
     IN_4_BITS: (True, None, 32768),
 }
 
@@ -56,6 +62,9 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
     block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
+    if cache == NOTING:
+        noted = empty(BATCH, n_token, N_KV_HEAD, n_slot // NOTED)
+        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), noted=noted)
     if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
@@ -69,6 +78,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    yield from other_variants()
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
@@ -82,6 +92,28 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", splits[-1]
         if merge is not None:
             yield f"{dtype_name(dtype)}, {head_dim}, merge", merge
+
+
+def other_variants() -> Iterator[tuple[str, Launch]]:
+    """What notes attention, chooses entries by it, and packs them into 4 bits, with its name."""
+    empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
+    for n_row in (16, 128):
+        launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]
+        yield f"note, {launch.arguments['GROUP']} heads of a group", launch
+    positions = empty(BATCH, dtype=torch.int64)
+    for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
+        config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
+        own, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
+        choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
+        shares = empty(BATCH, 4, N_KV_HEAD, n_slot // NOTED)
+        launch = triton_backend.plan_choice(own, 0, full, 0, shares, choice)
+        yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
+    for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
+        config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
+        cache = QuantizedKVCache(config, BATCH, 9999, group, 64, "meta", stored)
+        scales, packed = None if cache.scales is None else cache.scales[0], [x[0] for x in cache.packed]
+        launch = plan_packing(cache.entries[0], scales, packed, positions, positions, (positions, cache.positions))
+        yield f"pack, {head_dim}, {dtype_name(stored)}, groups of {group}", launch
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
