@@ -65,58 +65,39 @@ def uniform_pairs(
     return torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1).to(torch.float64) * 2.0**-53
 
 
-Source: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
-
-
-def in_passes(*inputs: Tensor) -> Tensor:
-    """`uniform_pairs` of as many rows at a time as their intermediates should be."""
-    pairs, purpose, *rows = inputs
-    rows_per_pass = max(1, blocks_per_pass(pairs.device) // len(pairs))
-    starts = range(0, max(1, len(rows[0])), rows_per_pass)
-    parts = [uniform_pairs(pairs, purpose, *(row[start : start + rows_per_pass] for row in rows)) for start in starts]
-    return torch.cat(parts)
-
-
-def compiled_source() -> Source:
-    """`uniform_pairs` as one kernel."""
-    return torch.compile(uniform_pairs, fullgraph=True)
-
-
-def uniform(
-    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1, source: Source = in_passes
-) -> Tensor:
+def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
     seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
-    0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids.
-    source: `in_passes`, or `uniform_pairs` compiled, which then has no intermediates.
+    0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
+    Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
     """
+    if seed.is_cuda and (draw := _triton_kernel()):
+        return draw(seed, request, position, stream, n_ids)
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
-    at, of, low, high = (x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK))
+    rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
     purpose = torch.full((1, 1), int(stream), device=seed.device)
-    return source(pairs, purpose, at, of, low, high).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
+    n_rows = max(1, blocks_per_pass(seed.device) // len(pairs))
+    starts = range(0, max(1, seed.numel()), n_rows)
+    parts = [uniform_pairs(pairs, purpose, *(x[start : start + n_rows] for x in rows)) for start in starts]
+    return torch.cat(parts).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
 
 
 def gumbel(
-    seed: Tensor,
-    request: Tensor,
-    position: Tensor,
-    stream: int,
-    n_ids: int,
-    dtype: torch.dtype | None = None,
-    source: Source = in_passes,
+    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
-    rounding boundary of `dtype`. On a CPU, where `source` is `in_passes`, a kernel in C++ draws float32 numbers, if it
-    can be built.
+    rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
     """
     dtype = dtype or torch.float32
-    if source is in_passes and seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
+    if seed.is_cuda and (draw_on_gpu := _triton_kernel()):
+        return draw_on_gpu(seed, request, position, stream, n_ids, dtype)
+    if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
-    return gumbel_of(uniform(seed, request, position, stream, n_ids, source)).to(dtype)
+    return gumbel_of(uniform(seed, request, position, stream, n_ids)).to(dtype)
 
 
 def gumbel_of(u: Tensor) -> Tensor:
@@ -141,6 +122,22 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
         return out
 
     return draw
+
+
+@functools.cache
+def _triton_kernel() -> Callable[..., Tensor] | None:
+    """Draws by the Triton kernel; None where Triton cannot start it."""
+    try:
+        from engine.triton_noise import draw
+        from models.attention.triton_backend import missing_launcher
+
+        why = missing_launcher()
+    except ImportError as error:
+        why = str(error)
+    if why is None:
+        return draw
+    say(f"note: random numbers are drawn by PyTorch: {why}")
+    return None
 
 
 @functools.cache

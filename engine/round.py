@@ -179,7 +179,7 @@ class Rounds:
         """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
         next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.graphs is None)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.graphs is None)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for held, *_ in runner.captured for drafter in held):
@@ -187,7 +187,7 @@ class Rounds:
         # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
         # the runner: were they held here, neither would go before garbage is collected.
         held = tuple(map(weakref.ref, self._drafters))
-        key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
+        key = (held, mode, filters, runner.model.backend, runner.model.pointwise)
         if key not in runner.captured:
             runner.captured[key] = batch(), Captured(runner.graphs)
         return runner.captured[key]

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from common.say import dtype_name
+from engine import triton_noise
 from kv_cache.entries import KV, Packed, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
@@ -26,7 +27,7 @@ from reproduce.gpu_parts.cells import IN_4_BITS, Record
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
-BATCH, N_KV_HEAD = 8, 8
+BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
 # The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
 CACHES = {
     "in order": (True, None, 32768),
@@ -69,6 +70,10 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    keys = torch.empty(3, BATCH, dtype=torch.int64, device="meta")
+    for gumbel_in in (torch.float32, torch.float64):
+        yield f"Gumbel numbers in {dtype_name(gumbel_in)}", triton_noise.plan(keys, 0, N_IDS, gumbel_in)[0]
+    yield "a uniform number", triton_noise.plan(keys, 0, 1)[0]
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
