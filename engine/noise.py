@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from enum import IntEnum
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -72,8 +73,8 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
     0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
     Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
     """
-    if seed.is_cuda and (draw := _triton_kernel()):
-        return draw(seed, request, position, stream, n_ids)
+    if seed.is_cuda and (kernels := triton_kernels()):
+        return kernels.draw(seed, request, position, stream, n_ids)
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
     rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
@@ -93,8 +94,8 @@ def gumbel(
     rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
     """
     dtype = dtype or torch.float32
-    if seed.is_cuda and (draw_on_gpu := _triton_kernel()):
-        return draw_on_gpu(seed, request, position, stream, n_ids, dtype)
+    if seed.is_cuda and (kernels := triton_kernels()):
+        return kernels.draw(seed, request, position, stream, n_ids, dtype)
     if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
     return gumbel_of(uniform(seed, request, position, stream, n_ids)).to(dtype)
@@ -125,18 +126,18 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 
 @functools.cache
-def _triton_kernel() -> Callable[..., Tensor] | None:
-    """Draws by the Triton kernel; None where Triton cannot start it."""
+def triton_kernels() -> ModuleType | None:
+    """`engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels."""
     try:
-        from engine.triton_noise import draw
+        from engine import triton_draws
         from models.attention.triton_backend import missing_launcher
 
         why = missing_launcher()
     except ImportError as error:
         why = str(error)
     if why is None:
-        return draw
-    say(f"note: random numbers are drawn by PyTorch: {why}")
+        return triton_draws
+    say(f"note: tokens are drawn without Triton: {why}")
     return None
 
 

@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import ConfigError, flag
+from engine.noise import triton_kernels
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # of a vocabulary
+WHOLE = 2.0**62  # the mass of all ids
+DIGIT = 11  # bits of a value that a search for the last one kept looks at together
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,10 @@ class Distribution:
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.filters.any_top_k or self.filters.any_top_p:
-            scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
+            if scaled.is_cuda and (kernels := triton_kernels()):
+                scaled = kernels.filtered(scaled, self.top_k, self.top_p)
+            else:
+                scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
         if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
@@ -139,24 +145,52 @@ class Distribution:
 
     def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
-        vocab_size = scaled.shape[-1]
+        top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
+
+        def masses(values: torch.Tensor) -> torch.Tensor:
+            """Those of ids, as integers: their sums are the same in any order."""
+            log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
+            return ((values.double() - log_sum).exp_() * WHOLE).long()
+
         if self.filters.most_kept == ALL:
-            descending = scaled.sort(dim=-1, descending=True).values
-        else:
-            descending = scaled.topk(min(self.filters.most_kept, vocab_size), dim=-1).values
+            kept = torch.ones_like(scaled, dtype=torch.bool)
+            if self.filters.any_top_k:
+                kept &= _before(scaled, torch.ones_like(scaled, dtype=torch.int64), top_k)
+            if self.filters.any_top_p:
+                kept &= _before(scaled, masses(scaled), top_p)
+            return kept
+        descending = scaled.topk(min(self.filters.most_kept, scaled.shape[-1]), dim=-1).values
         rank = torch.arange(descending.shape[-1], device=scaled.device)
         kept = torch.ones_like(descending, dtype=torch.bool)
         if self.filters.any_top_k:
-            kept &= rank < _like(self.top_k, scaled, torch.int64)
+            kept &= rank < top_k
         if self.filters.any_top_p:
-            mass = (descending.double() - scaled.double().logsumexp(dim=-1, keepdim=True)).exp()
-            kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
+            mass = masses(descending)
+            kept &= mass.cumsum(dim=-1) - mass < top_p
         kept[..., 0].fill_(True)
         n = kept.sum(dim=-1, keepdim=True)
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold
         tied = scaled == threshold
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
+
+
+def _before(scaled: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Which ids of a row have less than `limit [B, ..., 1]` of the weights, int64, before them: of likelier ids, and of
+    lower ones as likely. Without a sort: finds the last value kept digit by digit, by the weights of each digit."""
+    bits = 8 * scaled.element_size() - 1
+    # Nothing is above 0: in the order of these integers, the likeliest come first.
+    key = scaled.view(torch.int64 if bits == 63 else torch.int32).long() & (1 << bits) - 1
+    last = before = torch.zeros_like(limit, dtype=torch.int64)
+    left = weights
+    for shift in reversed(range(0, bits, DIGIT)):
+        digit = key >> shift & (1 << DIGIT) - 1
+        each = left.new_zeros(*left.shape[:-1], 1 << min(DIGIT, bits - shift)).scatter_add_(-1, digit, left)
+        sums = before + each.cumsum(dim=-1) - each
+        at = (sums < limit).sum(dim=-1, keepdim=True) - 1
+        last, before, left = last | at << shift, sums.gather(-1, at), left * (digit == at)
+    tied = key == last
+    return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * weights < limit))
 
 
 def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

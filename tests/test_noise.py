@@ -1,8 +1,8 @@
 """Counter-based noise: the generator's bits, what a number depends on, and how its numbers are distributed."""
 
 import random
-from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,24 +113,26 @@ def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
     assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4
 
 
-def test_the_triton_kernel_draws_the_numbers_that_pytorch_draws():
-    """All of triton_noise_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+def test_the_triton_kernels_draw_what_pytorch_draws():
+    """All of triton_draws_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
-    cases = Path(__file__).with_name("triton_noise_cases.py")
+    cases = Path(__file__).with_name("triton_draws_cases.py")
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 
-def test_the_triton_kernel_compiles_for_hopper_without_spilling():
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
+    from engine.triton_draws import draw_row, filter_row
     from reproduce.gpu_parts import kernels
 
-    for variant, launch in islice(kernels.variants(90), 3):
-        assert "number" in variant and kernels.problem_of(kernels.compile_launch(variant, launch, 90)) is None
+    own = [one for one in kernels.variants(90) if one[1].kernel in (draw_row, filter_row)]
+    assert len(own) == 5
+    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in own)
 
 
 def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
-    monkeypatch.setattr(noise, "_triton_kernel", lambda: lambda *given: given)
+    monkeypatch.setattr(noise, "triton_kernels", lambda: SimpleNamespace(draw=lambda *given: given))
     with FakeTensorMode():
         keys = [torch.empty(4, dtype=torch.int64, device="cuda:0") for _ in range(3)]
     assert uniform(*keys, Stream.ACCEPT) == (*keys, Stream.ACCEPT, 1)
@@ -139,9 +141,9 @@ def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a GPU here")
 def test_without_a_triton_that_runs_pytorch_draws(capsys):
-    noise._triton_kernel.cache_clear()
-    assert noise._triton_kernel() is None
-    assert "random numbers are drawn by PyTorch" in capsys.readouterr().err
+    noise.triton_kernels.cache_clear()
+    assert noise.triton_kernels() is None
+    assert "tokens are drawn without Triton" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")

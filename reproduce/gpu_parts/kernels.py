@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from common.say import dtype_name
-from engine import triton_noise
+from engine import triton_draws
 from kv_cache.entries import KV, Packed, largest
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
@@ -72,8 +72,12 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
     keys = torch.empty(3, BATCH, dtype=torch.int64, device="meta")
     for gumbel_in in (torch.float32, torch.float64):
-        yield f"Gumbel numbers in {dtype_name(gumbel_in)}", triton_noise.plan(keys, 0, N_IDS, gumbel_in)[0]
-    yield "a uniform number", triton_noise.plan(keys, 0, 1)[0]
+        yield f"Gumbel numbers in {dtype_name(gumbel_in)}", triton_draws.plan(keys, 0, N_IDS, gumbel_in)[0]
+    yield "a uniform number", triton_draws.plan(keys, 0, 1)[0]
+    for dtype in (torch.float32, torch.float64):
+        scaled = torch.empty(BATCH, 4, N_IDS, dtype=dtype, device="meta")
+        filters = keys[0], torch.empty(BATCH, dtype=torch.float64, device="meta")
+        yield f"filters of logits in {dtype_name(dtype)}", triton_draws.plan_filter(scaled, *filters)
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
