@@ -18,7 +18,7 @@ from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import Filters, SamplingParams
+from engine.sampling import ALL, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -165,9 +165,12 @@ class Rounds:
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
-        that few are, the mode and filters given, of all requests so far. What others need changes nothing for a row."""
+        that few are, the mode given, and either the filters given, of all requests so far, or if these exclude ids all
+        that there are. What others need changes nothing for a row."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
+        elif filters.any_top_k or filters.any_top_p:
+            filters = Filters(True, True, True, ALL)
         if self._kind != (mode, filters):
             if self._kind is not None:
                 self._runner.drop_graphs()  # those of fewer filters, which never come again

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from numbers import Integral, Real
 from operator import or_
 from typing import Any, NamedTuple
@@ -203,10 +204,16 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def logprobs_of(tokens: Sequence[int], logits: torch.Tensor) -> list[float]:
-    """Each token's log-probability by its row of `logits [>= len(tokens), V]`, at temperature 1, without filters."""
-    rows, chosen = logits[: len(tokens)].float(), torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    return (rows.gather(1, chosen[:, None])[:, 0] - rows.logsumexp(dim=-1)).tolist()
+def logprobs_of(blocks: Sequence[Sequence[int]], logits: torch.Tensor) -> list[list[float]]:
+    """Return the log-probabilities of each row's tokens by its `logits [B, T, V]`, T or fewer, at temperature 1 without
+    filters; all are read from the device at once."""
+    places = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
+    if not places:
+        return [[] for _ in blocks]
+    row, i, token = torch.tensor(places, device=logits.device).T
+    chosen = logits[row, i].float()
+    values = iter((chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).tolist())
+    return [[*islice(values, len(block))] for block in blocks]
 
 
 def is_integer(value: object) -> bool:

@@ -8,11 +8,11 @@ from published_heads import random_eagle
 from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, decoding, generate
 from engine.drafters import Drafter, Eagle, Suffix
 from engine.pacing import Choice, Fixed
 from engine.runner import run_through
-from engine.sampling import Filters, logits_to_probs
+from engine.sampling import Filters, logits_to_probs, logprobs_of
 from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 
@@ -226,6 +226,16 @@ def test_logprobs_are_the_models_own(sampling, drafts):
         logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
         wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
+
+
+def test_log_probabilities_of_all_rows_are_read_at_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(decoding, "logprobs_of", lambda *given: calls.append(len(given[0])) or logprobs_of(*given))
+    decoder = Decoder(tiny_runner(3))
+    for prompt in random_prompts([30, 11, 19]):
+        decoder.submit(Request(prompt, 5, logprobs=[]))
+    decode(decoder)
+    assert calls == [1] * 3 + [3] * 4
 
 
 def test_a_prompt_is_run_again_from_where_it_is_not_finite():
