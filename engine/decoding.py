@@ -122,8 +122,7 @@ class Decoder:
 
     def expect(self, sampling: SamplingParams) -> None:
         """Capture rounds that can sample so, where rounds are captured. Errors: ConfigError if the mode cannot."""
-        mode = resolve_mode(self._verification, [sampling])
-        self._mode = self._mode if sampling.greedy else mode
+        self._mode = self._mode if sampling.greedy else resolve_mode(self._verification, [sampling])
         self._filters |= Filters.of([sampling])
 
     def cancel(self, request: Request) -> None:
@@ -281,17 +280,14 @@ class Decoder:
         with self._phase("accept"):
             round_.accept()
             outcomes = dict(zip((row for row, _ in self._rows.computed), round_.outcomes(), strict=True))
-        leads = self._runner.ranks.leads
-        blocks = [
-            outcomes[row].block if leads and one is not None and one.logprobs is not None else []
-            for row, one in self._rows.computed
-        ]
-        logprobs, n_emitted = logprobs_of(blocks, round_.logits), 0
+        logprobs, n_emitted = [], 0
+        if self._runner.ranks.leads and any(request.logprobs is not None for _, request in busy):
+            logprobs = logprobs_of([outcomes[row].block for row, _ in self._rows.computed], round_.logits)
         for place, (row, request) in enumerate(self._rows.computed):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile by one that was notified of another's end
             n_emitted += (n_kept := request.commit(outcomes[row]))
-            if request.logprobs is not None:
+            if logprobs and request.logprobs is not None:
                 request.logprobs += logprobs[place][:n_kept]
             self._progress.decoded(request, outcomes[row], n_kept)
             if choice.drafter is not None:

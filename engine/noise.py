@@ -57,15 +57,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def uniform_pairs(
-    pairs: Tensor, purpose: Tensor, position: Tensor, request: Tensor, low: Tensor, high: Tensor
-) -> Tensor:
-    """Two uniform numbers for each (row, pair of ids): `pairs [P]`, the others `[R, 1]` -> `[R, P, 2]` float64.
-    Integers until the last step, which is exact: compiled or not, on every device, the bits are the same."""
-    w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
-    return torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1).to(torch.float64) * 2.0**-53
-
-
 def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
@@ -74,28 +65,30 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
     Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
     """
     if seed.is_cuda and (kernels := triton_kernels()):
-        return kernels.draw(seed, request, position, stream, n_ids)
+        return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids))
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
     rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
     purpose = torch.full((1, 1), int(stream), device=seed.device)
-    n_rows = max(1, blocks_per_pass(seed.device) // len(pairs))
-    starts = range(0, max(1, seed.numel()), n_rows)
-    parts = [uniform_pairs(pairs, purpose, *(x[start : start + n_rows] for x in rows)) for start in starts]
+    n_rows, parts = max(1, blocks_per_pass(seed.device) // len(pairs)), []
+    for position, request, low, high in zip(*(x.split(n_rows) for x in rows), strict=True):
+        w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
+        # Integers until the last step, which is exact: on every device the bits are the same.
+        bits = torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1)
+        parts.append(bits.to(torch.float64) * 2.0**-53)
     return torch.cat(parts).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
 
 
 def gumbel(
-    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, dtype: torch.dtype | None = None
+    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
+    """Standard Gumbel numbers `[..., n_ids]` in `dtype`; `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
     rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
     """
-    dtype = dtype or torch.float32
     if seed.is_cuda and (kernels := triton_kernels()):
-        return kernels.draw(seed, request, position, stream, n_ids, dtype)
+        return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids, dtype))
     if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
     return gumbel_of(uniform(seed, request, position, stream, n_ids)).to(dtype)
@@ -131,14 +124,9 @@ def triton_kernels() -> ModuleType | None:
     try:
         from engine import triton_draws
         from models.attention.triton_backend import missing_launcher
-
-        why = missing_launcher()
-    except ImportError as error:
-        why = str(error)
-    if why is None:
-        return triton_draws
-    say(f"note: tokens are drawn without Triton: {why}")
-    return None
+    except ImportError:
+        return None
+    return None if missing_launcher() else triton_draws
 
 
 @functools.cache

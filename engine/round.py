@@ -164,9 +164,8 @@ class Rounds:
         self._kind: tuple[str, Filters] | None = None
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
-        that few are, the mode given, and either the filters given, of all requests so far, or if these exclude ids all
-        that there are. What others need changes nothing for a row."""
+        """Return the mode of a round of those rows, and a batch of all rows with their filters; where rounds are
+        captured, so that few are, the mode of all requests so far, and their filters or every one. No token changes."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
         elif filters.any_top_k or filters.any_top_p:

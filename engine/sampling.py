@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
 from numbers import Integral, Real
 from operator import or_
 from typing import Any, NamedTuple
@@ -68,8 +67,8 @@ class SamplingParams:
 
 
 class Filters(NamedTuple):
-    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: no row's top-k
-    keeps more ids than that power of two; `ALL` where a sampled row has no top-k."""
+    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: the largest
+    top-k of a row; `ALL` where a sampled row has none."""
 
     any_top_k: bool = False
     any_top_p: bool = False
@@ -78,10 +77,7 @@ class Filters(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
-        def most_kept(row: SamplingParams) -> int:
-            return 1 << (row.top_k - 1).bit_length() if row.top_k else 1 if row.greedy else ALL
-
-        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, most_kept(row)) for row in rows)
+        each = (cls(row.top_k > 0, row.top_p < 1, row.greedy, row.top_k or (1 if row.greedy else ALL)) for row in rows)
         return reduce(or_, each, cls())
 
     def __or__(self, other: Filters) -> Filters:
@@ -136,7 +132,7 @@ class Distribution:
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.filters.any_top_k or self.filters.any_top_p:
             if scaled.is_cuda and (kernels := triton_kernels()):
-                scaled = kernels.filtered(scaled, self.top_k, self.top_p)
+                scaled = kernels.run(kernels.plan_filter(scaled, self.top_k, self.top_p))
             else:
                 scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
         if self.filters.any_greedy:
@@ -153,22 +149,13 @@ class Distribution:
             log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
             return ((values.double() - log_sum).exp_() * WHOLE).long()
 
-        if self.filters.most_kept == ALL:
-            kept = torch.ones_like(scaled, dtype=torch.bool)
-            if self.filters.any_top_k:
-                kept &= _before(scaled, torch.ones_like(scaled, dtype=torch.int64), top_k)
-            if self.filters.any_top_p:
-                kept &= _before(scaled, masses(scaled), top_p)
-            return kept
+        if self.filters.most_kept == ALL and not self.filters.any_top_k:
+            return _before(scaled, masses(scaled), top_p)
         descending = scaled.topk(min(self.filters.most_kept, scaled.shape[-1]), dim=-1).values
-        rank = torch.arange(descending.shape[-1], device=scaled.device)
-        kept = torch.ones_like(descending, dtype=torch.bool)
-        if self.filters.any_top_k:
-            kept &= rank < top_k
+        kept = (torch.arange(descending.shape[-1], device=scaled.device) < top_k).expand_as(descending)
         if self.filters.any_top_p:
             mass = masses(descending)
-            kept &= mass.cumsum(dim=-1) - mass < top_p
-        kept[..., 0].fill_(True)
+            kept = kept & (mass.cumsum(dim=-1) - mass < top_p)
         n = kept.sum(dim=-1, keepdim=True)
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold
@@ -176,22 +163,21 @@ class Distribution:
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
-def _before(scaled: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Which ids of a row have less than `limit [B, ..., 1]` of the weights, int64, before them: of likelier ids, and of
-    lower ones as likely. Without a sort: finds the last value kept digit by digit, by the weights of each digit."""
+def _before(scaled: torch.Tensor, mass: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return which ids of a row have less than `limit [B, ..., 1]` of the mass, int64, before them, in likelier ids and
+    in lower ones as likely. Finds the last value kept without a sort, digit by digit, by the mass of each digit."""
     bits = 8 * scaled.element_size() - 1
     # Nothing is above 0: in the order of these integers, the likeliest come first.
     key = scaled.view(torch.int64 if bits == 63 else torch.int32).long() & (1 << bits) - 1
     last = before = torch.zeros_like(limit, dtype=torch.int64)
-    left = weights
     for shift in reversed(range(0, bits, DIGIT)):
         digit = key >> shift & (1 << DIGIT) - 1
-        each = left.new_zeros(*left.shape[:-1], 1 << min(DIGIT, bits - shift)).scatter_add_(-1, digit, left)
+        each = mass.new_zeros(*mass.shape[:-1], 1 << min(DIGIT, bits - shift)).scatter_add_(-1, digit, mass)
         sums = before + each.cumsum(dim=-1) - each
-        at = (sums < limit).sum(dim=-1, keepdim=True) - 1
-        last, before, left = last | at << shift, sums.gather(-1, at), left * (digit == at)
+        at = ((sums < limit).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where a mass is NaN, there may be none
+        last, before, mass = last | at << shift, sums.gather(-1, at), mass * (digit == at)
     tied = key == last
-    return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * weights < limit))
+    return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * mass < limit))
 
 
 def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -208,12 +194,10 @@ def logprobs_of(blocks: Sequence[Sequence[int]], logits: torch.Tensor) -> list[l
     """Return the log-probabilities of each row's tokens by its `logits [B, T, V]`, T or fewer, at temperature 1 without
     filters; all are read from the device at once."""
     places = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
-    if not places:
-        return [[] for _ in blocks]
     row, i, token = torch.tensor(places, device=logits.device).T
     chosen = logits[row, i].float()
-    values = iter((chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).tolist())
-    return [[*islice(values, len(block))] for block in blocks]
+    values = (chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).cpu()
+    return [part.tolist() for part in values.split([*map(len, blocks)])]
 
 
 def is_integer(value: object) -> bool:

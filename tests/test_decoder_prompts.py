@@ -287,9 +287,9 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
     requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
     decode(decoder, *requests)
-    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=8)
+    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=5)
     assert rounds[:2] == [("coupled", filtered)] * 2
-    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
+    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=9))
     assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
     assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
 

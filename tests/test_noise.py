@@ -127,12 +127,12 @@ def test_the_triton_kernels_compile_for_hopper_without_spilling():
     from reproduce.gpu_parts import kernels
 
     own = [one for one in kernels.variants(90) if one[1].kernel in (draw_row, filter_row)]
-    assert len(own) == 5
+    assert len(own) == 3
     assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in own)
 
 
 def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
-    monkeypatch.setattr(noise, "triton_kernels", lambda: SimpleNamespace(draw=lambda *given: given))
+    monkeypatch.setattr(noise, "triton_kernels", lambda: SimpleNamespace(run=tuple, plan_draw=lambda *given: given))
     with FakeTensorMode():
         keys = [torch.empty(4, dtype=torch.int64, device="cuda:0") for _ in range(3)]
     assert uniform(*keys, Stream.ACCEPT) == (*keys, Stream.ACCEPT, 1)
@@ -140,10 +140,8 @@ def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a GPU here")
-def test_without_a_triton_that_runs_pytorch_draws(capsys):
-    noise.triton_kernels.cache_clear()
+def test_without_a_triton_that_runs_pytorch_draws():
     assert noise.triton_kernels() is None
-    assert "tokens are drawn without Triton" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")

@@ -126,8 +126,19 @@ def test_filters_keep_what_they_keep_of_a_sorted_row_and_sort_none(monkeypatch, 
             assert torch.equal(Distribution.of([params])._kept(scaled[row : row + 1])[0], kept[row])
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_break_no_other_row(value, top_k):
+    params, logits = SamplingParams(1.0, top_k, 0.5), torch.linspace(0, 5, 18).reshape(2, 9)
+    alone = Distribution.of([params]).probs(logits[1:])
+    logits[0, 4] = value
+    assert torch.equal(Distribution.of([params] * 2).probs(logits)[1:], alone)
+
+
 def test_on_a_gpu_the_triton_kernel_filters(monkeypatch):
-    monkeypatch.setattr(sampling, "triton_kernels", lambda: SimpleNamespace(filtered=lambda *given: given[0] + 1))
+    monkeypatch.setattr(
+        sampling, "triton_kernels", lambda: SimpleNamespace(run=lambda x: x + 1, plan_filter=lambda x, *_: x)
+    )
     with FakeTensorMode():
         law = Distribution.of([SamplingParams(1.0, top_p=0.5)], device="cuda:0")
         assert law.probs(torch.empty(1, 9, device="cuda:0")).shape == (1, 9)

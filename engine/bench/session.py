@@ -87,8 +87,7 @@ class Session(Plan):
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
-        stored = plan.config.target
-        new_graphs = None if plan.device == "cpu" or stored.no_cuda_graphs else CudaGraphs
+        new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs)
         for index, prompt in enumerate(prompts, first):

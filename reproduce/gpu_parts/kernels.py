@@ -70,14 +70,10 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
-    keys = torch.empty(3, BATCH, dtype=torch.int64, device="meta")
-    for gumbel_in in (torch.float32, torch.float64):
-        yield f"Gumbel numbers in {dtype_name(gumbel_in)}", triton_draws.plan(keys, 0, N_IDS, gumbel_in)[0]
-    yield "a uniform number", triton_draws.plan(keys, 0, 1)[0]
-    for dtype in (torch.float32, torch.float64):
-        scaled = torch.empty(BATCH, 4, N_IDS, dtype=dtype, device="meta")
-        filters = keys[0], torch.empty(BATCH, dtype=torch.float64, device="meta")
-        yield f"filters of logits in {dtype_name(dtype)}", triton_draws.plan_filter(scaled, *filters)
+    keys, scaled = torch.empty(BATCH, dtype=torch.int64, device="meta"), torch.empty(BATCH, 4, N_IDS, device="meta")
+    yield "Gumbel numbers", triton_draws.plan_draw(keys, keys, keys, 0, N_IDS, scaled.dtype)[0]
+    yield "uniform numbers", triton_draws.plan_draw(keys, keys, keys, 0, 1)[0]
+    yield "filters", triton_draws.plan_filter(scaled, keys, keys.double())[0]
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]
