@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from engine.noise import Source, in_passes
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.base import Device
@@ -19,15 +18,12 @@ class Batch:
 
     It has the rows of the caches, in order, or is the `first` ones of such a batch, each of which can be any row there.
 
-    filters: those that any row will use. source: what draws the uniform numbers, see `noise.uniform`.
-    narrows: whether a round reads only the slots that its positions can take; captured rounds keep one shape instead.
+    filters: those that any row will use. narrows: whether a round reads only the slots that its positions can take;
+    captured rounds keep one shape instead.
     """
 
-    def __init__(
-        self, n_rows: int, filters: Filters, device: Device = "cpu", source: Source = in_passes, narrows: bool = True
-    ) -> None:
+    def __init__(self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
-        self.source = source
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._view(torch.zeros(7, n_rows, dtype=torch.int64, device=device))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.drafters import Drafter, Shown
@@ -115,14 +114,16 @@ class Decoder:
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
         check_prompt(self._runner, request.index, request.prompt, request.limit, gamma)
-        mode = resolve_mode(self._verification, [request.sampling])
         for drafter in self._pacing.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
-        if not request.sampling.greedy:
-            self._mode = mode
-        self._filters |= Filters.of([request.sampling])
+        self.expect(request.sampling)
         request.counts, request.taken_by, request.text = Counts.of_gamma(gamma), self._mark, [*request.prompt]
         self._waiting.append(request)
+
+    def expect(self, sampling: SamplingParams) -> None:
+        """Capture rounds that can sample so, where rounds are captured. Errors: ConfigError if the mode cannot."""
+        self._mode = self._mode if sampling.greedy else resolve_mode(self._verification, [sampling])
+        self._filters |= Filters.of([sampling])
 
     def cancel(self, request: Request) -> None:
         """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
@@ -232,16 +233,13 @@ class Decoder:
             own = request.sampling, request.id, request.prompt
             mode = GREEDY if request.sampling.greedy else self._mode
             request.emit([first_token(self._runner, mode, *own, prefilled.logits)])
-            self._note_logprobs(request, request.tokens, prefilled.logits[None])
+            if request.logprobs is not None and self._runner.ranks.leads:
+                request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None])[0]
             self._progress.emitted(1)
         self._rows.requests[row] = request
         if request.finish_reason is not None:
             self._rows.leave(row, request)
             self._progress.finished(request)
-
-    def _note_logprobs(self, request: Request, tokens: Sequence[int], logits: Tensor) -> None:
-        if request.logprobs is not None and self._runner.ranks.leads:
-            request.logprobs += logprobs_of(tokens, logits)
 
     def _introduce(self, index: int) -> bool:
         """Show a drafter prompts that it does not know, until every rank is done; returns whether it can draft then."""
@@ -282,12 +280,15 @@ class Decoder:
         with self._phase("accept"):
             round_.accept()
             outcomes = dict(zip((row for row, _ in self._rows.computed), round_.outcomes(), strict=True))
-        n_emitted = 0
+        logprobs, n_emitted = [], 0
+        if self._runner.ranks.leads and any(request.logprobs is not None for _, request in busy):
+            logprobs = logprobs_of([outcomes[row].block for row, _ in self._rows.computed], round_.logits)
         for place, (row, request) in enumerate(self._rows.computed):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile by one that was notified of another's end
             n_emitted += (n_kept := request.commit(outcomes[row]))
-            self._note_logprobs(request, outcomes[row].block[:n_kept], round_.logits[place])
+            if logprobs and request.logprobs is not None:
+                request.logprobs += logprobs[place][:n_kept]
             self._progress.decoded(request, outcomes[row], n_kept)
             if choice.drafter is not None:
                 self._rows.followed[row][choice.drafter] = request.length

@@ -91,15 +91,14 @@ class Rejection:
     def _accept(self, n_drafts: int) -> Tensor:
         batch = self._batch
         if self._is_inner:
-            stream = Stream.ACCEPT + self._purpose
-            return uniform(batch.seeds, batch.requests, batch.lengths + 1, stream, n_drafts, batch.source)
+            return uniform(batch.seeds, batch.requests, batch.lengths + 1, Stream.ACCEPT + self._purpose, n_drafts)
         positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=batch.lengths.device)
         seed, request = batch.seeds[:, None], batch.requests[:, None]
-        return uniform(seed, request, positions, Stream.ACCEPT, source=batch.source).squeeze(-1)
+        return uniform(seed, request, positions, Stream.ACCEPT).squeeze(-1)
 
     def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
         batch, stream = self._batch, stream + self._purpose
-        return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype, batch.source)
+        return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype)
 
 
 class Coupled:
@@ -168,6 +167,6 @@ def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> 
     def noise() -> Tensor:
         positions = batch.lengths[:, None] + 1 + torch.arange(gamma + 1, device=batch.lengths.device)
         of, dtype = (batch.seeds[:, None], batch.requests[:, None]), torch.promote_types(model.dtype, torch.float32)
-        return gumbel(*of, positions, Stream.COUPLED, model.config.vocab_size, dtype, batch.source)
+        return gumbel(*of, positions, Stream.COUPLED, model.config.vocab_size, dtype)
 
     return Coupled(batch, noise)

@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from enum import IntEnum
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from common.launch import missing_launcher
 from common.say import say
 from models.cpp_build import BuildError, load_library
 
@@ -56,67 +58,41 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def uniform_pairs(
-    pairs: Tensor, purpose: Tensor, position: Tensor, request: Tensor, low: Tensor, high: Tensor
-) -> Tensor:
-    """Two uniform numbers for each (row, pair of ids): `pairs [P]`, the others `[R, 1]` -> `[R, P, 2]` float64.
-    Integers until the last step, which is exact: compiled or not, on every device, the bits are the same."""
-    w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
-    return torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1).to(torch.float64) * 2.0**-53
-
-
-Source: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
-
-
-def in_passes(*inputs: Tensor) -> Tensor:
-    """`uniform_pairs` of as many rows at a time as their intermediates should be."""
-    pairs, purpose, *rows = inputs
-    rows_per_pass = max(1, blocks_per_pass(pairs.device) // len(pairs))
-    starts = range(0, max(1, len(rows[0])), rows_per_pass)
-    parts = [uniform_pairs(pairs, purpose, *(row[start : start + rows_per_pass] for row in rows)) for start in starts]
-    return torch.cat(parts)
-
-
-def compiled_source() -> Source:
-    """`uniform_pairs` as one kernel."""
-    return torch.compile(uniform_pairs, fullgraph=True)
-
-
-def uniform(
-    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1, source: Source = in_passes
-) -> Tensor:
+def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1) -> Tensor:
     """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
     seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
-    0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids.
-    source: `in_passes`, or `uniform_pairs` compiled, which then has no intermediates.
+    0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
+    Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
     """
+    if seed.is_cuda and (kernels := triton_kernels()):
+        return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids))
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
-    at, of, low, high = (x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK))
+    rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
     purpose = torch.full((1, 1), int(stream), device=seed.device)
-    return source(pairs, purpose, at, of, low, high).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
+    n_rows, parts = max(1, blocks_per_pass(seed.device) // len(pairs)), []
+    for position, request, low, high in zip(*(x.split(n_rows) for x in rows), strict=True):
+        w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
+        # Integers until the last step, which is exact: on every device the bits are the same.
+        bits = torch.stack([(w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)], dim=-1)
+        parts.append(bits.to(torch.float64) * 2.0**-53)
+    return torch.cat(parts).flatten(1)[:, :n_ids].reshape(*seed.shape, n_ids)
 
 
 def gumbel(
-    seed: Tensor,
-    request: Tensor,
-    position: Tensor,
-    stream: int,
-    n_ids: int,
-    dtype: torch.dtype | None = None,
-    source: Source = in_passes,
+    seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standard Gumbel numbers `[..., n_ids]` in `dtype` (None: float32); `argmax(log p + gumbel)` is a draw of p.
+    """Standard Gumbel numbers `[..., n_ids]` in `dtype`; `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
-    rounding boundary of `dtype`. On a CPU, where `source` is `in_passes`, a kernel in C++ draws float32 numbers, if it
-    can be built.
+    rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
     """
-    dtype = dtype or torch.float32
-    if source is in_passes and seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
+    if seed.is_cuda and (kernels := triton_kernels()):
+        return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids, dtype))
+    if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
-    return gumbel_of(uniform(seed, request, position, stream, n_ids, source)).to(dtype)
+    return gumbel_of(uniform(seed, request, position, stream, n_ids)).to(dtype)
 
 
 def gumbel_of(u: Tensor) -> Tensor:
@@ -141,6 +117,16 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
         return out
 
     return draw
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """`engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels."""
+    if missing_launcher():
+        return None
+    from engine import triton_draws
+
+    return triton_draws
 
 
 @functools.cache

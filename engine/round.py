@@ -18,7 +18,7 @@ from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import Filters, SamplingParams
+from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
 from kv_cache import KVCache, WriteThroughKVCache
 
@@ -168,10 +168,12 @@ class Rounds:
         self._kind: tuple[str, Filters] | None = None
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """The mode of a round of those rows, and a batch of all rows with their filters; where rounds are captured, so
-        that few are, the mode and filters given, of all requests so far. What others need changes nothing for a row."""
+        """Return the mode of a round of those rows, and a batch of all rows with their filters; where rounds are
+        captured, so that few are, the mode of all requests so far, and their filters or every one. No token changes."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
+        elif filters.any_top_k or filters.any_top_p:
+            filters = Filters(True, True, True, ALL)
         if self._kind != (mode, filters):
             if self._kind is not None:
                 self._runner.drop_graphs()  # those of fewer filters, which never come again
@@ -183,7 +185,7 @@ class Rounds:
         """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
         next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.noise_source, runner.narrows)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for held, *_ in runner.captured for drafter in held):
@@ -191,7 +193,7 @@ class Rounds:
         # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
         # the runner: were they held here, neither would go before garbage is collected.
         held = tuple(map(weakref.ref, self._drafters))
-        key = (held, mode, filters, runner.model.backend, runner.model.pointwise, runner.noise_source)
+        key = (held, mode, filters, runner.model.backend, runner.model.pointwise)
         if key not in runner.captured:
             runner.captured[key] = batch(), Captured(runner.graphs)
         return runner.captured[key]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UserError, flag
-from engine.noise import Source, in_passes
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.entries import largest
@@ -76,7 +75,7 @@ class ModelRunner:
 
     A row that still holds the prompt asked for is rolled back to it instead of being run again, so a baseline and a
     speculation decode from the same state. ranks: the processes that run the same calls, where the model is sharded.
-    new_graphs: `CudaGraphs` on a GPU, where rounds are captured. noise_source: draws the random numbers.
+    new_graphs: `CudaGraphs` on a GPU, where rounds are captured.
     Errors: ConfigError if the cache is not of the model's dtype and shape.
     """
 
@@ -87,9 +86,8 @@ class ModelRunner:
         prefill_chunk: int | None = None,
         ranks: Ranks = ALONE,
         new_graphs: Callable[[torch.device], Any] | None = None,
-        noise_source: Source = in_passes,
     ) -> None:
-        self.model, self.cache, self.ranks, self.noise_source = model, cache, ranks, noise_source
+        self.model, self.cache, self.ranks = model, cache, ranks
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import ConfigError, flag
+from engine.noise import triton_kernels
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # of a vocabulary
+WHOLE = 2.0**62  # the mass of all ids
+DIGIT = 11  # bits of a value that a search for the last one kept looks at together
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,13 @@ class SamplingParams:
     @cached_property
     def needs(self) -> Filters:
         """The steps that this distribution takes."""
-        most_kept = 1 << (self.top_k - 1).bit_length() if self.top_k else 1 if self.greedy else ALL
+        most_kept = self.top_k or (1 if self.greedy else ALL)
         return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept)
 
 
 class Filters(NamedTuple):
-    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: no row's top-k
-    keeps more ids than that power of two; `ALL` where a sampled row has no top-k."""
+    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: the largest
+    top-k of a row; `ALL` where a sampled row has none."""
 
     any_top_k: bool = False
     any_top_p: bool = False
@@ -132,7 +135,10 @@ class Distribution:
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.filters.any_top_k or self.filters.any_top_p:
-            scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
+            if scaled.is_cuda and (kernels := triton_kernels()):
+                scaled = kernels.run(kernels.plan_filter(scaled, self.top_k, self.top_p))
+            else:
+                scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
         if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
@@ -140,24 +146,42 @@ class Distribution:
 
     def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
         """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
-        vocab_size = scaled.shape[-1]
-        if self.filters.most_kept == ALL:
-            descending = scaled.sort(dim=-1, descending=True).values
-        else:
-            descending = scaled.topk(min(self.filters.most_kept, vocab_size), dim=-1).values
-        rank = torch.arange(descending.shape[-1], device=scaled.device)
-        kept = torch.ones_like(descending, dtype=torch.bool)
-        if self.filters.any_top_k:
-            kept &= rank < _like(self.top_k, scaled, torch.int64)
+        top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
+
+        def masses(values: torch.Tensor) -> torch.Tensor:
+            """Those of ids, as integers: their sums are the same in any order."""
+            log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
+            return ((values.double() - log_sum).exp_() * WHOLE).long()
+
+        if self.filters.most_kept == ALL and not self.filters.any_top_k:
+            return _before(scaled, masses(scaled), top_p)
+        descending = scaled.topk(min(self.filters.most_kept, scaled.shape[-1]), dim=-1).values
+        kept = (torch.arange(descending.shape[-1], device=scaled.device) < top_k).expand_as(descending)
         if self.filters.any_top_p:
-            mass = (descending.double() - scaled.double().logsumexp(dim=-1, keepdim=True)).exp()
-            kept &= mass.cumsum(dim=-1) - mass < _like(self.top_p, scaled, torch.float64)
-        kept[..., 0].fill_(True)
+            mass = masses(descending)
+            kept = kept & (mass.cumsum(dim=-1) - mass < top_p)
         n = kept.sum(dim=-1, keepdim=True)
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold
         tied = scaled == threshold
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
+
+
+def _before(scaled: torch.Tensor, mass: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return which ids of a row have less than `limit [B, ..., 1]` of the mass, int64, before them, in likelier ids and
+    in lower ones as likely. Finds the last value kept without a sort, digit by digit, by the mass of each digit."""
+    bits = 8 * scaled.element_size() - 1
+    # Nothing is above 0: in the order of these integers, the likeliest come first.
+    key = scaled.view(torch.int64 if bits == 63 else torch.int32).long() & (1 << bits) - 1
+    last = before = torch.zeros_like(limit, dtype=torch.int64)
+    for shift in reversed(range(0, bits, DIGIT)):
+        digit = key >> shift & (1 << DIGIT) - 1
+        each = mass.new_zeros(*mass.shape[:-1], 1 << min(DIGIT, bits - shift)).scatter_add_(-1, digit, mass)
+        sums = before + each.cumsum(dim=-1) - each
+        at = ((sums < limit).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where a mass is NaN, there may be none
+        last, before, mass = last | at << shift, sums.gather(-1, at), mass * (digit == at)
+    tied = key == last
+    return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * mass < limit))
 
 
 def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -170,10 +194,14 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def logprobs_of(tokens: Sequence[int], logits: torch.Tensor) -> list[float]:
-    """Each token's log-probability by its row of `logits [>= len(tokens), V]`, at temperature 1, without filters."""
-    rows, chosen = logits[: len(tokens)].float(), torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    return (rows.gather(1, chosen[:, None])[:, 0] - rows.logsumexp(dim=-1)).tolist()
+def logprobs_of(blocks: Sequence[Sequence[int]], logits: torch.Tensor) -> list[list[float]]:
+    """Return the log-probabilities of each row's tokens by its `logits [B, T, V]`, T or fewer, at temperature 1 without
+    filters; all are read from the device at once."""
+    places = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
+    row, i, token = torch.tensor(places, device=logits.device).T
+    chosen = logits[row, i].float()
+    values = (chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).cpu()
+    return [part.tolist() for part in values.split([*map(len, blocks)])]
 
 
 def is_integer(value: object) -> bool:

@@ -28,9 +28,12 @@ MANY = 10**9
 def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Session, Pacing]:
     """Errors: UserError."""
     plan = plan_of(config, max_batch, max_length)
-    # What is rehearsed is greedy; clients may sample, with filters.
-    require_room(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_p=0.5))))
+    # Clients may sample, with filters. Rounds are captured for that from the start, and else rehearsed greedily.
+    sampled = replace(plan.sampling, params=SamplingParams(1.0, top_p=0.5))
+    require_room(replace(plan, sampling=sampled))
     session = Session.of_plan(plan)
+    if session.runner.graphs is not None:
+        session = replace(session, sampling=sampled)
     if session.draft is None:
         return session, Fixed(None)
     drafters = session.drafters()

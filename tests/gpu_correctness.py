@@ -20,7 +20,7 @@ from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, Standalo
 from engine.bench.record import identical_rows
 from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
-from engine.noise import Source, Stream, compiled_source, in_passes, uniform
+from engine.noise import Stream, uniform
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV, Packed, quantize
 from models import Transformer, load_model
@@ -45,8 +45,7 @@ QUANTISED_TOLERANCE = 2e-2
 
 def cells(options: Options) -> list[Cell]:
     found: list[tuple] = [
-        ("gpu_noise", "noise", noise, in_passes),
-        *([("gpu_noise", "noise, compiled", noise, compiled_source())] if options.on_cuda else []),
+        ("gpu_noise", "noise", noise),
         *(("gpu_quantised_error", f"{scheme} layers", quantised, scheme) for scheme in SCHEMES),
         ("gpu_prefill_kernel", "a chunk of a prompt", prefill_kernel),
         *(("gpu_identity", f"replayed rounds, {mode}", identity, mode) for mode in ("greedy", "coupled", "rejection")),
@@ -110,7 +109,7 @@ def on(case: Case, device: str) -> Case:
     return replace(case, q=case.q.to(device), kv=kv, queries=case.queries.to(device), slots=slots)
 
 
-def noise(options: Options, source: Source) -> Record:
+def noise(options: Options) -> Record:
     """The random numbers of all streams on the device, bit for bit those of the CPU."""
     keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
     positions = torch.tensor([[0, 1, 8191, 131071]])
@@ -118,7 +117,7 @@ def noise(options: Options, source: Source) -> Record:
     for stream in Stream:
         here = uniform(*keys, positions, stream, options.sizes["n_ids"])
         given = (x.to(options.device) for x in (*keys, positions))
-        there = uniform(*given, stream, options.sizes["n_ids"], source).cpu()
+        there = uniform(*given, stream, options.sizes["n_ids"]).cpu()
         n_same += int((here == there).sum())
         n_all += here.numel()
     return verdict(n_same == n_all) | {"same": n_same, "numbers": n_all}
@@ -183,10 +182,9 @@ def identity(options: Options, mode: str) -> Record:
     model, prompts, name = _model_and_prompts(options)
     sampling = None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
     use_pointwise(model, compiled())
-    source = compiled_source()
 
     def tokens_of(runner_of: Callable[..., ModelRunner]) -> dict[str, list[list[int]]]:
-        runner = _runner(options, model, runner_of, noise_source=source)
+        runner = _runner(options, model, runner_of)
         drafters: dict[str, Drafter | None] = {
             "plain": None,
             "speculation": SelfSpeculation(runner, _draft_cache(runner), gamma=3),
@@ -223,8 +221,8 @@ def survival(options: Options) -> Record:
     return record | {"identical_rows": same, "rubbish_bytes": rubbish.nbytes}
 
 
-def _runner(options: Options, model: Transformer, runner_of: Callable[..., ModelRunner], **how: object) -> ModelRunner:
-    return runner_of(model, FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype), **how)
+def _runner(options: Options, model: Transformer, runner_of: Callable[..., ModelRunner]) -> ModelRunner:
+    return runner_of(model, FullKVCache(model.config, 4, 1024, device=options.device, dtype=model.dtype))
 
 
 def _draft_cache(runner: ModelRunner) -> StreamingKVCache:

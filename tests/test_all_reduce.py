@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory):
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 

@@ -8,11 +8,11 @@ from published_heads import random_eagle
 from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, decoding, generate
 from engine.drafters import Drafter, Eagle, Suffix
 from engine.pacing import Choice, Fixed
 from engine.runner import run_through
-from engine.sampling import Filters, logits_to_probs
+from engine.sampling import Filters, logits_to_probs, logprobs_of
 from kv_cache import FullKVCache, Streaming, StreamingKVCache
 
 
@@ -228,6 +228,16 @@ def test_logprobs_are_the_models_own(sampling, drafts):
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
 
 
+def test_log_probabilities_of_all_rows_are_read_at_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(decoding, "logprobs_of", lambda *given: calls.append(len(given[0])) or logprobs_of(*given))
+    decoder = Decoder(tiny_runner(3))
+    for prompt in random_prompts([30, 11, 19]):
+        decoder.submit(Request(prompt, 5, logprobs=[]))
+    decode(decoder)
+    assert calls == [1] * 3 + [3] * 4
+
+
 def test_a_prompt_is_run_again_from_where_it_is_not_finite():
     """By an earlier request, which failed; a longer one that begins alike fails as it does alone."""
     model = tiny_model()
@@ -277,9 +287,9 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
     requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
     decode(decoder, *requests)
-    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=8)
+    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=5)
     assert rounds[:2] == [("coupled", filtered)] * 2
-    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=16))
+    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=9))
     assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
     assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
 

@@ -10,10 +10,10 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import random_prompts, tiny_model
 
 from common.errors import OutOfMemoryError
+from engine import noise
 from engine.bench.config import Sizes
 from engine.bench.memory import GIB, require_room
 from engine.bench.session import Session
-from engine.noise import uniform_pairs
 from models.attention.torch_backend import TorchAttention
 from models.llama import Transformer
 from models.pointwise import EAGER
@@ -90,8 +90,9 @@ def test_what_needs_graphs_runs_with_a_stand_in_for_them(monkeypatch, check, gra
 
 def with_stand_ins(monkeypatch: pytest.MonkeyPatch, graphs: type[RecordedGraphs]) -> None:
     """Of a tiny model; nothing can be compiled below the stand-in, which watches every operation of PyTorch."""
+    monkeypatch.setattr(noise, "_kernel", lambda: None)
     model, prompts = tiny_model(dtype=torch.float32), random_prompts([70, 66, 90, 80, 65, 77])
-    instead = {"CudaGraphs": graphs, "compiled": lambda: EAGER, "compiled_source": lambda: uniform_pairs}
+    instead = {"CudaGraphs": graphs, "compiled": lambda: EAGER}
     instead |= {"LIMITS": [9, 4, 12, 7, 6, 10], "RUBBISH_BYTES": 64}
     for name, value in instead.items():
         monkeypatch.setattr(correctness, name, value)

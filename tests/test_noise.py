@@ -1,11 +1,15 @@
 """Counter-based noise: the generator's bits, what a number depends on, and how its numbers are distributed."""
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import python
 from statistics_tools import chi_square_p_value
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from engine import noise
 from engine.noise import Stream, gumbel, philox, uniform
@@ -107,6 +111,37 @@ def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
     noise_of_rows = gumbel(one(2024), torch.arange(n), one(12), stream, len(p), dtype)
     counts = (p.log() + noise_of_rows).argmax(dim=-1).bincount(minlength=len(p))
     assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4
+
+
+def test_the_triton_kernels_draw_what_pytorch_draws():
+    """All of triton_draws_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("triton_draws_cases.py")
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
+    pytest.importorskip("triton")
+    from engine.triton_draws import draw_row, filter_row
+    from reproduce.gpu_parts import kernels
+
+    own = [one for one in kernels.variants(90) if one[1].kernel in (draw_row, filter_row)]
+    assert len(own) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in own)
+
+
+def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
+    monkeypatch.setattr(noise, "triton_kernels", lambda: SimpleNamespace(run=tuple, plan_draw=lambda *given: given))
+    with FakeTensorMode():
+        keys = [torch.empty(4, dtype=torch.int64, device="cuda:0") for _ in range(3)]
+    assert uniform(*keys, Stream.ACCEPT) == (*keys, Stream.ACCEPT, 1)
+    assert gumbel(*keys, Stream.DRAFT, 9) == (*keys, Stream.DRAFT, 9, torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a GPU here")
+def test_without_a_triton_that_runs_pytorch_draws():
+    assert noise.triton_kernels() is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")

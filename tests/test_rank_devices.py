@@ -58,11 +58,13 @@ def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wan
         return
     chosen, joined = [], []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: joined.append(options["device_id"]))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *given, **options: joined.append((*given, options["device_id"]))
+    )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: where[3])
     assert start_ranks(resolve_device(wanted)).device == torch.device(given)
-    assert chosen == [int(given[-1])] and joined == [torch.device(given)]
+    assert chosen == [int(given[-1])] and joined == [("cpu:gloo,cuda:nccl", torch.device(given))]
 
 
 @pytest.mark.parametrize("where,wanted", [((2, 4, 0, 4), "auto"), ((4, 2, 0, 2), "cuda:1"), ((1, 2, 1, 2), "cuda")])

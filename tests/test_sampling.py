@@ -1,15 +1,19 @@
 """The distribution of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from filter_cases import FILTERS, kept_by_sorting, scaled_logits
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from common.errors import ConfigError
+from engine import sampling
 from engine.sampling import Distribution, SamplingParams, greedy, logits_to_probs
 
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -109,6 +113,35 @@ def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
         at, beyond = (logits_to_probs(equal, SamplingParams(1.0, top_p=p / vocab)) for p in (n, n + 0.5))
         assert at.tolist() == [1 / n] * n + [0.0] * (vocab - n)
         assert int((beyond > 0).sum()) == n + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 2, 9, 301, 5003])
+def test_filters_keep_what_they_keep_of_a_sorted_row_and_sort_none(monkeypatch, vocab, dtype):
+    each = [(scaled, kept_by_sorting(scaled)) for scaled in scaled_logits(vocab, dtype)]
+    monkeypatch.setattr(Tensor, "sort", lambda *_, **__: pytest.fail("the vocabulary is sorted"))
+    for scaled, kept in each:
+        assert torch.equal(Distribution.of(FILTERS)._kept(scaled), kept)
+        for row, params in enumerate(FILTERS):
+            assert torch.equal(Distribution.of([params])._kept(scaled[row : row + 1])[0], kept[row])
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_break_no_other_row(value, top_k):
+    params, logits = SamplingParams(1.0, top_k, 0.5), torch.linspace(0, 5, 18).reshape(2, 9)
+    alone = Distribution.of([params]).probs(logits[1:])
+    logits[0, 4] = value
+    assert torch.equal(Distribution.of([params] * 2).probs(logits)[1:], alone)
+
+
+def test_on_a_gpu_the_triton_kernel_filters(monkeypatch):
+    monkeypatch.setattr(
+        sampling, "triton_kernels", lambda: SimpleNamespace(run=lambda x: x + 1, plan_filter=lambda x, *_: x)
+    )
+    with FakeTensorMode():
+        law = Distribution.of([SamplingParams(1.0, top_p=0.5)], device="cuda:0")
+        assert law.probs(torch.empty(1, 9, device="cuda:0")).shape == (1, 9)
 
 
 def test_a_greedy_tie_goes_to_the_lowest_id():

@@ -10,13 +10,17 @@ import pytest
 import torch
 from recorded_graph import RecordedGraph, RecordedGraphs
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
+from tiny import decode
 
 from common import cli
 from common.errors import ConfigError, OutOfMemoryError
 from engine.bench.memory import memory_plan
+from engine.bench.session import Session
 from engine.cost_model.adaptive import Adaptive
+from engine.requests import Request
 from engine.sampling import SamplingParams
 from serving.opening import open_session, plan_of
+from serving.scheduler import Scheduler
 from serving.serve import Serve
 
 
@@ -34,6 +38,24 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert not session.runner.cache.notes
     open_session(flags.config(), 4, 320)
     assert {*costs_folder.iterdir()} == kept
+
+
+def test_what_is_captured_at_the_start_decodes_whatever_clients_ask_for(chat_checkpoint, monkeypatch):
+    graphs: list[RecordedGraph] = []
+    of_plan = Session.of_plan
+
+    def capturing(plan):
+        session = of_plan(plan)
+        session.runner.graphs = RecordedGraphs(session.runner.device, graphs)
+        return session
+
+    monkeypatch.setattr(Session, "of_plan", capturing)
+    flags = cli.read(Serve, [f"--model={chat_checkpoint}", *FLAGS.split()], prog="serving")
+    session, pacing = open_session(flags.config(), 2, 320)
+    decoder, n_captured = Scheduler(session, pacing, flags.batch)._decoder, len(graphs)
+    for filters in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.0, "top_p": 0.3}):
+        decode(decoder, Request([1, 2, 3], 9, sampling=SamplingParams(**filters)))
+    assert len(graphs) == n_captured > 0 and not any(graph.is_destroyed for graph in graphs)
 
 
 @pytest.mark.parametrize("length,how", [(320, ""), (4000, " (--max_length 400, which is the model's context)")])

@@ -120,10 +120,10 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
     behind a rejection was never looked at."""
     drawn, uniform = Counter(), noise.uniform
 
-    def noted(seed, request, position, stream, n_ids=1, source=noise.in_passes):
+    def noted(seed, request, position, stream, n_ids=1):
         for id_, at in zip(*(x.flatten().tolist() for x in torch.broadcast_tensors(request, position)), strict=True):
             drawn[id_, at, int(stream), n_ids] += 1
-        return uniform(seed, request, position, stream, n_ids, source)
+        return uniform(seed, request, position, stream, n_ids)
 
     for module in (noise, modes):
         monkeypatch.setattr(module, "uniform", noted)

@@ -26,7 +26,6 @@ from engine.drafters.config import DrafterConfig, Parts
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.drafters.speculated import Speculated
 from engine.graphs import CudaGraphs
-from engine.noise import compiled_source, in_passes
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt
 from engine.runner import ModelRunner, RemoteRunner
@@ -88,11 +87,9 @@ class Session(Plan):
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
-        stored = plan.config.target
-        new_graphs = None if plan.device == "cpu" or stored.no_cuda_graphs else CudaGraphs
+        new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        noise_source = compiled_source() if stored.compile else in_passes
-        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, noise_source=noise_source)
+        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs)
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
         own: dict[str, Any] = {"runner": runner, "prompts": prompts, "tokenizer": tokenizer, "numbered_from": first}
@@ -160,9 +157,7 @@ class Session(Plan):
         own.cache.notes.clear()
         cache = own.cache.view(slice(0, n_rows), length)
         cache.capacity, cache.notes = cache.positions.shape[1], {}
-        runner = ModelRunner(
-            own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs, noise_source=own.noise_source
-        )
+        runner = ModelRunner(own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs)
         return replace(self, runner=runner, n_rows=n_rows, capacity=length)
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:

@@ -52,7 +52,7 @@ def forced_acceptance(
         drafter.follow([Shown(row, row, prompt, 0)])
         if drafter.reads_current:
             drafter.follow([Shown(row, row, [*prompt, continuations[row][0]], len(prompt))])
-    batch = Batch(n_rows, Filters.of(params), runner.device, runner.noise_source)
+    batch = Batch(n_rows, Filters.of(params), runner.device)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
     books = torch.tensor(continuations, device=runner.device)

@@ -20,7 +20,7 @@ class AllReduce:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self.name = "none" if group is None else str(dist.get_backend(group))
+        self.name = "none" if group is None else dist.get_backend(group).rpartition(":")[2]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._group is not None:

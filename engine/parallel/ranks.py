@@ -58,7 +58,7 @@ class Ranks:
         if self.size == 1:
             return make()
         box = [make() if self.leads else None]
-        dist.broadcast_object_list(box, group=self.group, device=self.device, group_src=LEADER)
+        dist.broadcast_object_list(box, group=self.group, group_src=LEADER)
         return box[0]  # type: ignore[return-value]
 
     def gathered(self, value: Value) -> list[Value]:
@@ -159,8 +159,8 @@ def require_single_process() -> None:
 
 
 def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
-    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs; without torchrun, be alone. A collective
-    that waits longer than the timeout for a rank fails, and the run with it."""
+    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs, where objects stay in any case; without
+    torchrun, be alone. A collective that waits longer than the timeout for a rank fails, and the run with it."""
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where)
@@ -168,7 +168,7 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
     if on_gpu:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        backend = "nccl" if on_gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 

@@ -16,6 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from common.launch import Launch
 from common.say import dtype_name
+from engine import triton_draws
 from kv_cache import Full, QuantizedKVCache, VerifyTopK
 from kv_cache.entries import KV, NOTED, Packed, largest
 from kv_cache.packing import plan_packing
@@ -30,7 +31,7 @@ from reproduce.gpu_parts.cells import IN_4_BITS, Record
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
-BATCH, N_KV_HEAD = 8, 8
+BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
 NOTING = "in order, by name, noting"
 # The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
 CACHES = {
@@ -79,6 +80,10 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
     yield from other_variants()
+    keys, scaled = torch.empty(BATCH, dtype=torch.int64, device="meta"), torch.empty(BATCH, 4, N_IDS, device="meta")
+    yield "Gumbel numbers", triton_draws.plan_draw(keys, keys, keys, 0, N_IDS, scaled.dtype)[0]
+    yield "uniform numbers", triton_draws.plan_draw(keys, keys, keys, 0, 1)[0]
+    yield "filters", triton_draws.plan_filter(scaled, keys, keys.double())[0]
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
         stored = [dtype, torch.int8, torch.float8_e4m3fn]
         runs = [entries for entries in stored if triton_backend.runs_on(divmod(arch, 10), dtype, entries)]

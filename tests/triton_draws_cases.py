@@ -1,0 +1,46 @@
+"""Random numbers and filters by the Triton kernels against those by PyTorch, in Triton's interpreter; run by
+test_noise.py in a process of its own, as triton_cases.py is."""
+
+import math
+
+import pytest
+import torch
+from filter_cases import FILTERS, kept_by_sorting, scaled_logits
+
+from engine.noise import Stream, gumbel, uniform
+from engine.sampling import Distribution
+from engine.triton_draws import PAIRS, plan_draw, plan_filter, run
+
+SEEDS, REQUESTS = (torch.tensor(x)[:, None] for x in ([0, -1, 2**62 + 1, -(2**63)], [7, 2**32 - 1, 0, 5]))
+KEYS = SEEDS, REQUESTS, torch.tensor([[0, 2**32 - 1, 31_999]])
+
+
+@pytest.mark.parametrize("stream", [*Stream, Stream.ACCEPT + (len(Stream) * 3 << 16), 2**32 - 1])
+@pytest.mark.parametrize("n_ids", [1, 2, 7, 2 * PAIRS, 6 * PAIRS + 3])
+def test_numbers_are_those_of_pytorch(stream, n_ids):
+    """Two libraries' logarithms may differ in the last bit; the float32 numbers do not."""
+    given = *KEYS, stream, n_ids
+    assert torch.equal(run(plan_draw(*given)), uniform(*given))
+    assert torch.equal(run(plan_draw(*given, torch.float32)), gumbel(*given, torch.float64).float())
+    exact = gumbel(*given, torch.float64)
+    torch.testing.assert_close(run(plan_draw(*given, torch.float64)), exact, rtol=1e-14, atol=1e-15)
+
+
+def test_no_rows_are_no_numbers():
+    assert run(plan_draw(*(torch.empty(3, 0, dtype=torch.int64),) * 3, Stream.ACCEPT, 1)).shape == (3, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 2, 9, 301, 5003])
+def test_filters_keep_what_they_keep_of_a_sorted_row(vocab, dtype):
+    law = Distribution.of(FILTERS)
+    for scaled in scaled_logits(vocab, dtype):
+        wanted = scaled.masked_fill(~kept_by_sorting(scaled), -math.inf)
+        assert torch.equal(run(plan_filter(scaled, law.top_k, law.top_p)), wanted)
+
+
+def test_filters_end_where_logits_are_no_numbers():
+    law, scaled = Distribution.of(FILTERS), torch.full((len(FILTERS), 1, 9), math.nan)
+    run(plan_filter(scaled, law.top_k, law.top_p))
+    scaled[..., ::2] = -math.inf
+    run(plan_filter(scaled, law.top_k, law.top_p))
