@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -79,31 +79,37 @@ def choose(name: str, again: bool = False) -> Choice:
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
         memory = _kept(name, [str(BUILDS), cases, version("torch")], "json")
-        if not again and (known := _known(memory)):
-            return known
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks that start together build once, and choose alike.
-        with open(memory.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not again and (known := _known(memory)):
-                return known
-            say(f"building and checking the {name} kernel for this CPU, once")
-            choice = _compared(name)
-            with tempfile.TemporaryDirectory(dir=memory.parent) as own:
-                written = Path(own, "choice.json")
-                written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
-                os.replace(written, memory)
-            return choice
+        what = f"building and checking the {name} kernel for this CPU, once"
+        return remembered(memory, what, lambda: _compared(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
+
+
+def remembered(memory: Path, what: str, choose_anew: Callable[[], Choice], again: bool = False) -> Choice:
+    """Return the choice that is kept in a file, or make it, say `what` is done, and keep it. Errors: OSError."""
+    if not again and (known := _known(memory)):
+        return known
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks that start together build once, and choose alike.
+    with open(memory.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not again and (known := _known(memory)):
+            return known
+        say(what)
+        choice = choose_anew()
+        with tempfile.TemporaryDirectory(dir=memory.parent) as own:
+            written = Path(own, "choice.json")
+            written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
+            os.replace(written, memory)
+        return choice
 
 
 def _known(memory: Path) -> Choice | None:
     """The choice that is kept in that file, if its library is still there."""
     with suppress(OSError, ValueError, TypeError):
         known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
-        if known.build is None or Path(known.library).exists():
+        if not known.library or Path(known.library).exists():
             return known
     return None
 
@@ -120,7 +126,7 @@ def _compared(name: str) -> Choice:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             reasons.append(f"{other}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        checked[other], wrong = check(name, str(library), *filter(None, [best]))
+        checked[other], wrong = check(KERNELS[name][1], str(library), *filter(None, [best]))
         if wrong:
             reasons.append(f"{other}: {wrong}")
             continue
@@ -138,14 +144,14 @@ def _compared(name: str) -> Choice:
     return Choice(build, best, refused, checked)
 
 
-def check(name: str, *libraries: str) -> tuple[list[Row], str | None]:
-    """Compare the first library with the reference, and time it beside the others and PyTorch, in a process of its own.
-    Returns what that printed, and why the library cannot be used."""
+def check(module: str, *candidates: str) -> tuple[list[Row], str | None]:
+    """Compare the first candidate with the reference, on the cases of a module, and time it beside the others and
+    PyTorch, in a process of its own. Returns what that printed, and why the candidate cannot be used."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "stdin": subprocess.DEVNULL}
     own |= {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     try:
-        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", KERNELS[name][1], *libraries], **own)
+        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", module, *candidates], **own)
     except subprocess.TimeoutExpired:
         return [], f"its check does not end in {TIMEOUT_SECONDS} s"
     if ended.returncode < 0:

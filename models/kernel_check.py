@@ -3,9 +3,11 @@
     python -m models.kernel_check MODULE LIBRARY [OTHERS...]
 
 MODULE has `cases()`, `candidate(library)`, which makes of a library what a case computes with, and the same of PyTorch,
-`REFERENCE`. Prints a line of JSON for each kind of input: the "error" relative to the largest value of a row, what is
-"allowed", and "ms" of the library, of the others and of PyTorch. `models.cpp_build` runs it in a process of its own,
-which a kernel that crashes takes along.
+`REFERENCE`. In place of a library's file there may be another name that the module knows.
+
+Prints a line of JSON for each kind of input: the "error" relative to the largest value of a row, what is "allowed", and
+"ms" of the library, of the others and of PyTorch. `models.cpp_build` runs it in a process of its own, which a kernel
+that crashes takes along.
 """
 
 import ctypes
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +56,14 @@ def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float
             for case in cases:
                 if case.is_timed:
                     case.compute(candidate)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             best[i] = min(best[i], 1e3 * (time.perf_counter() - start))
     torch.set_num_threads(n_thread)
     return best
 
 
-def rows_of(suite: Any, libraries: Sequence[ctypes.CDLL]) -> Iterator[dict[str, Any]]:
+def rows_of(suite: Any, libraries: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """A row for each kind of input: the largest error of the first library, and times of all and of PyTorch."""
     candidates = [*map(suite.candidate, libraries), suite.REFERENCE]
     for what, together in groupby(sorted(suite.cases(), key=lambda case: case.what), key=lambda case: case.what):
@@ -70,7 +75,8 @@ def rows_of(suite: Any, libraries: Sequence[ctypes.CDLL]) -> Iterator[dict[str, 
 if __name__ == "__main__":
     try:
         with torch.inference_mode():
-            for row in rows_of(import_module(sys.argv[1]), [ctypes.CDLL(path) for path in sys.argv[2:]]):
+            libraries = [ctypes.CDLL(name) if Path(name).exists() else name for name in sys.argv[2:]]
+            for row in rows_of(import_module(sys.argv[1]), libraries):
                 print(json.dumps(row), flush=True)
     except BuildError as error:  # from `candidate`
         sys.exit(str(error))

@@ -17,7 +17,7 @@ from programs import ROOT, Ended, python
 from wrong_kernels import BUGS, compile_source, expected, write_source
 
 from models import cpp_build, pointwise_cpp
-from models.attention import AttentionSpec, cpp_backend, select_backend
+from models.attention import AttentionSpec, cpp_backend, gpu_check, select_backend
 
 pytestmark = needs_cpp_compiler
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"
@@ -102,7 +102,7 @@ def test_a_build_is_replaced_by_a_faster_one(monkeypatch, tmp_path, times, used,
     cpp_backend.load_kernel.cache_clear()
     monkeypatch.setattr(cpp_build, "build_library", lambda name, build: tmp_path / build)
     of = {str(tmp_path / build): [ROW | {"ms": ms}] for build, ms in times.items()}
-    monkeypatch.setattr(cpp_build, "check", lambda name, *libraries: (of[libraries[0]], None))
+    monkeypatch.setattr(cpp_build, "check", lambda module, *libraries: (of[libraries[0]], None))
     choice = cpp_build.choose("attention")
     assert choice.build == used and (choice.refused or [""])[-1] == said and [*choice.checked] == [*times]
     if used is None:
@@ -150,3 +150,31 @@ def test_sanitizers_find_nothing(shapes, build, n_shape):
 @pytest.mark.slow
 def test_sanitizers_find_a_kernel_that_reads_too_far(shapes):
     assert "AddressSanitizer: heap-buffer-overflow" in shapes(12, "native", 1 + [*BUGS["attention"]].index("tail")).err
+
+
+def test_wrong_kernels_for_a_gpu_are_found_and_right_ones_are_not():
+    """In Triton's interpreter: masks, and the running softmax."""
+    pytest.importorskip("triton")
+    bugs = 'scores = tl.where(visible, scores, float("-inf"))', "scores += 0", "acc * decay[:, None]", "acc"
+    ended = python(ROOT / "tests/gpu_check_cases.py", *bugs, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.err
+    *wrong, right = ended.out.splitlines()
+    assert right == "right" and len(wrong) == 2 and "right" not in wrong
+
+
+@pytest.mark.parametrize(
+    "found,said",
+    [
+        (([ROW | {"ms": [1, 2]}], None), None),
+        (([], "it crashes (SIGABRT)"), "it crashes (SIGABRT)"),
+        (([ROW | {"ms": [4, 2]}], None), "PyTorch is 2.0 times as fast"),
+    ],
+)
+def test_kernels_for_a_gpu_are_checked_once(monkeypatch, tmp_path, found, said):
+    """For each GPU; what was found is remembered, refusals as well."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    gpus, checked = iter(["H100", "H100", "A100"]), []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(gpus))
+    monkeypatch.setattr(gpu_check, "check", lambda *given: checked.append(given) or found)
+    assert [gpu_check.refusal("triton", torch.device("cuda")) for _ in range(3)] == [said] * 3
+    assert checked == [("models.attention.gpu_check", "triton")] * 2

@@ -33,11 +33,15 @@ NO_COMPILER = {"launch_error": LAUNCH_ERRORS[0][0]}
 def machine(monkeypatch):
     """Pretend to be a GPU with some flash packages, and with Triton, whose launcher may fail, or without."""
 
-    def pretend(capability=(9, 0), packages=(), has_triton=True, launch_error=None):
+    def pretend(
+        capability=(9, 0), packages=(), has_triton=True, launch_error=None, refused: dict[str, str] | None = None
+    ):
+        refused = refused or {}
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         properties = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("models.attention.select.refusal", lambda name, device: refused.get(name))
         for package in PACKAGES:
             # None in sys.modules is what importing an absent module looks like, wherever the tests run.
             monkeypatch.setitem(sys.modules, package.module, fake_package(package) if package in packages else None)
@@ -64,6 +68,8 @@ def machine(monkeypatch):
             for error, said in LAUNCH_ERRORS
         ),
         ("triton", {"head_dim": 80}, NO_COMPILER, "torch", ["head_dim"]),
+        ("auto", {}, {"refused": {"triton": "wrong results"}}, "torch", ["triton is not available: wrong results"]),
+        ("flash", {}, {"packages": PACKAGES, "refused": {"flash": "it crashes"}}, "triton", ["it crashes"]),
         *(
             ("flash", {}, {"capability": at, "packages": found}, "flash", [best.title, best.module, "on triton"])
             for at, found, best in (

@@ -7,8 +7,11 @@ checks them anew. Otherwise a kernel is checked when it is first used.
 
 from dataclasses import dataclass
 
+import torch
+
 from common import cli
 from common.tables import Column, console
+from models.attention.gpu_check import checked
 from models.cpp_build import KERNELS, BuildError, choose
 
 COLUMNS = [
@@ -38,6 +41,10 @@ def main(flags: Flags) -> None:
         rows += [{"kernel": kernel, "build": build} | row for build, some in choice.checked.items() for row in some]
         what = "PyTorch" if choice.build is None else f"the {choice.build} build"
         used.append("; ".join([f"{kernel}: {what}", *choice.refused]))
+    for name in ("triton", "flash") if torch.cuda.is_available() else ():
+        choice = checked(name, torch.device("cuda"), again=flags.check)
+        rows += [{"kernel": name, "build": "-"} | row for row in choice.checked[name]]
+        used.append("; ".join([f"{name}: {choice.build or 'another backend'}", *choice.refused]))
     print(console(rows, COLUMNS), *used, sep="\n")
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,18 +33,36 @@ def cases() -> Iterator[Case]:
     """Queries in every dtype over entries in every storage: one token, a block and a chunk, of rows by name."""
     for dtype, storage, shape, n_token in product(DTYPES, (*ENTRIES, IN_4_BITS), SHAPES, BLOCKS):
         what = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}"
-        yield from _cases(what, dtype, storage, *shape, n_token)
+        yield from cases_of(what, dtype, storage, *shape, n_token)
 
 
-def _cases(
-    what: str, dtype: torch.dtype, storage: Any, head_dim: int, group: int, window: int | None, n_token: int
-) -> Iterator[Case]:
+def cases_of(
+    what: str,
+    dtype: torch.dtype,
+    storage: Any,
+    head_dim: int,
+    group: int,
+    window: int | None,
+    n_token: int,
+    device: str = "cpu",
+) -> tuple[Case, Case]:
     """Attention of a block, with the shares that it notes; and whether each token has the same bits alone."""
-    normal = partial(torch.randn, generator=torch.Generator().manual_seed(n_token))
+    with torch.device(device):
+        return _cases_of(what, dtype, storage, head_dim, group, window, n_token)
+
+
+def _cases_of(
+    what: str, dtype: torch.dtype, storage: Any, head_dim: int, group: int, window: int | None, n_token: int
+) -> tuple[Case, Case]:
+    generator, device = torch.Generator("cpu").manual_seed(n_token), torch.get_default_device()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(device)
+
     config, rows, lengths = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), [3, 0, 1], [PART + 300, 3, 411]
     in_4_bits, capacity = storage == IN_4_BITS, PART + 400
     stored = dtype if in_4_bits else storage
-    cache: KVCache = FullKVCache(config, 4, capacity, dtype=stored)
+    cache: KVCache = FullKVCache(config, 4, capacity, device, stored)
     new = normal(4, capacity, 2, 2, head_dim)
     for row, length in zip(rows, lengths, strict=True):
         # Large where no query sees it, so that a leak shows.
@@ -53,7 +70,7 @@ def _cases(
         cache.positions[row, :length] = torch.arange(length)
     cache.write(0, torch.arange(capacity).expand(4, -1), new)
     if in_4_bits:
-        full, cache = cache, QuantizedKVCache(config, 4, capacity, 16, 48, dtype=stored)
+        full, cache = cache, QuantizedKVCache(config, 4, capacity, 16, 48, device, stored)
         for row, length in zip(rows, lengths, strict=True):
             cache.fill_row(row, full, length)
     queries = torch.tensor(lengths)[:, None] + torch.arange(n_token)
@@ -68,7 +85,7 @@ def _cases(
     def compute(backend: Any, spec: AttentionSpec = spec, q: Tensor = q, kv: KV = kv) -> Results:
         if in_4_bits or n_token > MAX_BLOCK:
             return (attend(backend, spec, q, kv),)
-        noted = torch.full((4, n_token, 2, capacity // NOTED), -1.0)
+        noted = torch.full((4, n_token, 2, capacity // NOTED), -1.0, device=device)
         return attend(backend, spec, q, kv._replace(noted=noted)), noted
 
     def differs(backend: Any) -> Results:
@@ -79,5 +96,5 @@ def _cases(
     exact = KV(*(kv if in_4_bits else kv._replace(rows=None)).dequantized(torch.float64))
     exact = exact._replace(rows=None if in_4_bits else kv.rows)
     wanted = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
-    yield Case(what, allowed, compute, wanted, n_token <= MAX_BLOCK and head_dim == SHAPES[0][0])
-    yield Case(what, allowed, differs, (torch.zeros(q.shape),), False)
+    is_timed = n_token <= MAX_BLOCK and head_dim == SHAPES[0][0]
+    return Case(what, allowed, compute, wanted, is_timed), Case(what, allowed, differs, (torch.zeros(q.shape),), False)

@@ -7,6 +7,7 @@ import torch
 from common.errors import ConfigError
 from common.launch import missing_launcher
 from models.attention.base import AttentionBackend, AttentionSpec
+from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
 from models.names import BACKENDS
 
@@ -70,7 +71,7 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         return Selection(TorchAttention(), why)
-    if reason := missing_launcher():
+    if reason := missing_launcher() or refusal("triton", device):
         return reason
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
@@ -83,7 +84,7 @@ def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> S
         return why
     triton = _triton(device, spec, entries)
     fallback = triton.backend if isinstance(triton, Selection) else TorchAttention()
-    if reason := flavour.unsupported(spec):
+    if reason := flavour.unsupported(spec) or refusal("flash", device):
         return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
 

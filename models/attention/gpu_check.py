@@ -1,0 +1,73 @@
+"""Whether attention kernels for a GPU are right and fast there: compared with PyTorch once, and remembered.
+
+`models.kernel_check` runs the cases in a process of its own, which a kernel that breaks the GPU takes along.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from common.say import dtype_name
+from models.attention.base import AttentionBackend
+from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
+from models.cpp_build import FASTER, Choice, cache_folder, check, remembered, speedup
+from models.kernel_check import Case
+
+__all__ = ["REFERENCE", "candidate", "cases", "checked", "refusal"]
+DEVICE, DTYPE = "cuda", torch.bfloat16
+# What kernels come with: another version is checked anew.
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")
+
+
+def candidate(name: str) -> AttentionBackend:
+    """The backend of that name, "triton" or "flash"."""
+    from models.attention.triton_backend import TritonAttention
+
+    if name == "triton":
+        return TritonAttention()
+    from models.attention.flash_backend import FlashAttention, find_flavour
+
+    flavour, why = find_flavour(DEVICE)
+    assert flavour is not None, why
+    return FlashAttention(flavour, REFERENCE)
+
+
+def cases() -> Iterator[Case]:
+    """Queries over entries in each storage: ragged rows by name, one token and a block."""
+    for storage, (head_dim, group, window), n_token in product((DTYPE, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
+        what = f"{dtype_name(DTYPE)}, entries in {dtype_name(storage)}"
+        yield cases_of(what, DTYPE, storage, head_dim, group, window, n_token, DEVICE)[0]
+
+
+def refusal(name: str, device: torch.device) -> str | None:
+    """Return why the kernels of a backend, "triton" or "flash", are not used on a GPU; None if they are."""
+    try:
+        return "; ".join(checked(name, device).refused) or None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        return f"its check cannot be kept (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+
+
+def checked(name: str, device: torch.device, again: bool = False) -> Choice:
+    """Check a backend, unless that was done for this GPU, these packages and this source. Errors: OSError."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    about = [torch.cuda.get_device_name(device), *map(_version, PACKAGES), *(path.read_text() for path in sources)]
+    memory = cache_folder().absolute() / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    return remembered(memory, f"checking the {name} kernels on this GPU, once", lambda: _compared(name), again)
+
+
+def _compared(name: str) -> Choice:
+    rows, wrong = check(__name__, name)
+    if wrong is None and (times := 1 / speedup(rows, -1)) > FASTER:
+        wrong = f"PyTorch is {times:.1f} times as fast"
+    return Choice(None if wrong else name, "", [wrong] if wrong else [], {name: rows})
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
