@@ -120,13 +120,20 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 
 @functools.cache
-def triton_kernels() -> ModuleType | None:
-    """`engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels."""
+def triton_kernels(device: str = "cuda") -> ModuleType | None:
+    """Return `engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels, or draws
+    other random bits than the CPU."""
     if missing_launcher():
         return None
     from engine import triton_draws
 
-    return triton_draws
+    keys = torch.tensor([[0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1], [0, 1, 8191, 131071]])
+    seed, request, position = keys.to(device)
+    drawn = triton_draws.run(triton_draws.plan_draw(seed, request, position, Stream.DRAFT, 999))
+    if torch.equal(drawn.cpu(), uniform(keys[0], keys[1], keys[2], Stream.DRAFT, 999)):
+        return triton_draws
+    say("note: PyTorch draws the random numbers, as the Triton kernel draws other ones on this GPU")
+    return None
 
 
 @functools.cache

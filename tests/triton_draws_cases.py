@@ -7,7 +7,8 @@ import pytest
 import torch
 from filter_cases import FILTERS, kept_by_sorting, scaled_logits
 
-from engine.noise import Stream, gumbel, uniform
+from engine import triton_draws
+from engine.noise import Stream, gumbel, triton_kernels, uniform
 from engine.sampling import Distribution
 from engine.triton_draws import PAIRS, plan_draw, plan_filter, run
 
@@ -24,6 +25,13 @@ def test_numbers_are_those_of_pytorch(stream, n_ids):
     assert torch.equal(run(plan_draw(*given, torch.float32)), gumbel(*given, torch.float64).float())
     exact = gumbel(*given, torch.float64)
     torch.testing.assert_close(run(plan_draw(*given, torch.float64)), exact, rtol=1e-14, atol=1e-15)
+
+
+def test_a_kernel_that_draws_other_numbers_is_not_used(monkeypatch, capsys):
+    assert triton_kernels("cpu") is triton_draws
+    triton_kernels.cache_clear()
+    monkeypatch.setattr(triton_draws, "plan_draw", lambda *keys: plan_draw(*keys[:2], keys[2] + 1, *keys[3:]))
+    assert triton_kernels("cpu") is None and "draws other ones" in capsys.readouterr().err
 
 
 def test_no_rows_are_no_numbers():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.jsonl import append_record, read_lines
 from common.say import say
-from kv_cache.entries import KV
+from kv_cache.entries import KV, Store, store
 from kv_cache.over import BlockAlone, Slots
 from models import Transformer
 from models.attention import AttentionSpec, TorchAttention
@@ -86,7 +86,7 @@ class Unrolled(BlockAlone, TorchAttention):
         super().__init__(positions)
         self._written: list[Tensor] = []
 
-    def write(self, layer: int, slots: None, new: Tensor) -> None:
+    def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
         self._written.append(new)
 
     def read(self, layer: int, queries: Tensor) -> KV:
