@@ -54,7 +54,7 @@ class Policy(ABC):
         return False
 
     def holds_all(self, length: int) -> bool:
-        """Whether its budget leaves nothing out of `length` tokens: then the run says that the draft misses nothing."""
+        """Whether its budget leaves nothing out of `length` tokens: then the run says so."""
         return False
 
     def check(self) -> None:

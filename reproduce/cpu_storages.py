@@ -199,7 +199,8 @@ def main(flags: Flags) -> None:
         for (name, session), (said, sampling) in product(sessions.items(), SAMPLINGS.items()):
             plain = Contender(f"{name}, {said}, plain", session.variant(draft=None, sampling=sampling))
             own = session.variant(sampling=sampling)
-            contenders[name, said] = Contender(f"{name}, {said}", own, plain, own.drafters())
+            drafts = {"draft_budget": own.draft.policy.budget, "gamma": own.draft.gamma}
+            contenders[name, said] = Contender(f"{name}, {said}", own, plain, own.drafters(), drafts)
             runs |= {one.name: one.run for one in (plain, contenders[name, said])}
         seen = in_turns(runs, flags.turns)
     limits = {name: median(one[name] for one in seen["rates"]) for name in seen["rates"][0]}

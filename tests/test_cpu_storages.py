@@ -51,6 +51,7 @@ def test_every_storage_has_a_row_of_both_samplings_and_its_phases(
         assert all(phase["ms"] > 0 and phase["limit_ms"] > 0 for phase in one["phases"])
         for row in one["rows"]:
             assert len(row["speedups"]) == 2 and row["wall_tokens_per_second"] > 0
+            assert (row["gamma"], row["draft_budget"]) == (2, 16)
     # A float32 model reads twice the weights and entries of a bfloat16 one, and 60 entries a row.
     plain = [one["phases"][1]["bytes"] for one in own]
     assert plain[0] == 2 * plain[1] and plain[1] > plain[2] > plain[3] > plain[4]

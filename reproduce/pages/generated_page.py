@@ -51,7 +51,8 @@ def read(folder: Path, name: str, *benchmarks: str) -> list[Record]:
 def source(records: Sequence[Record]) -> str:
     """Which files, commits and machines a table comes from."""
     files = dict.fromkeys(f"[{record['file']}](results/{record['file']})" for record in records)
-    commits = dict.fromkeys(f"`{(record.get('git_commit') or 'unknown')[:12]}`" for record in records)
+    each = ((record.get("git_commit") or "unknown").partition("-") for record in records)
+    commits = dict.fromkeys(f"`{commit[:12]}{dash}{changed}`" for commit, dash, changed in each)
     machines = {}
     for record in records:
         triton = f", Triton {record['triton_version']}" if record.get("triton_version") else ""
