@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from common.errors import ConfigError
-from kv_cache.entries import KV, dequantize, largest, quantize, stored_as
+from kv_cache.entries import KV, Store, dequantize, largest, store, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
@@ -140,14 +140,10 @@ class KVCache(ABC):
         after `begin`. None for the slots: keys are stored already rotated, by the first."""
         return positions, None
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
-        """Store one layer's `new [B, T, 2, n_kv_head, head_dim]` entries, made by `entries.pack`, in `slots [B, T]`."""
-        if self.scales is None:
-            self.entries[layer][:, self._rows, :, slots] = new.to(self.entries.dtype)
-        else:
-            stored, scale = quantize(new, self.entries.dtype)
-            self.entries[layer][:, self._rows, :, slots] = stored
-            self.scales[layer][:, self._rows, :, slots] = scale
+    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor, store: Store = store) -> None:
+        """Store one layer's `new [B, T, 2, n_kv_head, head_dim]` entries, made by `entries.pack`, in `slots [B, T]`.
+        store: does what `entries.store` does."""
+        store(self.entries[layer], None if self.scales is None else self.scales[layer], self._rows, slots, new)
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
         """One layer's entries as views. queries: what reads them, `[B, T, n_head, head_dim]`, rotated if keys are."""

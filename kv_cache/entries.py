@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -132,6 +133,20 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     scale = (x.abs().amax(dim=-1) / largest()[dtype]).clamp(min=SMALLEST_SCALE)
     scaled = x / scale[..., None]
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+Store: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor], None]"
+
+
+def store(
+    entries: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor, new: torch.Tensor
+) -> None:
+    """Write `new [B, T, 2, n_kv_head, head_dim]` to `slots [B, T]` int64 of `rows [B, 1]` int64 of one layer's `entries
+    [2, max_batch, n_kv_head, capacity, head_dim]`, in 8 bits where these have `scales`, `entries.shape[:-1]`."""
+    if scales is None:
+        entries[:, rows, :, slots] = new.to(entries.dtype)
+    else:
+        entries[:, rows, :, slots], scales[:, rows, :, slots] = quantize(new, entries.dtype)
 
 
 def dequantize(stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kv_cache.base import Device, KVCache
-from kv_cache.entries import KV
+from kv_cache.entries import KV, Store, store
 
 
 class ReadOnlyKVCache:
@@ -24,7 +24,7 @@ class ReadOnlyKVCache:
     def begin(self, positions: torch.Tensor) -> None:
         return None
 
-    def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store) -> None:
         return None
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
@@ -75,7 +75,7 @@ class BlockAlone:
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
         return positions, None
 
-    def write(self, layer: int, slots: None, new: torch.Tensor) -> None:
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store) -> None:
         self._new = new
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
@@ -124,10 +124,10 @@ class WriteThroughKVCache:
             self.observed.starts[self.draft.row_indices] = positions[:, 0]
         return self.target.begin(positions), self.draft.begin(positions)
 
-    def write(self, layer: int, slots: tuple[Any, torch.Tensor], new: torch.Tensor) -> None:
-        self.target.write(layer, slots[0], new)
+    def write(self, layer: int, slots: tuple[Any, torch.Tensor], new: torch.Tensor, store: Store = store) -> None:
+        self.target.write(layer, slots[0], new, store)
         if layer in self._draft_layer:
-            self.draft.write(self._draft_layer[layer], slots[1], new)
+            self.draft.write(self._draft_layer[layer], slots[1], new, store)
 
     def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
         kv = self.target.read(layer, queries)

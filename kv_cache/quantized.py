@@ -11,7 +11,7 @@ import torch
 
 from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import KV, LEVELS, Packed, dequantize, joined, stored_as
+from kv_cache.entries import KV, LEVELS, Packed, Store, dequantize, joined, store, stored_as
 from kv_cache.full import Full, FullKVCache
 
 # A group whose numbers are all the same must not divide by 0.
@@ -92,9 +92,9 @@ class QuantizedKVCache(FullKVCache):
         self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
         return super().begin(positions)
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
+    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor, store: Store = store) -> None:
         """As of every cache, into the ring; also quantises the group that is due."""
-        super().write(layer, slots % self.ring, new)
+        super().write(layer, slots % self.ring, new, store)
         if self._skips:
             return
         at = self._due % self.ring

@@ -66,7 +66,7 @@ class Attention(nn.Module):
             q_and_k = step.pointwise.rotate_heads(heads[:, : self.n_head + self.n_kv_head], step.rotation)
             q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
         q, new = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
-        step.cache.write(layer, step.slots, new)
+        step.cache.write(layer, step.slots, new, step.pointwise.store)
         kv = step.cache.read(layer, q)
         if step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache.entries import pack
+from kv_cache.entries import Store, pack, store
 from models.rope import Rotation, rotate
 
 MOST_VARIANTS = 64  # of a function: few per model and dtype, but PyTorch's own limit, 8, counts all models together
@@ -48,6 +48,7 @@ class Pointwise:
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     round_to_uint8: Callable[[Tensor], tuple[Tensor, Tensor]] = round_to_uint8
+    store: Store = store
 
 
 EAGER = Pointwise()

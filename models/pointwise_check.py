@@ -5,6 +5,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from common.say import dtype_name
 from models.kernel_check import Case, Results
@@ -32,6 +33,22 @@ def cases() -> Iterator[Case]:
         }.items():
             compute = partial(_call, name, arguments)
             yield Case(f"{dtype_name(dtype)}, {name}", ALLOWED[dtype], compute, compute(EAGER))
+        for storage in (dtype, torch.int8):
+            compute = partial(stored, normal(n_row, 2, 2, 3, dim).to(dtype), storage)
+            yield Case(f"{dtype_name(storage)} entries", 0, compute, compute(EAGER))
+
+
+def stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
+    """Store `new [B, T, 2, n_kv_head, head_dim]` in other rows of a cache of `storage`, of which a view has few slots.
+    Returns all entries, and their scales."""
+    n_row, n_token, _, n_head, head_dim = new.shape
+    entries = torch.zeros(2, n_row + 1, n_head, 2 * n_token + 3, head_dim, dtype=storage)
+    scales = torch.zeros(entries.shape[:-1]) if storage == torch.int8 else None
+    rows = torch.arange(n_row, 0, -1)[:, None]
+    slots = torch.arange(2 * n_token, 0, -2) + rows % 2
+    narrow = entries[..., : 2 * n_token + 2, :], None if scales is None else scales[..., : 2 * n_token + 2]
+    candidate.store(*narrow, rows, slots, new)
+    return (entries,) if scales is None else (entries, scales)
 
 
 def _call(name: str, arguments: tuple, candidate: Pointwise) -> Results:

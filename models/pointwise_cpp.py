@@ -29,6 +29,7 @@ ARGUMENTS = {
     "foretoken_add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
     "foretoken_rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
     "foretoken_swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
+    "foretoken_store": [*_SIZES, c_int64, c_int64, *[c_void_p] * 7, c_int],
 }
 
 
@@ -47,7 +48,7 @@ def typed(kernel: ctypes.CDLL) -> ctypes.CDLL:
 def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
     """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = typed(library) if library else load_kernel()
-    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu)}
+    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, store)}
     calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
     return Pointwise("cpp", **calls)
 
@@ -100,3 +101,17 @@ def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
     out = gate_and_up.new_empty(n_row, width // 2)
     call(size, n_row, width // 2, gate_and_up.data_ptr(), row, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def store(call: Call, entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    """As EAGER's, to the last bit."""
+    size, wanted = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
+    readable = entries.stride(-1) == 1 and new.is_contiguous() and new.is_cpu
+    if size is None or entries.dtype != wanted or not readable:
+        return EAGER.store(entries, scales, rows, slots, new)
+    n_row, n_token, _, n_head, head_dim = new.shape
+    rows, slots = rows.contiguous(), slots.contiguous()
+    strides, scale_strides = ((c_int64 * 4)(*x.stride()[:4]) for x in (entries, entries if scales is None else scales))
+    read = new.data_ptr(), rows.data_ptr(), slots.data_ptr()
+    written = strides, entries.data_ptr(), scale_strides, None if scales is None else scales.data_ptr()
+    return call(size, n_row, n_token, n_head, head_dim, *read, *written, torch.get_num_threads())

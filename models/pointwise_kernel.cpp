@@ -19,6 +19,7 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int8_t bvec __attribute__((vector_size(W)));
 
 struct bfloat16 { uint16_t bits; };
 
@@ -135,6 +136,26 @@ void swiglu(const T* gate, const T* up, int64_t n_out, T* out) {
     });
 }
 
+// To 8 bits by the largest magnitude, as entries.quantize does; returns the scale.
+template <typename T>
+float to_int8(const T* x, int64_t size, int8_t* out) {
+    vec largest{};
+    in_vectors(size, [&](int64_t i, auto n) {
+        const vec value = load(x + i, n), magnitude = value < vec{} ? -value : value;
+        largest = magnitude > largest ? magnitude : largest;
+    });
+    float most = 0;
+    for (int lane = 0; lane < W; ++lane) most = largest[lane] > most ? largest[lane] : most;
+    const float scale = most / 127 > 1e-12f ? most / 127 : 1e-12f;
+    const vec magic = broadcast(12582912.0f);  // 1.5 * 2^23 rounds to whole numbers, ties to even
+    in_vectors(size, [&](int64_t i, auto n) {
+        const vec whole = load(x + i, n) / broadcast(scale) + magic - magic;
+        const auto codes = __builtin_convertvector(__builtin_convertvector(whole, ivec), bvec);
+        std::memcpy(out + i, &codes, n);
+    });
+    return scale;
+}
+
 // As in_rows, and calls with a null pointer to the elements' type too, which bytes per element tell: 4 float,
 // 2 bfloat16.
 template <typename Body>
@@ -174,6 +195,27 @@ void foretoken_swiglu(int64_t bytes, int64_t n_row, int64_t n_out, const void* g
         using T = std::remove_pointer_t<decltype(element)>;
         const T* gate = (const T*)gate_and_up + row * in_row;
         swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
+    });
+}
+
+// `made [n_row, n_token, 2, n_head, head_dim]` goes to slots of rows of entries, with scales as int8, without as it is.
+// Strides: of both, row, head and slot.
+void foretoken_store(int64_t bytes, int64_t n_row, int64_t n_token, int64_t n_head, int64_t head_dim, const void* made,
+                     const int64_t* rows, const int64_t* slots, const int64_t* strides, void* entries,
+                     const int64_t* scale_strides, float* scales, int n_thread) {
+    in_rows_of(bytes, n_row * n_token, 2 * n_head * head_dim, n_thread, [&](auto* element, int64_t token) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        const int64_t row = rows[token / n_token], slot = slots[token];
+        for (int64_t i = 0; i < 2 * n_head; ++i) {
+            const auto place = [&](const int64_t* by) {
+                return i / n_head * by[0] + row * by[1] + i % n_head * by[2] + slot * by[3];
+            };
+            const T* from = (const T*)made + (token * 2 * n_head + i) * head_dim;
+            if (scales)
+                scales[place(scale_strides)] = to_int8(from, head_dim, (int8_t*)entries + place(strides));
+            else
+                std::memcpy((T*)entries + place(strides), from, head_dim * sizeof *from);
+        }
     });
 }
 

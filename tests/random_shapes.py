@@ -22,6 +22,8 @@ from engine.noise_check import exact
 from models import linear_check, linear_cpp
 from models.attention.check import ALLOWED, ALLOWED_OVER_INT8, DTYPES
 from models.attention.cpp_backend import ENTRIES, CppAttention
+from models.pointwise import EAGER
+from models.pointwise_check import stored
 from models.pointwise_cpp import cpp
 
 library, *others = map(ctypes.CDLL, sys.argv[1:5])
@@ -51,6 +53,11 @@ for seed in range(int(sys.argv[5])):
         arguments = inputs(name, size(0, 40), 2 * size(1, 300), any_of(DTYPES), strided=any_of((False, True)))
         for got, expected in pairs(pointwise, name, arguments):
             torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    new, storage = (
+        torch.randn(size(1, 4), size(1, 40), 2, size(1, 3), size(1, 150)),
+        any_of((torch.float32, torch.int8)),
+    )
+    assert all(map(torch.equal, stored(new, storage, pointwise), stored(new, storage, EAGER)))
     keys = torch.randint(2**32, (3, size(0, 4)))
     noise = *keys, size(0, 9), size(1, 9000)
     torch.testing.assert_close(draw(*noise), exact(*noise).float(), rtol=1e-6, atol=1e-6)

@@ -71,12 +71,12 @@ def test_a_shift_of_all_logits_does_not_count():
 class OtherKeys(FullKVCache):
     """Keys of a block are off by up to one in ten thousand, as other kernels would have made them."""
 
-    def write(self, layer, slots, new):
+    def write(self, layer, slots, new, *store):
         if slots.shape[1] == GAMMA + 1:
             keys, values = new.unbind(2)
             keys = keys * (1 + noise_like(keys, 1e-4, layer + int(slots.sum())))
             new = torch.stack((keys, values), dim=2)
-        super().write(layer, slots, new)
+        super().write(layer, slots, new, *store)
 
 
 def test_eps_is_that_of_two_caches_each_written_its_own_way():
@@ -100,10 +100,10 @@ def test_eps_is_that_of_two_caches_each_written_its_own_way():
 class StaleScales(FullKVCache):
     """A slot that is written again keeps the scale of the draft that it held: a bug that needs a rejection."""
 
-    def write(self, layer, slots, new):
+    def write(self, layer, slots, new, *store):
         scales = self.scales[layer]
         before = scales[:, self._rows, :, slots]
-        super().write(layer, slots, new)
+        super().write(layer, slots, new, *store)
         scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
 
 

@@ -11,6 +11,7 @@ from models import pointwise_cpp
 from models.attention import TorchAttention
 from models.cpp_build import BuildError
 from models.pointwise import EAGER, Pointwise
+from models.pointwise_check import stored
 from models.pointwise_cpp import cpp, pointwise_beside
 from models.rope import Rotation, rotation
 
@@ -36,7 +37,7 @@ def kernel() -> Pointwise:
 @pytest.fixture
 def no_fallback(monkeypatch):
     """What is meant for the kernel has to reach it."""
-    broken = Pointwise(*(partial(pytest.fail, f"{name} ran eagerly") for name in FUNCTIONS))
+    broken = Pointwise(**{name: partial(pytest.fail, f"{name} ran eagerly") for name in (*FUNCTIONS, "store")})
     monkeypatch.setattr(pointwise_cpp, "EAGER", broken)
 
 
@@ -171,6 +172,28 @@ def test_what_the_kernel_cannot_read_runs_eagerly(kernel, name):
         cases += [(first.bfloat16(), *others), (first, rotation(torch.arange(1), torch.ones(32), torch.float32))]
     for arguments in cases:
         assert all(torch.equal(got, wanted) for got, wanted in pairs(kernel, name, arguments))
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stored_entries_are_those_of_the_eager_function(kernel, dtype, storage, monkeypatch):
+    """Every bit of a cache, scales and untouched slots included; one vector is zero, one has ties between codes."""
+    storage = storage or dtype
+    for n_row, n_token, dim in ((1, 1, 64), (8, 4, 64), (3, 2, 100), (2, MANY, 128)):
+        generator = torch.Generator().manual_seed(dim)
+        new = (3 * torch.randn(n_row, n_token, 2, 3, dim, generator=generator)).to(dtype)
+        new[0, 0, 0, 0], new[0, 0, 1, 0] = 0, torch.arange(dim) + 0.5
+        new[0, 0, 1, 0, 0] = 127
+        wanted = stored(new, storage, EAGER)
+        with monkeypatch.context() as patch:
+            patch.setattr(pointwise_cpp, "EAGER", Pointwise(store=partial(pytest.fail, "store ran eagerly")))
+            assert all(map(torch.equal, stored(new, storage, kernel), wanted))
+
+
+@pytest.mark.parametrize(("dtype", "storage"), [(torch.float64, torch.float64), (torch.float32, torch.bfloat16)])
+def test_entries_that_the_kernel_cannot_store_are_stored_eagerly(kernel, dtype, storage):
+    new = torch.randn(2, 3, 2, 1, 64, dtype=dtype)
+    assert all(map(torch.equal, stored(new, storage, kernel), stored(new, storage, EAGER)))
 
 
 def test_they_are_chosen_beside_attention_in_cpp_only(kernel):

@@ -41,6 +41,8 @@ BUGS = {
         "last numbers of a row": ("(int)(n - i)", "(int)(n - i - 1)", ""),
         "sine": ("load(signed_sin + i, n)", "load(signed_sin + half + i, n)", ""),
         "gate": ("broadcast(1.0f) + exp_of_minus(x)", "broadcast(1.0f) - exp_of_minus(x)", ""),
+        "slot": ("slot * by[3]", "slot * by[3] + by[3]", ""),
+        "largest of a vector": ("most / 127", "most / 126", ""),
     },
     "linear": {
         "bias": ("load(call.bias + at)", "load(call.bias + output)", "avx512_bf16"),
