@@ -1,0 +1,96 @@
+"""Runs one step in a process of its own, and says what became of it."""
+
+from common.startup import import_from_now_on
+
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkout import ROOT
+from common.errors import OutOfMemoryError
+from common.provenance import provenance
+from reproduce.gpu_parts.steps import Step
+from reproduce.sweeping.child import die_with, last_words
+
+DONE, FAILED, ERROR, SKIPPED, TIMED_OUT = "done", "failed", "error", "skipped", "timed out"
+Record = dict[str, Any]
+
+
+class Skip(Exception):
+    """Why a step makes no sense on this machine."""
+
+
+def verdict(is_good: bool, **figures: Any) -> Record:
+    return {"status": DONE if is_good else FAILED, **figures}
+
+
+class Running(NamedTuple):
+    """A step that has begun. began, deadline: seconds of `time.monotonic`."""
+
+    step: Step
+    process: BaseProcess
+    reader: Connection
+    log: Path
+    began: float
+    deadline: float
+
+    def end(self) -> Record:
+        """Kill what is left of the step, and return its record, also of one that crashed or is late."""
+        seconds, result = round(time.monotonic() - self.began, 3), Record(status=TIMED_OUT)
+        try:
+            if self.reader.poll():
+                result = self.reader.recv()
+        except EOFError:
+            self.process.join()
+            said = last_words(self.log.read_text(errors="replace"))
+            result = {"status": ERROR, "error": f"ended with exit code {self.process.exitcode}: {said}"}
+        self.kill()
+        return result | {"seconds": seconds}
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+
+def start(step: Step, device: str, quick: bool, log: Path, seconds: float) -> Running:
+    """Start a step that may take so long: as a fork of this process, or on a GPU, which forks cannot share, anew."""
+    context = get_context("fork" if device == "cpu" else "spawn")
+    reader, writer = context.Pipe(duplex=False)
+    given = step.given | (step.quick if quick else {})
+    process = context.Process(target=work, args=(step.run, device, given, log, os.getpid(), writer))
+    process.start()
+    writer.close()
+    return Running(step, process, reader, log, time.monotonic(), time.monotonic() + seconds)
+
+
+def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int, writer: Connection) -> None:
+    """Call `run`, a function of a module of this package, and send its figures to the process that started this one."""
+    os.setsid()  # so that Ctrl-C reaches the parent alone, and whatever this starts ends with it
+    die_with(parent)
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    os.chdir(ROOT)
+    import_from_now_on()
+    try:
+        module, _, function = run.partition(".")
+        found = getattr(importlib.import_module(f"reproduce.gpu_parts.{module}"), function)(device, **given)
+        result = provenance() | {"status": DONE} | found
+    except (Skip, OutOfMemoryError) as reason:
+        result = {"status": SKIPPED, "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"status": ERROR, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
+    writer.send(result)
