@@ -25,7 +25,7 @@ from common.tables import markdown
 from engine.bench.config import Output
 from reproduce.gpu_parts.child import DONE, ERROR, FAILED, SKIPPED, TIMED_OUT, Record, Running, start
 from reproduce.gpu_parts.steps import STEPS, Step
-from reproduce.paper.columns import of
+from reproduce.paper.columns import COMPUTED, of
 from reproduce.sweeping.runner import make_logs
 
 BAD, NAMES = (FAILED, ERROR, TIMED_OUT), tuple(step.name for step in STEPS)
@@ -98,7 +98,7 @@ def in_short(step: Step, record: Record) -> Record:
 
 def page(records: Sequence[Record]) -> str:
     """What to look at, in Markdown."""
-    above = [(one["cell"], *figure) for one in records if not one["quick"] for figure in one["above_estimate"]]
+    above = [(one["cell"], *over) for one in records if not one["quick"] for over in one["above_estimate"]]
     sections = {
         "What failed": [f"**{one['cell']}**, {one['status']}: {said(one)}" for one in records if one["status"] in BAD],
         "What is above its estimate": [
@@ -115,8 +115,7 @@ def page(records: Sequence[Record]) -> str:
 
 def said(record: Record) -> str:
     """The reason of a failure in one line."""
-    text = record.get("error") or ", ".join(f"{name} {value}" for name, value in record["numbers"].items())
-    return " ".join((text or "see its log").split())[:400]
+    return " ".join((record.get("error") or COMPUTED["numbers"](record) or "see its log").split())[:400]
 
 
 def main(flags: Flags) -> None:

@@ -141,8 +141,8 @@ from reproduce import gpu
 for run in (here.good, here.hang):
     setattr(here.checks, run.__name__, run)
 gpu.STEPS = here.of(here.good) + here.of(here.hang)
-output = sys.argv.pop()
-gpu.cli.run_alone(lambda _: gpu.main(gpu.Flags(("good", "hang"), "cpu", True, output=output)), gpu.Flags)
+flags = gpu.Flags(sys.argv.pop(), steps=("good", "hang"), device="cpu", quick=True)
+gpu.cli.run_alone(lambda _: gpu.main(flags), gpu.Flags)
 """  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(output)], stdout=subprocess.PIPE, text=True)
     log = tmp_path / "gpu.jsonl.logs" / "hang.log"
