@@ -59,8 +59,8 @@ def hour(steps: Sequence[Step], flags: Flags, logs: Path) -> Iterator[tuple[Step
         for step in (*steps, None):
             while going and not (step and step.beside):
                 late = max(0.0, min(one.deadline for one in going) - time.monotonic())
-                ready = wait([one.reader for one in going], late)
-                for one in [one for one in going if one.reader in ready or time.monotonic() >= one.deadline]:
+                ended = wait([one.process.sentinel for one in going], late)
+                for one in [one for one in going if one.process.sentinel in ended or time.monotonic() >= one.deadline]:
                     going.remove(one)
                     ends[one.step.name] = one.end()
                     yield one.step, ends[one.step.name]

@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.checkout import ROOT
 from common.errors import OutOfMemoryError
+from common.jsonl import append_record, read_lines
 from common.provenance import provenance
 from reproduce.gpu_parts.steps import Step
 from reproduce.sweeping.child import die_with, last_words
@@ -35,27 +35,23 @@ def verdict(is_good: bool, **figures: Any) -> Record:
 
 
 class Running(NamedTuple):
-    """A step that has begun. began, deadline: seconds of `time.monotonic`."""
+    """A step that has begun. log: what it prints. began, deadline: seconds of `time.monotonic`."""
 
     step: Step
     process: BaseProcess
-    reader: Connection
     log: Path
     began: float
     deadline: float
 
     def end(self) -> Record:
         """Kill what is left of the step, and return its record, also of one that crashed or is late."""
-        seconds, result = round(time.monotonic() - self.began, 3), Record(status=TIMED_OUT)
-        try:
-            if self.reader.poll():
-                result = self.reader.recv()
-        except EOFError:
-            self.process.join()
-            said = last_words(self.log.read_text(errors="replace"))
-            result = {"status": ERROR, "error": f"ended with exit code {self.process.exitcode}: {said}"}
+        seconds, is_late = round(time.monotonic() - self.began, 3), self.process.is_alive()
         self.kill()
-        return result | {"seconds": seconds}
+        said = f"ended with exit code {self.process.exitcode}: {last_words(self.log.read_text(errors='replace'))}"
+        record: Record = {"status": TIMED_OUT} if is_late else {"status": ERROR, "error": said}
+        for _, found in read_lines(self.log.with_suffix(".json")):  # where it ran, and what it found
+            record = record | found
+        return record | {"seconds": seconds}
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
@@ -66,17 +62,16 @@ class Running(NamedTuple):
 
 def start(step: Step, device: str, quick: bool, log: Path, seconds: float) -> Running:
     """Start a step that may take so long: as a fork of this process, or on a GPU, which forks cannot share, anew."""
-    context = get_context("fork" if device == "cpu" else "spawn")
-    reader, writer = context.Pipe(duplex=False)
-    given = step.given | (step.quick if quick else {})
-    process = context.Process(target=work, args=(step.run, device, given, log, os.getpid(), writer))
+    context, given = get_context("fork" if device == "cpu" else "spawn"), step.given | (step.quick if quick else {})
+    log.write_text("")
+    log.with_suffix(".json").unlink(missing_ok=True)
+    process = context.Process(target=work, args=(step.run, device, given, log, os.getpid()))
     process.start()
-    writer.close()
-    return Running(step, process, reader, log, time.monotonic(), time.monotonic() + seconds)
+    return Running(step, process, log, time.monotonic(), time.monotonic() + seconds)
 
 
-def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int, writer: Connection) -> None:
-    """Call `run`, a function of a module of this package, and send its figures to the process that started this one."""
+def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int) -> None:
+    """Call `run`, a function of a module of this package, and write its figures beside the log."""
     os.setsid()  # so that Ctrl-C reaches the parent alone, and whatever this starts ends with it
     die_with(parent)
     sys.stdout = sys.stderr = log.open("w", buffering=1)
@@ -84,13 +79,13 @@ def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int
         os.dup2(sys.stdout.fileno(), stream)
     os.chdir(ROOT)
     import_from_now_on()
+    append_record(found := str(log.with_suffix(".json")), provenance())
     try:
         module, _, function = run.partition(".")
-        found = getattr(importlib.import_module(f"reproduce.gpu_parts.{module}"), function)(device, **given)
-        result = provenance() | {"status": DONE} | found
+        figures = getattr(importlib.import_module(f"reproduce.gpu_parts.{module}"), function)(device, **given)
+        append_record(found, {"status": DONE, "error": None} | figures)
     except (Skip, OutOfMemoryError) as reason:
-        result = {"status": SKIPPED, "reason": str(reason)}
+        append_record(found, {"status": SKIPPED, "error": None, "reason": str(reason)})
     except Exception as error:
         traceback.print_exc()
-        result = {"status": ERROR, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
-    writer.send(result)
+        append_record(found, {"status": ERROR, "error": f"{type(error).__name__}: {str(error)[:2000]}"})

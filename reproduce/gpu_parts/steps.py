@@ -1,10 +1,7 @@
 """The steps of the first hour on a GPU, in their order, with what each needs, how long it may take, and estimates."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
-
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Step(NamedTuple):
@@ -14,9 +11,9 @@ class Step(NamedTuple):
 
     name: str
     run: str
-    given: Mapping[str, Any] = NONE
-    quick: Mapping[str, Any] = NONE
-    shows: Mapping[str, float | None] = NONE
+    given: Mapping[str, Any] = {}
+    quick: Mapping[str, Any] = {}
+    shows: Mapping[str, float | None] = {}
     needs: tuple[str, ...] = ("launcher", "product")
     after: str | None = None
     beside: bool = False
@@ -34,11 +31,11 @@ def rounds(name: str, size: str, more: str, shows: str = "", **estimates: float)
     return Step(name, "rounds.measure", words, quick, shown | estimates)
 
 
-def bandwidth(backend: str, most: float, needs: str, kv: tuple[str, ...] = ("same",), quick: str | None = None) -> Step:
-    given = {"backend": backend, "kv": kv, "shapes": SHAPES, "tokens": (1, 4)}
-    small = {"backend": quick or backend, "shapes": [(9, 3, 64, 2, 200)]}
+def bandwidth(backend: str, most: float, needs: str, name: str = "", **more: Any) -> Step:
+    given = {"backend": backend, "tokens": (1, 4), "shapes": SHAPES} | more
+    quick = {"backend": "cpp" if backend == "triton" else backend, "shapes": [(9, 3, 64, 2, 200)]}
     shows = {"median_times_copy": most, "worst_times_copy": None, "worst": None, "copy_tb_per_s": None}
-    return Step(f"bandwidth {backend}", "times.attention", given, small, shows, (needs,))
+    return Step(name or f"bandwidth {backend}", "times.attention", given, quick, shows, (needs,))
 
 
 DUMMY = "--load_format dummy --model_name"
@@ -49,8 +46,7 @@ BOOK, AUTO = f"--B 64 --prefix_len 7500 {SELF}", f"--gamma auto --draft_policy a
 STEP_TIMES = "baseline_step_ms draft_step_ms verify_step_ms"
 # Query and KV heads, head_dim, rows, entries a row.
 SHAPES = [(32, 8, 128, 32, 16000), (32, 8, 128, 8, 64000), (32, 32, 128, 32, 4000), (9, 3, 64, 64, 7500)]
-NOTES = {"shapes": [(32, 8, 128, 1, 32000), (32, 8, 128, 64, 4000)], "n_token": 4}
-OF_NOTES = {"over_plain_B1": 1.5, "over_plain_B64": 1.5}
+NOTES = [(32, 8, 128, 1, 32000), (32, 8, 128, 64, 4000)]
 LAYERS = {"shapes": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], "rows": (16, 64, 128, 256)}
 OF_LAYERS = {"plain_ms_64": None, "int8_over_plain_64": 1, "int4_over_plain_16": 0.7, "int4_over_plain_256": 2}
 SERVER = "--max_length 1024 --gamma 3 --max_batch"
@@ -77,10 +73,10 @@ STEPS = (
                "kernel_ms refresh_ms", nodes_per_layer=60)
         for policy in ("verify_topk", "quantized", "retrieval")
     ),
-    bandwidth("triton", 1.25, "launcher", ("same", "int8"), "cpp"),
+    bandwidth("triton", 1.25, "launcher", kv=("same", "int8")),
     bandwidth("flash", 1.5, "attention flash"),
     bandwidth("torch", 10, "product"),
-    Step("notes", "times.notes", NOTES, {"shapes": [(9, 3, 64, 1, 200)]}, OF_NOTES),
+    bandwidth("triton", 1.75, "launcher", "notes", tokens=(4,), shapes=NOTES, noted=True),
     Step("linears", "times.linears", LAYERS, {"shapes": [(128, 64)], "rows": (16, 64)}, OF_LAYERS),
     Step("noise", "times.noise", {"rows": 64, "tokens": 4, "n_ids": 128256}, {"rows": 2, "n_ids": 501},
          {"noise_ms": 1.5, "times_copy": None}),

@@ -1,4 +1,4 @@
-"""What kernels take, each beside a yardstick on the same device: a copy, attention without notes, plain layers."""
+"""What kernels take, each beside a yardstick on the same device: a copy, or plain layers."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from statistics import median
 from timeit import timeit
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.bench.dummy_prefill import randomise
 from engine.bench.resolved import KV_DTYPES
@@ -43,44 +43,29 @@ def copy_rate(device: str) -> float:
 
 
 @torch.inference_mode()
-def attend_ms(
-    device: str, backend: str, shape: Sequence[int], n_token: int, kv: str = "same", noted: Tensor | None = None
-) -> tuple[float, int]:
-    """The time of a layer's attention over full rows, and the bytes of KV that it reads. shape: query and KV heads,
-    head_dim, rows, entries a row."""
-    *heads, batch, n_slot = shape
-    spec = AttentionSpec(*heads, None, dtype_of(device))
-    kernel, why = select_backend(backend, device, spec)
-    assert kernel.name == backend, why
-    config = ModelConfig(8, 1, 64, *heads, 8, max_context=n_slot)
-    cache = FullKVCache(config, batch, n_slot, device, KV_DTYPES.get(kv, spec.dtype))
-    cache.positions.copy_(torch.arange(n_slot).expand(batch, -1))
-    randomise(cache)
-    q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)
-    prepared = kernel.prepare(spec, cache.positions[:, -n_token:].clone(), cache)
-    call = partial(kernel.attend, q, cache.read(0)._replace(noted=noted), prepared)
-    return milliseconds(device, call), cache.n_bytes
-
-
-def attention(device: str, backend: str, kv: Sequence[str], shapes: Sequence, tokens: Sequence[int]) -> Record:
-    """Attention's time over that of a copy of as many bytes, by shape, tokens of a row and entries."""
+def attention(
+    device: str, backend: str, shapes: Sequence, tokens: Sequence[int], kv: Sequence[str] = ("same",), noted=False
+) -> Record:
+    """A layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
+    head_dim, rows, entries a row. kv: how these are stored. noted: the scores of chunks are noted, too."""
     rate, times = copy_rate(device), dict[str, float]()
-    for storage, shape, n_token in itertools.product(kv, shapes, tokens):
-        ms, n_bytes = attend_ms(device, backend, shape, n_token, storage)
-        times["{}/{} heads of {}, B {}, S {}, T {}, {} KV".format(*shape, n_token, storage)] = ms * rate / n_bytes
+    for storage, (*heads, batch, n_slot), n_token in itertools.product(kv, shapes, tokens):
+        spec = AttentionSpec(*heads, None, dtype_of(device))
+        kernel, why = select_backend(backend, device, spec)
+        assert kernel.name == backend, why
+        config = ModelConfig(8, 1, 64, *heads, 8, max_context=n_slot)
+        cache = FullKVCache(config, batch, n_slot, device, KV_DTYPES.get(storage, spec.dtype))
+        cache.positions.copy_(torch.arange(n_slot).expand(batch, -1))
+        randomise(cache)
+        q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)
+        prepared = kernel.prepare(spec, cache.positions[:, -n_token:].clone(), cache)
+        to = torch.empty(batch, n_token, heads[1], -(-n_slot // NOTED), device=device) if noted else None
+        ms = milliseconds(device, partial(kernel.attend, q, cache.read(0)._replace(noted=to), prepared))
+        name = "{}/{} heads of {}, B {}, S {}, T {}, {} KV".format(*heads, batch, n_slot, n_token, storage)
+        times[name] = ms * rate / cache.n_bytes
     worst = max(times, key=times.__getitem__)
     record = {"copy_tb_per_s": rate * 1e-9, "times_copy": times, "median_times_copy": median(times.values())}
     return record | {"worst_times_copy": times[worst], "worst": worst}
-
-
-def notes(device: str, shapes: Sequence[Sequence[int]], n_token: int) -> Record:
-    """Attention that also notes scores of chunks, over attention alone, by rows."""
-    record, backend = Record(), "cpp" if device == "cpu" else "triton"
-    for shape in shapes:
-        noted = torch.empty(shape[3], n_token, shape[1], -(-shape[4] // NOTED), device=device)
-        plain, with_notes = (attend_ms(device, backend, shape, n_token, noted=to)[0] for to in (None, noted))
-        record |= {f"plain_ms_B{shape[3]}": plain, f"over_plain_B{shape[3]}": with_notes / plain}
-    return record
 
 
 @torch.inference_mode()
