@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -89,21 +90,23 @@ def why_not(step: Step, ends: dict[str, Record]) -> str | None:
 
 
 def in_short(step: Step, record: Record) -> Record:
-    """The step's name, the numbers that matter, and those of them above their estimates."""
+    """The numbers that matter, and those of them above their estimates."""
     numbers = {name: record[name] for name in step.shows if record.get(name) not in (None, [])}
     limits = {name: most for name, most in step.shows.items() if most is not None and name in numbers}
     above = [(name, numbers[name], most) for name, most in limits.items() if numbers[name] > most]
-    return {"cell": step.name, "numbers": numbers, "above_estimate": above}
+    return {"numbers": numbers, "above_estimate": above}
 
 
 def page(records: Sequence[Record]) -> str:
     """What to look at, in Markdown."""
+
+    def why(one: Record) -> str:
+        return " ".join((one.get("error") or COMPUTED["numbers"](one) or "see its log").split())[:400]
+
     above = [(one["cell"], *over) for one in records if not one["quick"] for over in one["above_estimate"]]
     sections = {
-        "What failed": [f"**{one['cell']}**, {one['status']}: {said(one)}" for one in records if one["status"] in BAD],
-        "What is above its estimate": [
-            f"**{cell}**: {name} {seen:.3g}, not {most}" for cell, name, seen, most in above
-        ],
+        "What failed": [f"**{one['cell']}**, {one['status']}: {why(one)}" for one in records if one["status"] in BAD],
+        "What is above its estimate": [f"**{cell}**: {key} {seen:.3g}, not {most}" for cell, key, seen, most in above],
         "What was skipped": [f"{one['cell']}: {one['reason']}" for one in records if one["status"] == SKIPPED],
     }
     quick = "Of a quick run: they mean nothing.\n\n" * any(one["quick"] for one in records)
@@ -111,11 +114,6 @@ def page(records: Sequence[Record]) -> str:
     for title, lines in sections.items():
         text += f"## {title}\n\n" + ("".join(f"- {line}\n" for line in lines) or "Nothing.\n") + "\n"
     return f"{text}## The numbers\n\n{quick}{markdown(records, of('gpu'))}\n"
-
-
-def said(record: Record) -> str:
-    """The reason of a failure in one line."""
-    return " ".join((record.get("error") or COMPUTED["numbers"](record) or "see its log").split())[:400]
 
 
 def main(flags: Flags) -> None:
@@ -127,22 +125,13 @@ def main(flags: Flags) -> None:
         for module in {step.run.partition(".")[0] for step in steps if flags.device == "cpu"}:
             importlib.import_module(f"reproduce.gpu_parts.{module}")  # so that forks need not
         try:
-            for step, record in hour(steps, flags, make_logs(output)):
-                numbers = {name: record[name] for name in step.shows if record.get(name) not in (None, [])}
-                above = [
-                    (name, numbers[name], most)
-                    for name, most in step.shows.items()
-                    if most is not None and numbers.get(name, 0) > most
-                ]
-                found = {
-                    "benchmark": f"gpu_{step.name.split()[0]}",
-                    "cell": step.name,
-                    "numbers": numbers,
-                    "above_estimate": above,
-                }
-                records.append(record | found | run)
-                append_record(output, records[-1])
-                print(f"{record['status']:>9} in {record['seconds']:5.1f} s: {step.name}", file=sys.stderr, flush=True)
+            with closing(hour(steps, flags, make_logs(output))) as ends:
+                for step, record in ends:
+                    named = {"benchmark": f"gpu_{step.name.split()[0]}", "cell": step.name}
+                    records.append(record | named | in_short(step, record) | run)
+                    append_record(output, records[-1])
+                    said = f"{record['status']:>9} in {record['seconds']:5.1f} s: {step.name}"
+                    print(said, file=sys.stderr, flush=True)
         finally:
             Path(f"{output}.md").write_text(text := page(records), encoding="utf-8")
             print(text, flush=True)

@@ -110,7 +110,8 @@ def test_what_goes_wrong_is_said_and_the_rest_runs(main):
     assert records["broken"]["error"] == "ValueError: a shape was wrong"
     assert "exit code -9" in records["crash"]["error"] and "the last words" in records["crash"]["error"]
     assert records["senseless"]["reason"] == "no sense here" and records["hang"]["seconds"] < 5
-    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]]
+    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]] and records["hang"]["torch_version"]
+    assert "- **good**: ms 2, not 1.0\n" in gpu.page([records["good"] | {"quick": False}]) and "ms 2, not" not in page
     failures = page.partition("## What failed")[2].partition("##")[0]
     assert all(f"**{name}**" in failures for name in ("wrong", "broken", "crash", "hang")) and "good" not in failures
 
