@@ -45,13 +45,13 @@ class Running(NamedTuple):
 
     def end(self) -> Record:
         """Kill what is left of the step, and return its record, also of one that crashed or is late."""
-        seconds, is_late = round(time.monotonic() - self.began, 3), self.process.is_alive()
+        now = time.monotonic()
         self.kill()
         said = f"ended with exit code {self.process.exitcode}: {last_words(self.log.read_text(errors='replace'))}"
-        record: Record = {"status": TIMED_OUT} if is_late else {"status": ERROR, "error": said}
+        record: Record = {"status": TIMED_OUT} if now >= self.deadline else {"status": ERROR, "error": said}
         for _, found in read_lines(self.log.with_suffix(".json")):  # where it ran, and what it found
             record = record | found
-        return record | {"seconds": seconds}
+        return record | {"seconds": round(now - self.began, 3)}
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
