@@ -14,7 +14,7 @@ from pathlib import Path
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column
-from reproduce.pages.generated_page import GPU, PAGES, RESULTS, NoFlags, filled, read, table, write
+from reproduce.pages.generated_page import PAGES, RESULTS, NoFlags, filled, read, table, write
 from reproduce.paper.columns import NONE, linears_of, newest_of_policies, of, phases_of, rows_of
 from reproduce.paper.published import Record
 from reproduce.spec_bench import table_rows
@@ -37,7 +37,7 @@ ROWS["cpu_linears"] = linears_of
 
 def tables(folder: Path) -> dict[str, str]:
     """What stands at each place of the template."""
-    copies, shown = read(folder, GPU, "gpu_copy_bandwidth"), dict[str, str]()
+    shown = dict[str, str]()
     for place, said in PLACES.items():
         records = read(folder, said["file"], *said["benchmarks"])[-1 if said.get("newest") else 0 :]
         if not said.get("broken"):  # an error is no measurement
@@ -46,7 +46,6 @@ def tables(folder: Path) -> dict[str, str]:
         times = [Column(key, f"{key.removeprefix('step_ms: ')}, ms", ".1f", NONE) for key in peers]
         columns = of("prefix_len B", *times, "dtype") if times else of(place)
         shown[place] = table(said["what"], records, columns, said["file"], ROWS.get(place, list)(records))
-    shown["gpu_copy"] = "".join(f"{copy['bytes_per_second'] * 1e-12:.2f} TB/s" for copy in copies[-1:]) or NONE
     return shown
 
 

@@ -12,6 +12,8 @@ from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, self_draft, tiny_model
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
@@ -48,7 +50,7 @@ def near(runner: ModelRunner) -> SelfSpeculation:
 
 
 def eagle(runner: ModelRunner) -> Eagle:
-    head = random_eagle(TINY)
+    head = random_eagle(TINY).to(runner.device)
     cache = StreamingKVCache(head.body.config, runner.max_batch, 12, 2, dtype=torch.float64, rotate_on_read=True)
     return Eagle(runner, head, cache, gamma=3)
 
@@ -70,7 +72,7 @@ DRAFTERS = {
     "full": lambda runner: SelfSpeculation(runner, full_cache(runner.model, runner.max_batch), gamma=2),
     "standalone": standalone,
     "standalone, quantized": lambda runner: standalone(runner, quantized()),
-    "medusa": lambda runner: Medusa(runner, random_medusa(TINY), gamma=3),
+    "medusa": lambda runner: Medusa(runner, random_medusa(TINY).to(runner.device), gamma=3),
     "eagle": eagle,
     "ngram": lambda runner: NGram(runner, gamma=3),
     "suffix": lambda runner: Suffix(runner, gamma=3),
@@ -109,6 +111,24 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
     n_rounds = sum(len(one.stats.rounds) for one in replayed)
     assert sum(graph.replays for graph in graphs) == n_parts * (n_rounds - len(sizes)) or kind == sometimes
     assert len(sizes) == 2, "rows end apart"
+
+
+class OnGpu(TorchFunctionMode):
+    """Tensors are made on the GPU, whatever device is named, but those of random numbers of the CPU's."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_made = function in _device_constructors() and "generator" not in (kwargs or {})
+        return function(*args, **(kwargs or {}) | ({"device": "cuda"} if is_made else {}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["coupled", "rejection"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_real_graphs_give_the_same_tokens(kind, mode):
+    with OnGpu():
+        each, replayed = run(kind, mode, times=2), run(kind, mode, CudaGraphs, times=2)
+    assert [one.tokens for one in replayed] == [one.tokens for one in each] or (kind, mode) == ("combined", "rejection")
 
 
 def test_what_is_captured_without_filters_goes_once_a_request_brings_one():

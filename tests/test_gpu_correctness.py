@@ -1,19 +1,268 @@
-"""What has to hold on a device holds on this machine's: a GPU where there is one, at full sizes, or else the CPU."""
+"""What has to hold on a device holds on this machine's: a GPU where there is one, with real graphs, or else the CPU.
+
+`reproduce/gpu.py` runs them as its steps. Errors are the largest |out - exact| / (1 + |exact|), exact in float64 over
+the same entries.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from gpu_correctness import cells
+from attention_cases import Case, make_case, packed_case
+from recorded_graph import RecordedGraph, RecordedGraphs
+from tiny import random_prompts, tiny_model
+from torch.profiler import ProfilerActivity, profile
 
-from reproduce.gpu_parts.cells import DONE, Cell, Options, Skip
+from common.errors import ConfigError
+from common.say import dtype_name
+from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.graphs import CudaGraphs
+from engine.noise import Stream, gumbel, uniform
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.entries import KV, Packed, quantize
+from models import Transformer, load_model
+from models.attention import AttentionSpec, TorchAttention, select_backend
+from models.pointwise import EAGER, compiled, use_pointwise
+from models.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
 
-HERE = Options("cuda", quick=False) if torch.cuda.is_available() else Options("cpu", quick=True)
-pytestmark = [pytest.mark.slow] if HERE.on_cuda else []  # kernels are compiled for minutes
+ON_CUDA = torch.cuda.is_available()
+DEVICE, GRAPHS = ("cuda", CudaGraphs) if ON_CUDA else ("cpu", RecordedGraphs)
+pytestmark = [pytest.mark.slow] if ON_CUDA else []  # kernels are compiled for minutes
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ROUNDED_QUERIES = 2e-4  # to 15 bits, as the CPU kernel does before it multiplies int8 entries
+# Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
+QUANTISED_TOLERANCE = 2e-2
+BACKENDS = ("triton", "flash", "torch") if ON_CUDA else ("cpp", "torch")
+DTYPES = (torch.bfloat16, torch.float16) if ON_CUDA else (torch.float32, torch.bfloat16)
+STORAGES = (None, torch.int8, torch.float8_e4m3fn)
+# Tokens, query heads of a KV head, head_dim: every size of the kernels' tiles, and each head_dim.
+BLOCKS = [(1, 3, 64), (1, 4, 128), (4, 4, 128), (8, 4, 128), (16, 8, 64)] if ON_CUDA else [(1, 1, 64), (4, 3, 64)]
+LENGTHS = [4500, 2100, 130, 16] if ON_CUDA else [300, 41, 16]
 
 
-@pytest.mark.parametrize("cell", cells(HERE), ids=lambda cell: cell.name)
-def test_a_check_holds(cell: Cell) -> None:
+@pytest.mark.parametrize("order", ["in order", "ring", "4 bits beside a ring"])
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: dtype_name(storage) if storage else "same")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention(backend, dtype, storage, order, record_property):
+    if dtype == torch.float16 and storage is not None:
+        pytest.skip("the same code as in bfloat16")
+    tolerance = max(TOLERANCE[dtype], ROUNDED_QUERIES if (backend, storage) == ("cpp", torch.int8) else 0)
+    errors = {}
+    for n_token, group, head_dim in BLOCKS:
+        kind = {"group": group, "head_dim": head_dim, "storage": storage or dtype, "dtype": dtype}
+        if order.startswith("4 bits"):
+            each = [packed_case(n_token, quant_group=16, sliding_window=window, **kind) for window in (None, 100)]
+        else:
+            one = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
+            each = [one, one.among_other_rows()]
+        errors[n_token, group, head_dim] = max(error_of(opened(backend, case.spec), case) for case in each)
+    record_property(f"{backend}, {dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {order}", max(errors.values()))
+    assert max(errors.values()) <= tolerance, errors
+
+
+def opened(backend: str, spec: AttentionSpec):
     try:
-        record = cell.run()
-    except Skip as reason:
-        pytest.skip(str(reason))
-    assert record["status"] == DONE, record
+        found, why = select_backend(backend, DEVICE, spec)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if found.name != backend:
+        pytest.skip(f"{backend} does not take this: {why}")
+    return found
+
+
+def error_of(backend, case: Case) -> float:
+    """Infinite where anything is not finite."""
+    out, exact = on_device(case).run(backend).cpu().double(), case.reference()
+    return ((out - exact).abs() / (1 + exact.abs())).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+
+
+def on_device(case: Case) -> Case:
+    """The same case with its tensors there, in the same layout."""
+    packed = case.kv.packed and Packed(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in case.kv.packed))
+    kv = KV(*(None if x is None else x.to(DEVICE) for x in case.kv[:-1]), packed=packed)
+    slots = replace(case.slots, positions=case.slots.positions.to(DEVICE), rows=kv.rows)
+    return replace(case, q=case.q.to(DEVICE), kv=kv, queries=case.queries.to(DEVICE), slots=slots)
+
+
+def test_a_wrong_kernel_is_noticed():
+    class Wrong(TorchAttention):
+        def attend(self, q, kv, prepared):
+            return super().attend(q, kv, prepared) * 1.1
+
+    case = make_case([41, 16], 4)
+    assert error_of(Wrong(), case) > 1e-2 > 1e-5 > error_of(TorchAttention(), case)
+
+
+def test_numbers_are_those_of_the_cpu():
+    """Uniform ones bit for bit; Gumbel ones but where two logarithms round apart."""
+    keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
+    given, n_ids = [*keys, torch.tensor([[0, 1, 8191, 131071]])], 49152 if ON_CUDA else 501
+    there = [x.to(DEVICE) for x in given]
+    for stream in Stream:
+        assert torch.equal(uniform(*there, stream, n_ids).cpu(), uniform(*given, stream, n_ids))
+        drawn, wanted = gumbel(*there, stream, n_ids).cpu(), gumbel(*given, stream, n_ids)
+        assert (drawn != wanted).float().mean() < 1e-3
+        torch.testing.assert_close(drawn, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers_of_quantised_layers(scheme, record_property):
+    """Against the product with the grid that they stand for, for few rows and for many."""
+    if not ON_CUDA and scheme == "int8" and not torch.cpu._is_vnni_supported():
+        pytest.skip("no VNNI")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(1024, 576, generator=generator), torch.randn(1024, generator=generator)
+    if scheme == "int8":
+        q, scale = quantize(weight, torch.int8)
+        grid = q * scale[:, None]
+    else:
+        levels, scale, low = quantize_groups(weight)
+        grid = (levels.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    layer, errors = quantized_linear(weight.to(DEVICE), bias.to(DEVICE), scheme), []
+    for n_row in (1, 16, 17, 300):
+        x = torch.randn(n_row, 576, generator=generator)
+        wanted = x.double() @ grid.double().T + bias
+        errors.append(((layer(x.to(DEVICE)).cpu() - wanted).norm() / wanted.norm()).item())
+    record_property(f"error, {scheme} layers", max(errors))
+    assert all(error <= QUANTISED_TOLERANCE for error in errors), errors
+
+
+def test_numbers_of_a_chunk_come_from_a_flash_kernel():
+    """A chunk of a prompt attends without a mask in memory."""
+    n_token, n_slot, dtype = (2048, 8192, torch.bfloat16) if ON_CUDA else (64, 256, torch.float32)
+    case = make_case([n_slot], n_token, n_kv_head=8, group=4, head_dim=128, capacity=n_slot, dtype=dtype)
+    case, backend = on_device(replace(case, slots=replace(case.slots, block_ends_view=True))), TorchAttention()
+    with profile(activities=[ProfilerActivity.CUDA if ON_CUDA else ProfilerActivity.CPU]) as profiler:
+        case.run(backend)
+    names = {event.name for event in profiler.events()}
+    assert any("flash" in name.lower() for name in names), names
+
+
+class CapturedShapes(ModelRunner):
+    """Called rounds over the rows and slots of captured ones: the kernels then cut sums in the same places."""
+
+    narrows = False
+
+
+# The budget is below every prompt: the draft's cache then has the same shape in every round, called or captured.
+BUDGET, LIMITS = 64, [40, 24, 64, 33, 17, 48] if ON_CUDA else [9, 4, 12, 7, 6, 10]
+MODES = ["greedy", "coupled", "rejection"]
+
+
+def model_and_prompts() -> tuple[Transformer, list[list[int]]]:
+    """On a GPU of the default model's shape; six ragged prompts."""
+    if not ON_CUDA:
+        return tiny_model(), random_prompts([70, 66, 90, 80, 65, 77])
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = load_model(name, load_format="dummy", device=DEVICE, dtype=torch.bfloat16)
+    return model, random_prompts([700, 96, 333, 80, 480, 129], 49152)
+
+
+def new_runner(model: Transformer, kind=ModelRunner, **how) -> ModelRunner:
+    return kind(model, FullKVCache(model.config, 4, 1024 if ON_CUDA else 128, DEVICE, model.dtype), **how)
+
+
+def draft_cache(model: Transformer) -> StreamingKVCache:
+    return StreamingKVCache(model.config, 4, BUDGET, device=DEVICE, dtype=model.dtype)
+
+
+@torch.inference_mode()
+def tokens_of(runner: ModelRunner, prompts: list[list[int]], mode: str) -> list[list[list[int]]]:
+    """Of every drafter, twice over: what was captured for one has to survive the others."""
+    model, sampling = runner.model, None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
+    drafters = [None, SelfSpeculation(runner, draft_cache(model), gamma=3), NGram(runner, gamma=3)]
+    drafters.append(StandaloneDraft(ModelRunner(model, draft_cache(model)), gamma=3))
+    how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
+    return [generate(runner, prompts, drafter=drafter, **how).tokens for drafter in drafters * 2]
+
+
+def are_identical(mode: str, graphs=GRAPHS, pointwise=EAGER) -> bool:
+    """Six prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
+    model, prompts = model_and_prompts()
+    use_pointwise(model, pointwise)
+    called = tokens_of(new_runner(model, CapturedShapes), prompts, mode)
+    runner = new_runner(model, new_graphs=graphs)
+    replayed = tokens_of(runner, prompts, mode)
+    runner.drop_graphs()
+    return called == replayed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_identity_eager(mode):
+    assert are_identical(mode)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="nothing is compiled on a CPU")
+@pytest.mark.parametrize("mode", MODES)
+def test_identity_compiled(mode):
+    assert are_identical(mode, pointwise=compiled())
+
+
+@torch.inference_mode()
+def survives(graphs=GRAPHS) -> bool:
+    """What one runner has captured gives the same tokens after another's graphs, and their memory, are gone."""
+    model, prompts = model_and_prompts()
+
+    def owner():
+        runner = new_runner(model, new_graphs=graphs)
+        drafter = SelfSpeculation(runner, draft_cache(model), gamma=3)
+        return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
+
+    stays, goes = owner(), owner()
+    before = [stays(), goes()]
+    del goes
+    rubbish = torch.full((2**26 if ON_CUDA else 16,), float("nan"), device=DEVICE)
+    return before[0] == before[1] == stays() and bool(rubbish.isnan().all())
+
+
+def test_owners_of_graphs_go_apart():
+    assert survives()
+
+
+class StaleGraphs(RecordedGraphs):
+    """Replays are dropped after some of each."""
+
+    class Graph(RecordedGraph):
+        def replay(self):
+            if self.replays < 3:
+                super().replay()
+
+
+class SharedGraphs(RecordedGraphs):
+    """Replays are dropped once graphs of another owner are gone."""
+
+    gone = False
+
+    class Graph(RecordedGraph):
+        def replay(self):
+            if not SharedGraphs.gone:
+                super().replay()
+
+    def __del__(self):
+        SharedGraphs.gone = True
+
+
+@pytest.mark.skipif(ON_CUDA, reason="stand-ins record operations of the CPU")
+@pytest.mark.parametrize("check", [partial(are_identical, "coupled", StaleGraphs), partial(survives, SharedGraphs)])
+def test_wrong_graphs_are_noticed(check):
+    assert not check()
+
+
+@pytest.mark.skipif(ON_CUDA, reason="stand-ins record operations of the CPU")
+def test_called_and_captured_rounds_that_are_compared_have_the_same_shapes(monkeypatch):
+    """Kernels sum in another order over fewer rows or slots: a right build would fail."""
+    shapes, run = {CapturedShapes: set(), ModelRunner: set()}, Transformer.hidden_states
+    model, prompts = model_and_prompts()
+    for (kind, seen), how in zip(shapes.items(), ({}, {"new_graphs": RecordedGraphs}), strict=True):
+
+        def noting(model, tokens, positions, cache, *given, seen=seen):
+            seen.add((*tokens.shape, *cache.positions.shape, cache.rows is None))
+            return run(model, tokens, positions, cache, *given)
+
+        monkeypatch.setattr(Transformer, "hidden_states", noting)
+        tokens_of(new_runner(model, kind, **how), prompts, "greedy")
+    called, captured = shapes.values()
+    assert {n_rows for n_rows, *_ in captured} == {1, 2, 4} and called == captured

@@ -102,7 +102,7 @@ def test_plain_steps_that_were_compared_with_nothing_are_no_noise():
     assert notes(record((0, 63), speedup=None), AUTO) == [PLAIN]
 
 
-MISSES_NOTHING = "the draft's cache keeps the whole context (208 entries), so the draft reads all that the target reads"
+MISSES_NOTHING = "the draft's cache keeps the whole context (208 entries): it reads all that the target reads"
 
 
 @pytest.mark.parametrize(

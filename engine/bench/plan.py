@@ -290,7 +290,7 @@ def remarks(plan: Plan) -> list[str]:
     draft, said = plan.draft, []
     if draft and draft.policy and draft.policy.holds_all(plan.prefix_len + plan.gen_len):
         said.append(
-            f"the draft's cache keeps the whole context ({draft.capacity} entries), so the draft reads all that the target reads"
+            f"the draft's cache keeps the whole context ({draft.capacity} entries): it reads all that the target reads"
         )
     if draft and not draft.auto_gamma and draft.gamma >= plan.gen_len > 1:  # the first token comes from the prompt
         said.append(f"a round drafts up to {draft.gamma} tokens, of which a row takes at most {plan.gen_len - 1}")

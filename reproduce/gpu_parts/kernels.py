@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +26,9 @@ from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_kernels import split_kv
 from models.config import ModelConfig
-from reproduce.gpu_parts.cells import IN_4_BITS, Record
 
+IN_4_BITS = "4 bits"
+Record = dict[str, Any]
 # Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) with so many rows per KV head.

@@ -48,6 +48,10 @@ def _identical(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _choice(row: Record) -> str:
     return f"{row['gamma']}, {row['draft_budget']}" if row["gamma"] else "plain"
 
@@ -65,8 +69,7 @@ COMPUTED = {
     "pointwise": lambda row: row.get("pointwise") or ("compiled" if row.get("compile") else "eager"),
     "budget_or_all": lambda row: "all" if row["draft_policy"] == "full" else row["draft_budget"],
     "inner_rate": lambda row: (row.get("inner") or {}).get("acceptance_rate"),
-    "outcome": lambda row: "passed" if row["status"] == "done" else "FAILED",
-    "kv_megabytes": lambda row: f"{row['kv_bytes'] * 1e-6:.0f}{' *' if row['is_large'] else ''}",
+    "numbers": lambda row: ", ".join(f"{key} {_short(value)}" for key, value in row["numbers"].items()),
     "shared_bytes": lambda row: " and ".join(f"{n} on {gpu}" for gpu, n in row["max_shared_bytes"].items()),
     "gigabytes": lambda row: row["bytes"] and row["bytes"] * 1e-9,
     "gigaops": lambda row: row["ops"] * 1e-9,
@@ -77,7 +80,6 @@ COMPUTED = {
 }
 FORMATS = {
     "speedup": speedup_text,
-    "percent": "{:.1f}%".format,
     "rates": lambda rates: ", ".join(NONE if rate is None else f"{rate:.2f}" for rate in rates) or "-",
 }
 FIELDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

@@ -1,0 +1,129 @@
+"""Steps that find out what is wrong: the machine, tests of the project on its device, programs of several processes."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import distributions
+
+import pytest
+import torch
+
+from common.jsonl import read_lines
+from common.launch import missing_launcher
+from engine.bench.memory import available_bytes
+from models.attention.flash_backend import find_flavour
+from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from reproduce.gpu_parts.child import Record, Skip, verdict
+from reproduce.serve_parts.clients import Endpoint, failed, load, served
+
+FIELDS = "name,driver_version,memory.total,memory.used,mig.mode.current,clocks.max.sm,power.limit"
+PACKAGES = ("torch", "triton", "flash", "fa3", "nvidia-nccl", "nvidia-cublas")  # as their names begin
+NO_TESTS, FOUND = 5, 9  # exit codes: pytest's, and of compute-sanitizer where it found something
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/selfspec_benchmark.py")
+# In this order: what is captured for greedy requests does not serve the first one that is sampled.
+REQUESTS = {"greedy": {}, "top_p": {"temperature": 0.8, "top_p": 0.9}, "logprobs": {"logprobs": 0}}
+
+
+def gpu(device: str) -> Record:
+    """What nvidia-smi says; failed if the GPU is cut up (MIG) or others use it, which disturbs every time below."""
+    if not (program := shutil.which("nvidia-smi")):
+        raise Skip("there is no nvidia-smi")
+    queries = f"--query-gpu={FIELDS}", "--query-compute-apps=pid,process_name,used_memory"
+    said = (subprocess.check_output([program, query, "--format=csv,noheader"], text=True) for query in queries)
+    cards, neighbours = (text.splitlines() for text in said)
+    is_cut = any("Enabled" in card for card in cards)
+    return verdict(not neighbours and not is_cut, cards=cards, neighbours=neighbours)
+
+
+def versions(device: str) -> Record:
+    """Where kernels come from; failed if a CUDA device is asked for and PyTorch is built without."""
+    packages = {one.metadata["Name"]: one.version for one in distributions() if one.name.lower().startswith(PACKAGES)}
+    built = {"packages": packages, "cuda": torch.version.cuda, "flash": find_flavour(device)[1]}
+    return verdict(device == "cpu" or torch.version.cuda is not None, **built)
+
+
+def launcher(device: str) -> Record:
+    """Whether Triton's driver has built what starts kernels."""
+    if device == "cpu":
+        return {}
+    why = missing_launcher()
+    return verdict(why is None, error=why)
+
+
+def product(device: str) -> Record:
+    """What a first matrix product takes beside its matrices, which a memory plan has to leave free."""
+    free, n, dtype = available_bytes(device), *((64, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
+    x = torch.ones(n, n, device=device, dtype=dtype)
+    y = x @ x
+    is_right, left = bool((y == n).all()), available_bytes(device)
+    return verdict(is_right, gib_taken=(free - left - 2 * x.nbytes) / 2**30, gib_left=left / 2**30)
+
+
+def kernels(device: str, flags: Sequence[str]) -> Record:
+    """What the project's own check of its kernels says."""
+    done = subprocess.run([sys.executable, "-m", "models.attention", *flags], stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    n_wrong = len(re.findall(r"\bwrong\b", done.stdout))
+    return verdict(done.returncode == n_wrong == 0, n_wrong=n_wrong)
+
+
+class Reports(list[pytest.TestReport]):
+    """Gathers the reports of tests, of each when it is set up, is called, and has ended."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.append(report)
+
+
+def tests(device: str, words: Sequence[str]) -> Record:
+    """Run pytest, and name what failed."""
+    code = pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", *words], plugins=[reports := Reports()])
+    failed = [one.nodeid.rpartition("::")[2] for one in reports if one.failed]
+    passed = [one for one in reports if one.passed and one.when == "call"]
+    if code == NO_TESTS or not (passed or failed):
+        raise Skip("no such test is for this machine")
+    errors = dict(pair for one in reports for pair in one.user_properties)
+    return verdict(code == 0, n_passed=len(passed), failed=failed, errors=errors)
+
+
+def sanitized(device: str, words: Sequence[str]) -> Record:
+    """Run pytest to the first failure under compute-sanitizer."""
+    if not (program := shutil.which("compute-sanitizer")):
+        return tests(device, words) | {"sanitizer": "not there"}
+    command = [program, "--error-exitcode", str(FOUND), "--target-processes", "all", sys.executable, "-m", "pytest"]
+    code = subprocess.run([*command, "-q", "-x", "-m", "", "-p", "no:cacheprovider", *words]).returncode
+    return verdict(code == 0, sanitizer={0: "nothing", FOUND: "errors: see its log"}.get(code, f"pytest: {code}"))
+
+
+def server(device: str, flags: str, clients: int, tokens: int) -> Record:
+    """Output tokens per second of requests of each kind, first and again; failed if any has no answer."""
+    if not (DEFAULT_CHECKPOINT / "model.pth").is_file():
+        raise Skip("the default model is missing: python download.py, then convert")
+    rates, problems = dict[str, float](), list[str]()
+    with served([*flags.split(), "--device", device]) as url:
+        for kind, body in REQUESTS.items():
+            for turn in ("first", "again"):
+                endpoint = Endpoint(url, {"temperature": 0.0, "max_tokens": tokens, **body})
+                prompts = [f"{number} {kind} {turn}: on a cold morning long ago, " * 5 for number in range(clients)]
+                phase = asyncio.run(load(endpoint, prompts, clients))
+                problems += map(str, failed(phase.answers))
+                rates[f"{kind}_{turn}"] = max(1, sum(one.n_tokens for one in phase.answers)) / phase.seconds
+    ratios = {"top_p_again_over_first": rates["top_p_again"] / rates["top_p_first"]}
+    ratios |= {"greedy_over_logprobs": rates["greedy_again"] / rates["logprobs_again"]}
+    return verdict(not problems, error="".join(problems[:1]), **rates, **ratios)
+
+
+def ranks(device: str, words: str, ways: Sequence[str]) -> Record:
+    """The same run on two ranks in several ways; failed if their texts differ. An error where one does not end well."""
+    if device != "cpu" and torch.cuda.device_count() < 2:
+        raise Skip("there is one GPU")
+    with tempfile.NamedTemporaryFile() as file:
+        for way in ways:
+            command = f"{words} {way} --device {device} --output {file.name}".split()
+            subprocess.run([sys.executable, *RANKS, *command], check=True)
+        records = [record for _, record in read_lines(file.name)]
+    is_same = len({one["tokens_sha256"] for one in records}) == 1
+    return verdict(is_same, all_reduce=records[0]["all_reduce"], each_ms=[one["round_ms"] for one in records])

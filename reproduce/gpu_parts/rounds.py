@@ -1,0 +1,79 @@
+"""What rounds cost: step times, kernels, the time between them, and memory, of a run of tests/selfspec_benchmark.py."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from common import cli
+from engine.bench import memory, passes
+from engine.bench.benchmark_flags import SelfSpecFlags
+from engine.bench.dummy_prefill import fill_with_noise
+from engine.bench.plan import resolve
+from engine.bench.record import make_record, rounded
+from engine.bench.session import Session
+from engine.pacing import Fixed, Pacing
+from engine.timing import PhaseTimer, synchronize
+from reproduce.gpu_parts.child import Record
+
+
+def measure(device: str, words: str) -> Record:
+    """The benchmark's record for those flags, and of its rounds the kernels, and the peak beside the memory plan.
+    Random weights decode over random entries. Rows that do not fit into memory are left out."""
+    if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
+        _profiled(device, lambda: torch.ones(8, device=device).sum().item())
+    session = open_fitting(f"{words} --device {device}")
+    runner, is_dummy = session.runner, session.config.target.load_format == "dummy"
+    seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
+    began, drafters = time.perf_counter(), session.drafters()
+    passes.warm_up(session)
+    passes.warm_up(session, drafters)
+    synchronize(runner.device)
+    warm_up_seconds, costs = time.perf_counter() - began, passes.costs_of(session, drafters)
+
+    def pacing() -> Pacing:
+        return passes.make_pacing(session, drafters, costs)
+
+    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": pacing()})
+    timed = passes.decode(session, "phase times", pacing=pacing(), phase=PhaseTimer(runner.device))
+    made = passes.Passes(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
+    record = make_record("gpu", session, made) | {"prefill_seconds": seconds, "asked_B": session.config.sizes.B}
+    planned, stats = memory.memory_plan(session).total(session.n_rows), done["speculation"].stats
+    again, times, n_node = _profiled(device, lambda: passes.decode(session, "profile", pacing=pacing()))
+    n_round, round_ms = len(again.stats.rounds), 1e3 * stats.decode_seconds / len(stats.rounds)
+    busy_ms = times.total() / n_round
+    own: Record = {"warm_up_seconds": warm_up_seconds, "planned_bytes": planned, "kernel_ms": busy_ms}
+    own |= {"peak_over_plan": record["peak_memory_bytes"] / planned if device != "cpu" else None}
+    own |= {"nodes_per_layer": n_node / n_round / runner.model.config.n_layer}
+    own |= {"gap_percent": 100 * (1 - busy_ms / round_ms) if device != "cpu" else None}
+    own |= {"largest": [[name, ms / n_round] for name, ms in times.most_common(10)]}
+    own |= {"differing_rows": record["sequences"] - (record["identical_sequences"] or 0)}
+    own |= {"graphs": len(getattr(runner.graphs, "_graphs", ()))}
+    runner.drop_graphs()
+    return record | rounded(own)
+
+
+def open_fitting(words: str) -> Session:
+    """Open a session for those flags over as many of the rows as fit. Errors: OutOfMemoryError if none does."""
+    plan = resolve(cli.read(SelfSpecFlags, words.split(), "selfspec_benchmark.py").config())
+    most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
+    n_rows = min(plan.n_rows, most) or plan.n_rows
+    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
+
+
+def _profiled(device: str, call: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
+    """What `call` returns, milliseconds of each kernel and copy on the GPU, or operation on a CPU, and their number."""
+    kind, times, n_node = "CPU" if device == "cpu" else "CUDA", Counter[str](), 0
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+        result = call()
+    for event in profiler.events():
+        # A range of the profiler's user covers kernels that are there as well.
+        if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
+            times[event.name[:160]] += event.time_range.elapsed_us() / 1e3
+            n_node += 1
+    return result, times, n_node
