@@ -146,8 +146,8 @@ flags = gpu.Flags(sys.argv.pop(), steps=("good", "hang"), device="cpu", quick=Tr
 gpu.cli.run_alone(lambda _: gpu.main(flags), gpu.Flags)
 """  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(output)], stdout=subprocess.PIPE, text=True)
-    log = tmp_path / "gpu.jsonl.logs" / "hang.log"
-    while not log.exists():
+    running = tmp_path / "gpu.jsonl.logs" / "hang.json"  # where it runs: the fork is done, which swallows an interrupt
+    while not running.exists():
         time.sleep(0.05)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
