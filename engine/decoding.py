@@ -151,7 +151,7 @@ class Decoder:
         """Undo `set_aside`. What the other decoder has added behind that is ahead of every query until it is forgotten
         at a round's end."""
         self._copy_answers(kept, self._runner.cache)
-        synchronize(self._runner.device)
+        synchronize(self._runner.device, self._runner.ranks.timeout)
 
     @torch.inference_mode()
     def _copy_answers(self, source: KVCache, to: KVCache) -> None:
@@ -247,7 +247,7 @@ class Decoder:
         unknown, is_all = self._rows.unknown_to(index, self._prefill_tokens if follows_parts else None)
         if n_shown := self._show(index, unknown):
             self._progress.prefilled(n_shown)
-            synchronize(self._runner.device)
+            synchronize(self._runner.device, self._runner.ranks.timeout)
             self._runner.ranks.gathered(None)
         self.draft_prefill_seconds += time.perf_counter() - began
         return is_all
@@ -282,7 +282,11 @@ class Decoder:
             outcomes = dict(zip((row for row, _ in self._rows.computed), round_.outcomes(), strict=True))
         logprobs, n_emitted = [], 0
         if self._runner.ranks.leads and any(request.logprobs is not None for _, request in busy):
-            logprobs = logprobs_of([outcomes[row].block for row, _ in self._rows.computed], round_.logits)
+            asks = [request is not None and request.logprobs is not None for _, request in self._rows.computed]
+            blocks = [
+                outcomes[row].block if asked else [] for (row, _), asked in zip(self._rows.computed, asks, strict=True)
+            ]
+            logprobs = logprobs_of(blocks, round_.logits)
         for place, (row, request) in enumerate(self._rows.computed):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile by one that was notified of another's end

@@ -55,12 +55,13 @@ class Captured:
     """Calls each part once, to warm it up; captures it the second time; replays it from then on.
 
     What is captured is the function given the second time, with the very tensors that it then found: they, and all that
-    they are computed from, stay the same ones. A part that is `checked` is called and replayed that time, and always
-    called where the results differ. Errors: ConfigError if an operation of the part cannot be captured.
+    they are computed from, stay the same ones. A part that is `checked` is replayed and called that time, and always
+    called where the results differ. agreed: whether something is true on every rank, all of which ask. Errors:
+    ConfigError if an operation of the part cannot be captured.
     """
 
-    def __init__(self, graphs: CudaGraphs) -> None:
-        self._graphs = graphs
+    def __init__(self, graphs: CudaGraphs, agreed: Callable[[bool], bool]) -> None:
+        self._graphs, self._agreed = graphs, agreed
         self._captured: dict[Hashable, tuple[Callable[[], object], Any] | None] = {}
         self._wrong: set[Hashable] = set()
 
@@ -70,12 +71,15 @@ class Captured:
         if key not in self._captured:
             self._captured[key] = None
             return part()
-        captured = self._captured[key]
-        wanted = part() if key in self._wrong or (checked and captured is None) else None
-        replay, outputs = captured = self._captured[key] = captured or self._capture(name, part)
+        known = self._captured[key]
+        replay, outputs = self._captured[key] = known or self._capture(name, part)
         if key not in self._wrong:
             replay()
-            if wanted is None or _agree(outputs, wanted):
+            if known or not checked:
+                return outputs
+        wanted = part()  # last, over whatever a wrong replay has written to a cache
+        if key not in self._wrong:
+            if self._agreed(_agree(outputs, wanted)):
                 return outputs
             self._wrong.add(key)
             say(f"note: replayed as a CUDA graph, {name} gives other numbers; it is called instead, which is slower")

@@ -65,7 +65,7 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
     0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
     Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
     """
-    if seed.is_cuda and (kernels := triton_kernels()):
+    if not seed.is_cpu and (kernels := triton_kernels()):
         return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids))
     seed, request, position = torch.broadcast_tensors(seed, request, position)
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
@@ -88,7 +88,7 @@ def gumbel(
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
     rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
     """
-    if seed.is_cuda and (kernels := triton_kernels()):
+    if not seed.is_cpu and (kernels := triton_kernels()):
         return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids, dtype))
     if seed.device.type == "cpu" and dtype == torch.float32 and (draw := _kernel()):
         return draw(seed, request, position, stream, n_ids)
@@ -121,18 +121,19 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 @functools.cache
 def triton_kernels(device: str = "cuda") -> ModuleType | None:
-    """Return `engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels, or draws
-    other random bits than the CPU."""
-    if missing_launcher():
+    """Return `engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels, or where
+    they are wrong, which is said."""
+    if missing_launcher():  # as is said where attention is chosen
         return None
-    from engine import triton_draws
+    from engine import draws_check, triton_draws
 
-    keys = torch.tensor([[0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1], [0, 1, 8191, 131071]])
-    seed, request, position = keys.to(device)
-    drawn = triton_draws.run(triton_draws.plan_draw(seed, request, position, Stream.DRAFT, 999))
-    if torch.equal(drawn.cpu(), uniform(keys[0], keys[1], keys[2], Stream.DRAFT, 999)):
+    try:
+        wrong = draws_check.wrong_on(device, uniform, gumbel)
+    except Exception as error:  # each compiler and driver fails in its own way
+        wrong = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    if wrong is None:
         return triton_draws
-    say("note: PyTorch draws the random numbers, as the Triton kernel draws other ones on this GPU")
+    say(f"note: PyTorch draws tokens on the GPU, which is slower, since Triton's kernels do not work here: {wrong}")
     return None
 
 

@@ -168,8 +168,11 @@ class Rounds:
         self._kind: tuple[str, Filters] | None = None
 
     def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """Return the mode of a round of those rows, and a batch of all rows with their filters; where rounds are
-        captured, so that few are, the mode of all requests so far, and their filters or every one. No token changes."""
+        """Return the mode of a round of those rows, and a batch of all rows with their filters.
+
+        Where rounds are captured, there are few kinds of them: the mode is that of all requests so far, and filters are
+        none or all. No token changes, since a greedy row is a distribution with one token, and filters that a row does
+        not have exclude nothing."""
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
         elif filters.any_top_k or filters.any_top_p:
@@ -195,7 +198,8 @@ class Rounds:
         held = tuple(map(weakref.ref, self._drafters))
         key = (held, mode, filters, runner.model.backend, runner.model.pointwise)
         if key not in runner.captured:
-            runner.captured[key] = batch(), Captured(runner.graphs)
+            ranks = runner.ranks  # all that is kept of the runner, which keeps this
+            runner.captured[key] = batch(), Captured(runner.graphs, lambda agrees: all(ranks.gathered(agrees)))
         return runner.captured[key]
 
     def of(self, choice: Choice, batch: Batch, mode: str) -> Round:

@@ -135,26 +135,28 @@ class Distribution:
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
         if self.filters.any_top_k or self.filters.any_top_p:
-            if scaled.is_cuda and (kernels := triton_kernels()):
+            if not scaled.is_cpu and (kernels := triton_kernels()):
                 scaled = kernels.run(kernels.plan_filter(scaled, self.top_k, self.top_p))
             else:
-                scaled = scaled.masked_fill(~self._kept(scaled), -math.inf)
+                scaled = scaled.masked_fill(~self.kept(scaled), -math.inf)
         if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
 
-    def _kept(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Which ids pass both filters: the `n` likeliest of each row, lowest ids first among equals."""
+    def kept(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return which ids of `scaled [B, ..., V]`, scaled logits of which the largest is 0, pass both filters: the
+        likeliest of each row, lowest ids first among equals."""
         top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
 
         def masses(values: torch.Tensor) -> torch.Tensor:
-            """Those of ids, as integers: their sums are the same in any order."""
+            """Return each id's mass as an integer, so that sums do not depend on their order."""
             log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
             return ((values.double() - log_sum).exp_() * WHOLE).long()
 
-        if self.filters.most_kept == ALL and not self.filters.any_top_k:
-            return _before(scaled, masses(scaled), top_p)
+        if self.filters.most_kept == ALL:
+            kept = _before(scaled, masses(scaled), top_p) if self.filters.any_top_p else torch.ones_like(scaled).bool()
+            return kept & _before(scaled, torch.ones_like(scaled).long(), top_k) if self.filters.any_top_k else kept
         descending = scaled.topk(min(self.filters.most_kept, scaled.shape[-1]), dim=-1).values
         kept = (torch.arange(descending.shape[-1], device=scaled.device) < top_k).expand_as(descending)
         if self.filters.any_top_p:

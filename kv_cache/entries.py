@@ -10,6 +10,8 @@ import torch
 
 # Keeps the scale of an all-zero vector from dividing by zero.
 SMALLEST_SCALE = 1e-12
+# Keeps the step of a group of equal numbers from dividing by zero.
+SMALLEST_STEP = 1e-8
 # The largest code of 4 bits.
 LEVELS = 15
 # Entries next to each other whose attention is noted as one.

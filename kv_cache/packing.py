@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from common.launch import Launch, strides_of
+from kv_cache.entries import SMALLEST_STEP
 
-SMALLEST_STEP = tl.constexpr(1e-8)
+LEAST_STEP = tl.constexpr(SMALLEST_STEP)
 
 
 @triton.jit
@@ -24,12 +25,12 @@ def _bfloat16(x):
 def _grid(low, high):
     """The lowest number and the step of what lies between two."""
     low = _bfloat16(low)
-    return low, _bfloat16(tl.maximum(tl.div_rn(high - low, 15.0), SMALLEST_STEP))
+    return low, _bfloat16(tl.maximum(tl.div_rn(high - low, 15.0), LEAST_STEP))
 
 
 @triton.jit
 def _codes(x, low, step):
-    """What `x` is in steps from `low` on; adding so much rounds to even."""
+    """Round `(x - low) / step` to a code, to even between two: adding and taking away 1.5 * 2**23 does that."""
     steps = tl.div_rn(x - low, step) + 12582912.0 - 12582912.0
     return tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.int32)
 

@@ -12,11 +12,9 @@ import torch
 from common.errors import require_at_least
 from common.launch import launch_on, missing_launcher
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import KV, LEVELS, Packed, Store, dequantize, joined, store, stored_as
+from kv_cache.entries import KV, LEVELS, SMALLEST_STEP, Packed, Store, dequantize, joined, store, stored_as
 from kv_cache.full import Full, FullKVCache
 
-# A group whose numbers are all the same must not divide by 0.
-SMALLEST_STEP = 1e-8
 # Tokens that are quantised together when a row is filled, as float32: more would outgrow what is planned.
 FILLED_AT_ONCE = 512
 
@@ -109,8 +107,8 @@ class QuantizedKVCache(FullKVCache):
     def _quantize(
         self, layer: int, source: KVCache, from_layer: int, rows: torch.Tensor, groups: torch.Tensor, packing: Any
     ) -> None:
-        """Quantise the `groups [B, n]` of `rows [B, 1]` that a layer of `source` has; of its own ring, where they are
-        due. packing: as of `kernel_for`."""
+        """Quantise the `groups [B, n]` of `rows [B, 1]` of a layer of `source`. Where that is this cache, only groups
+        that are due. packing: as of `kernel_for`."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     rows: slice | torch.Tensor  # which rows of the shares they are
     counts: torch.Tensor  # how often the shares of each token count, `[B, n_token]` float32
-    ends: torch.Tensor  # what the entries to be chosen lie before, `[B]` int64
+    ends: torch.Tensor  # only entries at positions below these are chosen, `[B]` int64
     is_new: torch.Tensor  # whether the row chooses at all, `[B]`
 
 

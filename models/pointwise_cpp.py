@@ -104,7 +104,7 @@ def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
 
 
 def store(call: Call, entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
-    """As EAGER's, to the last bit."""
+    """Store finite numbers as EAGER's does, to the last bit."""
     size, wanted = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
     readable = entries.stride(-1) == 1 and new.is_contiguous() and new.is_cpu
     if size is None or entries.dtype != wanted or not readable:

@@ -32,7 +32,7 @@ def pairs(records: Sequence[Record]) -> list[Record]:
 # What a table has rows of, where these are not its records.
 ROWS = {"cpu_pairs": pairs, "policies_acceptance": newest_of_policies, "prompt_sets": table_rows}
 ROWS |= dict.fromkeys(("cpu_storages", "drafters", "policy_pairs", "serving"), rows_of) | {"cpu_phases": phases_of}
-ROWS["cpu_linears"] = linears_of
+ROWS |= {"cpu_linears": linears_of, "round_costs": lambda records: [row for one in records for row in one["rounds"]]}
 
 
 def tables(folder: Path) -> dict[str, str]:

@@ -8,6 +8,8 @@ does a function of `models.pointwise`, as where it is compiled. Of what a kernel
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from common.jsonl import publish, require_appendable
 from common.launch import Launch
 from common.provenance import provenance
 from common.tables import Column, console
-from engine import ModelRunner, SelfSpeculation
+from engine import ModelRunner, SelfSpeculation, triton_draws
 from engine.batch import Batch
 from engine.bench.config import Output
 from engine.modes import GREEDY
@@ -69,6 +71,8 @@ class Costs(TorchDispatchMode):
             self.add([given["shares"], copied, copied.detach()])
         elif name == "pack_group":
             self.add(given["entries"][..., : given["GROUP"], :])
+        elif name in ("draw_row", "filter_row"):
+            self.add(given)
         else:
             self.add(given, "attention")
 
@@ -95,6 +99,16 @@ class Costs(TorchDispatchMode):
         return out
 
 
+@contextmanager
+def drawn_by_triton() -> Iterator[None]:
+    """Random numbers and filters by the kernels of a GPU."""
+    with (
+        patch("engine.noise.triton_kernels", lambda: triton_draws),
+        patch("engine.sampling.triton_kernels", lambda: triton_draws),
+    ):
+        yield
+
+
 def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counter[str]]:
     """What each part of a captured round of so many layers costs, in which the model drafts for itself."""
     config = replace(preset_config("meta-llama/Meta-Llama-3.1-8B"), n_layer=n_layer)
@@ -105,14 +119,15 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
     with patch("kv_cache.quantized.kernel_for", lambda *_: packing):
         if policy is not None:
             drafter = SelfSpeculation(runner, policy.new_cache(*of_cache), GAMMA)
-    batch = Batch(N_ROW, Filters.of([SamplingParams(0.0 if mode == GREEDY else 0.6)]), "meta", narrows=False)
+    sampling = SamplingParams() if mode == GREEDY else SamplingParams(0.6, top_p=0.9)
+    batch = Batch(N_ROW, Filters.of([sampling]), "meta", narrows=False)
     round_, parts = Round(runner, batch, drafter, GAMMA if drafter else 0, mode), dict[str, Counter[str]]()
     of_draft = ["refresh"] * bool(drafter and drafter.refresh_every) + ["draft"] * bool(drafter)
     for name in (*of_draft, "verify", "accept", "roll_back"):
         costs = Costs(model)
-        use_pointwise(model, Pointwise("one node each", *map(costs.as_one, astuple(EAGER)[1:])))
+        use_pointwise(model, Pointwise("one node each", *map(costs.as_one, astuple(EAGER)[1:-1])))
         launched = patch.object(Launch, "__call__", lambda launch, costs=costs: costs.launch(launch))
-        with torch.inference_mode(), launched, costs:
+        with torch.inference_mode(), launched, drawn_by_triton(), costs:
             getattr(round_, name)()
         parts[name] = costs.counts
     return parts
@@ -134,7 +149,7 @@ def row_of(policy: Policy | None, mode: str) -> dict[str, Any]:
 def main(flags: Output) -> None:
     require_appendable(flags.output)
     chosen = [None, *(policy() for policy in policies().values())]
-    rows = [row_of(policy, mode) for mode in (GREEDY, "coupled") for policy in chosen]
+    rows = [row_of(policy, mode) for mode in (GREEDY, "coupled", "rejection") for policy in chosen]
     record = {"benchmark": "round_costs", "B": N_ROW, "capacity": LENGTH, "gamma": GAMMA, "rounds": rows}
     publish(flags.output, record | provenance(), console(rows, COLUMNS, indent=""))
 

@@ -236,11 +236,17 @@ def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, mon
     assert all(graph.replays and graph.is_destroyed for graph in graphs)
 
 
+WRITES = torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default
+
+
 class Forgetful(RecordedGraph):
-    """Its outputs stay rubbish: nothing is run again."""
+    """Its outputs stay rubbish, and so does what it writes to a cache."""
 
     def replay(self) -> None:
         self.replays += 1
+        for function, args, *_ in self._recorder.operations:
+            if function in WRITES and args[0].is_floating_point():
+                function(*args[:2], torch.full_like(args[2], 7))
 
 
 def test_graphs_that_compute_something_else_change_no_token(capsys, monkeypatch):

@@ -163,18 +163,18 @@ def test_wrong_kernels_for_a_gpu_are_found_and_right_ones_are_not():
 
 
 @pytest.mark.parametrize(
-    "found,said",
+    "found,said,n_checks",
     [
-        (([ROW | {"ms": [1, 2]}], None), None),
-        (([], "it crashes (SIGABRT)"), "it crashes (SIGABRT)"),
-        (([ROW | {"ms": [4, 2]}], None), "PyTorch is 2.0 times as fast"),
+        (([ROW], None), None, 2),
+        (([ROW], "wrong results"), "wrong results", 2),
+        (([], "it crashes (SIGABRT)"), "it crashes (SIGABRT)", 3),
     ],
 )
-def test_kernels_for_a_gpu_are_checked_once(monkeypatch, tmp_path, found, said):
-    """For each GPU; what was found is remembered, refusals as well."""
+def test_kernels_for_a_gpu_are_checked_once(monkeypatch, tmp_path, found, said, n_checks):
+    """For each GPU; what was found is remembered, but not a check that came to no end."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     gpus, checked = iter(["H100", "H100", "A100"]), []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(gpus))
     monkeypatch.setattr(gpu_check, "check", lambda *given: checked.append(given) or found)
     assert [gpu_check.refusal("triton", torch.device("cuda")) for _ in range(3)] == [said] * 3
-    assert checked == [("models.attention.gpu_check", "triton")] * 2
+    assert checked == [("models.attention.gpu_check", "triton")] * n_checks

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from round_costs import row_of
+from round_costs import N_ROW, row_of
 
 from kv_cache import policies
 
@@ -17,6 +17,14 @@ def test_no_policy_has_more_nodes_than_its_budget(name, most):
     assert row["nodes_a_layer"] <= most
     assert row["nodes_to_choose"] <= {"retrieval": 11}.get(name, 1)
     assert row["outside_gb"] < 1
+
+
+@pytest.mark.parametrize("mode,most", [("coupled", 3), ("rejection", 3.5)])
+def test_sampling_moves_little_outside_layers(mode, most):
+    """Logits, random numbers and what a filter by top-p keeps, but for the conversion of 3 + 4 logits a row to float32:
+    on a GPU they come so out of the product."""
+    converted = (2 + 2) * 1e-9 * 7 * N_ROW * 128256
+    assert row_of(policies()["streaming"](), mode)["outside_gb"] - converted < most
 
 
 def test_noting_and_choosing_move_little_beside_attention():

@@ -121,9 +121,9 @@ def test_filters_keep_what_they_keep_of_a_sorted_row_and_sort_none(monkeypatch, 
     each = [(scaled, kept_by_sorting(scaled)) for scaled in scaled_logits(vocab, dtype)]
     monkeypatch.setattr(Tensor, "sort", lambda *_, **__: pytest.fail("the vocabulary is sorted"))
     for scaled, kept in each:
-        assert torch.equal(Distribution.of(FILTERS)._kept(scaled), kept)
+        assert torch.equal(Distribution.of(FILTERS).kept(scaled), kept)
         for row, params in enumerate(FILTERS):
-            assert torch.equal(Distribution.of([params])._kept(scaled[row : row + 1])[0], kept[row])
+            assert torch.equal(Distribution.of([params]).kept(scaled[row : row + 1])[0], kept[row])
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from filter_cases import FILTERS, kept_by_sorting, scaled_logits
 
-from engine import triton_draws
+from engine import draws_check, triton_draws
 from engine.noise import Stream, gumbel, triton_kernels, uniform
 from engine.sampling import Distribution
 from engine.triton_draws import PAIRS, plan_draw, plan_filter, run
@@ -27,11 +27,20 @@ def test_numbers_are_those_of_pytorch(stream, n_ids):
     torch.testing.assert_close(run(plan_draw(*given, torch.float64)), exact, rtol=1e-14, atol=1e-15)
 
 
-def test_a_kernel_that_draws_other_numbers_is_not_used(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name,wrong,said",
+    [
+        ("plan_draw", lambda *keys: plan_draw(*keys[:2], keys[2] + 1, *keys[3:]), "other uniform numbers"),
+        ("plan_filter", lambda scaled, k, p: plan_filter(scaled, k + 1, p), "let other ids pass"),
+        ("run", lambda planned: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_kernels_that_draw_otherwise_are_not_used(name, wrong, said, monkeypatch, capsys):
+    triton_kernels.cache_clear()
     assert triton_kernels("cpu") is triton_draws
     triton_kernels.cache_clear()
-    monkeypatch.setattr(triton_draws, "plan_draw", lambda *keys: plan_draw(*keys[:2], keys[2] + 1, *keys[3:]))
-    assert triton_kernels("cpu") is None and "draws other ones" in capsys.readouterr().err
+    monkeypatch.setattr(draws_check, name, wrong)
+    assert triton_kernels("cpu") is None and said in capsys.readouterr().err
 
 
 def test_no_rows_are_no_numbers():

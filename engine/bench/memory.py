@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from common.errors import OutOfMemoryError, flag
+from common.launch import missing_launcher
 from common.process import local_world_size
 from engine.bench.plan import Plan
 from engine.bench.resolved import ResolvedDraft
@@ -27,7 +28,7 @@ from models.tensor_parallel import Shard, shard_config
 GIB = 2**30
 # Per logit: the distributions of target and draft, two temporaries in float32, a Gumbel, a float64 uniform ...
 SAMPLING_BYTES = 4 * 4 + 4 + 8
-# ... and for filters sorted values and their indices, four float64 temporaries of masses, ranks and masks.
+# ... and for filters in PyTorch int64 masses, keys and digits, float64 temporaries and masks. Triton's takes none.
 FILTER_BYTES = 4 + 8 + 4 * 8 + 8
 # What a pass of the random number generator holds per block: its words and their products, in int64.
 PASS_BYTES = 16 * 8
@@ -161,8 +162,9 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     if target.quantize == "int8":
         activations += prefill_chunk * 2 * config.ffn_dim * INT8_OUTPUT_BYTES
     if not sampling.greedy:  # distributions and noise beside the logits
-        activations += blocks_per_pass(device) * PASS_BYTES
-        per_logit += SAMPLING_BYTES + (FILTER_BYTES if sampling.filters else 0)
+        in_pytorch = not on_cuda or missing_launcher() is not None
+        activations += blocks_per_pass(device) * PASS_BYTES * in_pytorch
+        per_logit += SAMPLING_BYTES + FILTER_BYTES * (sampling.filters and in_pytorch)
     if draft and draft.selects:
         scored = draft.config if draft.prefills else config
         # One row and layer at a time: float32 scores, masked and after the softmax, and keys in order.

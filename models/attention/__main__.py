@@ -42,7 +42,11 @@ def main(flags: Flags) -> None:
         what = "PyTorch" if choice.build is None else f"the {choice.build} build"
         used.append("; ".join([f"{kernel}: {what}", *choice.refused]))
     for name in ("triton", "flash") if torch.cuda.is_available() else ():
-        choice = checked(name, torch.device("cuda"), again=flags.check)
+        try:
+            choice = checked(name, torch.device("cuda"), again=flags.check)
+        except BuildError as error:
+            used.append(f"{name}: another backend; {error}")
+            continue
         rows += [{"kernel": name, "build": "-"} | row for row in choice.checked[name]]
         used.append("; ".join([f"{name}: {choice.build or 'another backend'}", *choice.refused]))
     print(console(rows, COLUMNS), *used, sep="\n")

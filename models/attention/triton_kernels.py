@@ -330,6 +330,7 @@ def choose(
     # How many of each chunk's entries are held, then how many are chosen: those that are new, and places without one.
     held += (row * n_kv_head + h) * n_chosen + place
     entry = tl.load(held, mask=place < n_chosen, other=-1).to(tl.int32)
+    entry = tl.where(entry < n_chunk * TOGETHER, entry, -1)  # of a longer text that the row held before
     of_chunk, in_chunk = tl.maximum(entry, 0) // TOGETHER, tl.maximum(entry, 0) % TOGETHER
     tl.store(marks + chunk, 0, mask=chunk < n_chunk)
     tl.debug_barrier()
