@@ -29,7 +29,8 @@ class SeededSampling(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(ModelFlags):
-    """does speculation keep the quality of a model's answers? multiplications, plain and speculative"""
+    """does speculation keep the quality of a model's answers? multiplications, plain and speculative. Unless
+    --draft_budget is given, a draft's cache keeps half of a prompt"""
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"save_rows": "--save"}
 
