@@ -48,8 +48,8 @@ class Targets(PositionalTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class Latency(ModelFlags):
-    """ms per generated token of models and their quantised forms, plain and speculative. Unless --draft_budget is given,
-    a draft's cache keeps half of a prompt"""
+    """ms per generated token of models and their quantised forms, plain and speculative. Unless --draft_budget is
+    given, a draft's cache keeps half of a prompt"""
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
