@@ -44,7 +44,7 @@ def test_a_quick_run_goes_from_beginning_to_end(tmp_path):
     for name in ("costs 16k", "profile quantized", "autos"):
         one = records[name]
         assert one["B"] == one["asked_B"] == 2 and one["kernel_ms"] > 0 and one["planned_bytes"] > 2**20
-        assert one["draft_step_ms"] > 0 and one["baseline_step_ms"] > 0
+        assert one["baseline_step_ms"] > 0 and (name == "autos" or one["draft_step_ms"] > 0)  # auto may draft nothing
     assert records["attention torch"]["errors"] and records["costs 16k"]["benchmark"] == "gpu_costs"
     assert ended.out == (tmp_path / "gpu.jsonl.md").read_text() + "\n"
     assert "| costs 16k | done |" in ended.out and "- bandwidth flash: attention flash: skipped" in ended.out
