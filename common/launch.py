@@ -22,15 +22,15 @@ class Launch(NamedTuple):
 
 
 def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Launch kernels on a device: Triton takes the current device, wherever the tensors are."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for launch in launches:
             launch()
 
 
 def missing_launcher() -> str | None:
-    """Why Triton cannot start kernels here, in one line; None if it can. Its driver has the launcher of all kernels in
-    one C module, built or loaded from Triton's cache here."""
+    """Return why Triton cannot start kernels here, in one line; None if it can. Building or loading the C module of its
+    driver, which launches all kernels, is what this tries."""
     try:
         import triton
     except ImportError as error:
@@ -47,5 +47,5 @@ def missing_launcher() -> str | None:
 
 
 def strides_of(dims: str, **tensors: torch.Tensor) -> dict[str, int]:
-    """A kernel's arguments `<tensor>_<dim>`: how far apart the first dims of each tensor lie."""
+    """Return a kernel's arguments `<tensor>_<dim>`: the strides of the first dims of each tensor."""
     return {f"{x}_{name}": tensors[x].stride(dim) for x in tensors for dim, name in enumerate(dims.split())}

@@ -282,10 +282,8 @@ class Decoder:
             outcomes = dict(zip((row for row, _ in self._rows.computed), round_.outcomes(), strict=True))
         logprobs, n_emitted = [], 0
         if self._runner.ranks.leads and any(request.logprobs is not None for _, request in busy):
-            asks = [request is not None and request.logprobs is not None for _, request in self._rows.computed]
-            blocks = [
-                outcomes[row].block if asked else [] for (row, _), asked in zip(self._rows.computed, asks, strict=True)
-            ]
+            wants = {row for row, request in busy if request.logprobs is not None}
+            blocks = [outcomes[row].block if row in wants else [] for row, _ in self._rows.computed]
             logprobs = logprobs_of(blocks, round_.logits)
         for place, (row, request) in enumerate(self._rows.computed):
             if request is None or self._rows.requests[row] is not request:

@@ -15,7 +15,7 @@ LEAST_STEP = tl.constexpr(SMALLEST_STEP)
 
 @triton.jit
 def _bfloat16(x):
-    """Finite numbers in float32 as bfloat16 rounds them, to even where two are as near."""
+    """Round finite float32 numbers to the nearest that bfloat16 has, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return bits.to(tl.float32, bitcast=True)
@@ -23,7 +23,7 @@ def _bfloat16(x):
 
 @triton.jit
 def _grid(low, high):
-    """The lowest number and the step of what lies between two."""
+    """Return the lowest number and the step of a grid of 16 numbers from `low` to `high`."""
     low = _bfloat16(low)
     return low, _bfloat16(tl.maximum(tl.div_rn(high - low, 15.0), LEAST_STEP))
 
@@ -43,7 +43,7 @@ def pack_group(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `groups [n]` of one head, of row `rows[i]` of all tensors; grid `[n * n_head]`.
+    """Pack group `groups[i]` of a head of row `rows[i]` into 4 bits; grid `[n * n_head]`.
 
     Position p lies in slot `p % n_ring` of `entries`. With CHECKED only what is not in 4 bits already, which is
     `packed_groups [n]`, and whose tokens the ring has by `held [rows, n_ring]`. Codes and grids are as of
@@ -94,8 +94,8 @@ def pack_group(
 def plan_packing(
     entries: Tensor, scales: Tensor | None, packed: Sequence[Tensor], groups: Tensor, rows: Tensor, held: Any = None
 ) -> Launch:
-    """The launch that packs `groups [n]` of `rows [n]` of a layer's entries `[2, rows, n_kv_head, ring, head_dim]` into
-    codes and grids, of keys and of values.
+    """Plan the launch that packs `groups [n]` of `rows [n]` of a layer's entries into codes and grids, of keys and of
+    values. entries: `[2, rows, n_kv_head, ring, head_dim]`.
 
     held: with which a group is packed only where it was not, and the ring has it: the last group of each row that was,
     `[n]`, and the positions that rings hold, `[rows, ring]`.

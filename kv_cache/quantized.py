@@ -108,7 +108,7 @@ class QuantizedKVCache(FullKVCache):
         self, layer: int, source: KVCache, from_layer: int, rows: torch.Tensor, groups: torch.Tensor, packing: Any
     ) -> None:
         """Quantise the `groups [B, n]` of `rows [B, 1]` of a layer of `source`. Where that is this cache, only groups
-        that are due. packing: as of `kernel_for`."""
+        that are due. packing: the module that `kernel_for` returned."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()
@@ -159,8 +159,8 @@ class QuantizedKVCache(FullKVCache):
         source_row: int | None = None,
         known: int = 0,
     ) -> None:
-        """As of every cache, from one in the order of positions; what lies behind the last whole group goes to the
-        ring, which is filled anew."""
+        """Fill a row from a source whose slots are in the order of positions: whole groups in 4 bits, and the tokens
+        behind the last whole group, as they are, to the ring. Arguments are those of `KVCache.fill_row`."""
         from_row = row if source_row is None else source_row
         if not known:
             self.reset_row(row)
@@ -201,8 +201,8 @@ class QuantizedKVCache(FullKVCache):
 
 
 def kernel_for(entries: torch.Tensor) -> Any:
-    """The module of the Triton kernel that packs such entries; None where it cannot run. Only Ada and Hopper convert
-    float8."""
+    """Return the module of the Triton kernel that packs entries of that shape and dtype, or None where it cannot run.
+    Only Ada and Hopper convert float8."""
     if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
         return None
     if entries.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(entries.device) < (8, 9):

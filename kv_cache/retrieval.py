@@ -96,7 +96,7 @@ class RetrievalKVCache(VerifyTopKCache):
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
     def _is_hidden(self, ends: torch.Tensor, n_chunk: int) -> torch.Tensor:
-        """Which of a text's chunks begin at `ends [B]` or behind, `[B, n_chunk]`; but the first is always seen."""
+        """Return the mask `[B, n_chunk]` of chunks that begin at or behind `ends [B]`; the first is never hidden."""
         at = torch.arange(n_chunk, device=ends.device)
         return at > ((ends - 1) // self.chunk).clamp(min=0)[:, None]
 

@@ -17,9 +17,9 @@ from kv_cache.snapkv import SnapKV
 
 
 class Choice(NamedTuple):
-    """What the rows of a batch choose by in every layer."""
+    """Arguments of a choice of entries that are the same in every layer, for the B rows of a batch."""
 
-    rows: slice | torch.Tensor  # which rows of the shares they are
+    rows: slice | torch.Tensor  # the batch's rows among the rows of `shares`
     counts: torch.Tensor  # how often the shares of each token count, `[B, n_token]` float32
     ends: torch.Tensor  # only entries at positions below these are chosen, `[B]` int64
     is_new: torch.Tensor  # whether the row chooses at all, `[B]`
@@ -31,8 +31,11 @@ class Choosing:
     def choose(
         self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: torch.Tensor, choice: Choice
     ) -> None:
-        """Have the first slots of a layer of `to` hold those entries of the same rows of `source`, in any order, that
-        `best_chunks` names by each token's `shares [rows, n_token, n_kv_head, n_chunk]` of attention."""
+        """Choose entries of a layer of `source` by attention, and copy them to the first slots of the same rows of a
+        layer of `to`, in any order.
+
+        shares: of each token's attention by chunk, `[rows, n_token, n_kv_head, n_chunk]` float32; `best_chunks` ranks
+        their sum over tokens."""
         given = shares[choice.rows]
         share = (choice.counts[:, None] @ given.flatten(2)).view(len(given), *given.shape[2:])
         share = share[..., : -(-source.keys.shape[3] // to.chunk)]

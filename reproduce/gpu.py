@@ -90,7 +90,7 @@ def why_not(step: Step, ends: dict[str, Record]) -> str | None:
 
 
 def in_short(step: Step, record: Record) -> Record:
-    """The numbers that matter, and those of them above their estimates."""
+    """Return a step's numbers that matter, and the ones above their estimates."""
     numbers = {name: record[name] for name in step.shows if record.get(name) not in (None, [])}
     limits = {name: most for name, most in step.shows.items() if most is not None and name in numbers}
     above = [(name, numbers[name], most) for name, most in limits.items() if numbers[name] > most]
@@ -98,7 +98,7 @@ def in_short(step: Step, record: Record) -> Record:
 
 
 def page(records: Sequence[Record]) -> str:
-    """What to look at, in Markdown."""
+    """Return the page of what to look at, in Markdown."""
 
     def why(one: Record) -> str:
         return " ".join((one.get("error") or COMPUTED["numbers"](one) or "see its log").split())[:400]

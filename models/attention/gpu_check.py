@@ -38,7 +38,7 @@ def candidate(name: str) -> AttentionBackend:
 
 
 def cases() -> Iterator[Case]:
-    """Queries over entries in each storage: ragged rows by name, one token and a block."""
+    """Yield cases of ragged rows by name, for entries in each storage: one token and a block."""
     for storage, (head_dim, group, window), n_token in product((DTYPE, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
         what = f"{dtype_name(DTYPE)}, entries in {dtype_name(storage)}"
         yield cases_of(what, DTYPE, storage, head_dim, group, window, n_token, DEVICE)[0]

@@ -190,7 +190,7 @@ def plan(
 def plan_choice(
     to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
 ) -> Launch:
-    """The launch that chooses a layer's entries, as of `Choosing.choose`, of equal dtypes or without scales."""
+    """Plan the launch that does what `Choosing.choose` does, between entries of one dtype or without scales."""
     n_kv_head, n_chosen = to.held.shape[2:]
     read, written = source.entries[from_layer], to.entries[to_layer]
     n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head

@@ -293,11 +293,11 @@ def choose(
     MAPPED: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
     CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: `n_chosen` entries of a row and KV head, by what its chunks of TOGETHER have of attention, where
+    """Choose `n_chosen` entries of a row and KV head by the attention of its chunks of TOGETHER, and copy them, where
     `is_new [B]`; grid `[B * n_kv_head]`.
 
-    As of `kv_cache.verify_topk.Choosing.choose`; with MAPPED, shares are of the stored `rows [B]`. Of a chunk always
-    its first entries are chosen, and `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
+    The result is that of `kv_cache.verify_topk.Choosing.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
+    the first entries are chosen. `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
     those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
     scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
     """

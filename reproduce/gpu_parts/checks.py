@@ -29,7 +29,7 @@ REQUESTS = {"greedy": {}, "top_p": {"temperature": 0.8, "top_p": 0.9}, "logprobs
 
 
 def gpu(device: str) -> Record:
-    """What nvidia-smi says; failed if the GPU is cut up (MIG) or others use it, which disturbs every time below."""
+    """Return what nvidia-smi says. Failed if the GPU is cut up (MIG) or other processes use it: both disturb times."""
     if not (program := shutil.which("nvidia-smi")):
         raise Skip("there is no nvidia-smi")
     queries = f"--query-gpu={FIELDS}", "--query-compute-apps=pid,process_name,used_memory"
@@ -40,14 +40,14 @@ def gpu(device: str) -> Record:
 
 
 def versions(device: str) -> Record:
-    """Where kernels come from; failed if a CUDA device is asked for and PyTorch is built without."""
+    """Return the versions of packages with kernels. Failed for a CUDA device if PyTorch is built without CUDA."""
     packages = {one.metadata["Name"]: one.version for one in distributions() if one.name.lower().startswith(PACKAGES)}
     built = {"packages": packages, "cuda": torch.version.cuda, "flash": find_flavour(device)[1]}
     return verdict(device == "cpu" or torch.version.cuda is not None, **built)
 
 
 def launcher(device: str) -> Record:
-    """Whether Triton's driver has built what starts kernels."""
+    """Find out whether Triton can start kernels."""
     if device == "cpu":
         return {}
     why = missing_launcher()
@@ -55,7 +55,7 @@ def launcher(device: str) -> Record:
 
 
 def product(device: str) -> Record:
-    """What a first matrix product takes beside its matrices, which a memory plan has to leave free."""
+    """Measure the memory that a first matrix product takes beside its matrices: a memory plan has to leave it free."""
     free, n, dtype = available_bytes(device), *((64, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
     x = torch.ones(n, n, device=device, dtype=dtype)
     y = x @ x
@@ -64,7 +64,7 @@ def product(device: str) -> Record:
 
 
 def kernels(device: str, flags: Sequence[str]) -> Record:
-    """What the project's own check of its kernels says."""
+    """Run `python -m models.attention`, and count the kernels that it calls wrong."""
     done = subprocess.run([sys.executable, "-m", "models.attention", *flags], stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     n_wrong = len(re.findall(r"\bwrong\b", done.stdout))
@@ -117,7 +117,7 @@ def server(device: str, flags: str, clients: int, tokens: int) -> Record:
 
 
 def ranks(device: str, words: str, ways: Sequence[str]) -> Record:
-    """The same run on two ranks in several ways; failed if their texts differ. An error where one does not end well."""
+    """Run the self-speculation benchmark on two ranks, once for each of `ways`. Failed if texts differ."""
     if device != "cpu" and torch.cuda.device_count() < 2:
         raise Skip("there is one GPU")
     with tempfile.NamedTemporaryFile() as file:

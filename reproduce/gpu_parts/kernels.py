@@ -102,7 +102,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def other_variants() -> Iterator[tuple[str, Launch]]:
-    """What notes attention, chooses entries by it, and packs them into 4 bits, with its name."""
+    """Return launches, by name, of the kernels that note attention, choose entries, and pack 4 bits."""
     empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
     for n_row in (16, 128):
         launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]

@@ -1,4 +1,4 @@
-"""What rounds cost: step times, kernels, the time between them, and memory, of a run of tests/selfspec_benchmark.py."""
+"""Measures rounds of tests/selfspec_benchmark.py: step times, kernels, the time between kernels, and memory."""
 
 import time
 from collections import Counter
@@ -23,8 +23,8 @@ from reproduce.gpu_parts.child import Record
 
 
 def measure(device: str, words: str) -> Record:
-    """The benchmark's record for those flags, and of its rounds the kernels, and the peak beside the memory plan.
-    Random weights decode over random entries. Rows that do not fit into memory are left out."""
+    """Return the benchmark's record for these flags, with the kernels of its rounds and the peak of memory beside the
+    plan. Random weights decode over random entries. Rows that do not fit into memory are left out."""
     if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
         _profiled(device, lambda: torch.ones(8, device=device).sum().item())
     session = open_fitting(f"{words} --device {device}")
@@ -67,7 +67,8 @@ def open_fitting(words: str) -> Session:
 
 
 def _profiled(device: str, call: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
-    """What `call` returns, milliseconds of each kernel and copy on the GPU, or operation on a CPU, and their number."""
+    """Return the result of `call`, the milliseconds of each kernel and copy on the GPU (on a CPU: of each operation),
+    and how many ran."""
     kind, times, n_node = "CPU" if device == "cpu" else "CUDA", Counter[str](), 0
     with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
         result = call()

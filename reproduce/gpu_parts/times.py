@@ -1,4 +1,4 @@
-"""What kernels take, each beside a yardstick on the same device: a copy, or plain layers."""
+"""Times kernels beside a copy, or beside plain layers, on the same device."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def copy_rate(device: str) -> float:
 def attention(
     device: str, backend: str, shapes: Sequence, tokens: Sequence[int], kv: Sequence[str] = ("same",), noted=False
 ) -> Record:
-    """A layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
+    """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
     head_dim, rows, entries a row. kv: how these are stored. noted: the scores of chunks are noted, too."""
     rate, times = copy_rate(device), dict[str, float]()
     for storage, (*heads, batch, n_slot), n_token in itertools.product(kv, shapes, tokens):
@@ -70,7 +70,7 @@ def attention(
 
 @torch.inference_mode()
 def linears(device: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int]) -> Record:
-    """Linear layers of those outputs and inputs in 8 and 4 bits, over the same ones as the model computes."""
+    """Time linear layers in 8 and 4 bits, and divide by plain ones in the model's dtype. shapes: outputs, inputs."""
     record, times = Record(), dict[tuple[str, int], float]()
     for (d_out, d_in), n_row in itertools.product(shapes, rows):
         plain = nn.Linear(d_in, d_out, bias=False, device=device, dtype=dtype_of(device))
@@ -85,7 +85,7 @@ def linears(device: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int])
 
 
 def noise(device: str, rows: int, tokens: int, n_ids: int) -> Record:
-    """The Gumbel numbers of a round, over a copy that moves as many bytes as they have."""
+    """Time the drawing of a round's Gumbel numbers, and divide by a copy of as many bytes."""
     request, position = torch.arange(rows, device=device)[:, None], torch.arange(tokens, device=device)
     ms = milliseconds(device, partial(gumbel, request, request, position, Stream.COUPLED, n_ids))
     return {"noise_ms": ms, "times_copy": ms * copy_rate(device) / (2 * 4 * rows * tokens * n_ids)}
