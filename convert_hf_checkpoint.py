@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import common.startup
-
 import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from tqdm import tqdm
 from tyro.conf import arg
 
 from common import cli
 from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints import manifest as files
+from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.loading import drop_layers, save_checkpoint
+from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
 from models.names import parse_layers
-
-if TYPE_CHECKING:
-    from models.checkpoints.convert import Source
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,6 @@ def convert(
     is never touched. Raises CheckpointError or ConfigError, before anything is written.
     """
     import torch
-    from tqdm import tqdm
-
-    from models.checkpoints.convert import HEAD, check_tied_head, match_parts, read_stacked, source_parts
-    from models.checkpoints.loading import drop_layers, save_checkpoint
-    from models.checkpoints.source_weights import open_source
 
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
         required, fix = "weights alone", "merge the adapter into the weights (peft: merge_and_unload), then delete it"

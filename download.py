@@ -1,7 +1,5 @@
 """Fetch a checkpoint from the Hugging Face Hub, or without --repo_id the built-in default model and book."""
 
-import common.startup
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,8 @@ from common import cli
 from common.checkout import ROOT
 from common.errors import flag, without_effect
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.download_default import download_default
+from models.checkpoints.download_hub import download_repo
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,9 @@ def main(flags: Flags) -> None:
         seen, required = f"given, without {flag('repo_id')}", f"a repository of the Hub, {flag('repo_id')}"
         raise without_effect(["hf_token"], "the built-in model needs no token", seen=seen, required=required)
     if flags.repo_id is not None:
-        from models.checkpoints.download_hub import download_repo
-
         out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
         download_repo(flags.repo_id, out_dir, token=flags.hf_token)
     else:
-        from models.checkpoints.download_default import download_default
-
         out_dir = flags.out_dir or DEFAULT_CHECKPOINT
         download_default(out_dir)
     if "MAKELEVEL" not in os.environ:  # make goes on by itself

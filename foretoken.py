@@ -4,11 +4,11 @@ from operator import methodcaller
 from typing import Any
 
 from common import cli
-from engine.terminal.chat import Chat
-from engine.terminal.compare import Compare
-from engine.terminal.eval import Eval
-from engine.terminal.latency import Latency
 from serving.serve import Serve
+from terminal.chat import Chat
+from terminal.compare import Compare
+from terminal.eval import Eval
+from terminal.latency import Latency
 
 # Each in a file of its own: a class of flags, in lower case the subcommand's name, with a method `run`.
 SUBCOMMANDS: Any = Compare | Latency | Eval | Chat | Serve

@@ -1,7 +1,5 @@
 """The one place that reads a command line: a frozen dataclass of configuration in, its flags and help out."""
 
-from common.startup import import_from_now_on
-
 import io
 import operator
 import re
@@ -68,7 +66,6 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
 
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """What the command line says. Ends the process for `--help`. Errors: ConfigError."""
-    import_from_now_on()
     words = [*(sys.argv[1:] if argv is None else argv)]
     prog, about = prog or _program(), (sys.modules["__main__"].__doc__ or "").strip()
     is_short, said = not {"-h", "--help"}.isdisjoint(words), io.StringIO()

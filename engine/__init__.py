@@ -1,5 +1,8 @@
-"""The engine: runners, drafters, verification, and the one decode loop; names are imported when they are asked for."""
+"""The engine: runners, drafters, verification, and the one decode loop."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from engine.decoding import Decoder, GenerateOutput, generate
+from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
+from engine.requests import Request
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection

@@ -7,20 +7,17 @@ keyed by what they are for. The first token after a prefill is that of a round w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.noise import Stream, gumbel, uniform
 from engine.sampling import SamplingParams, greedy
 from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from models import Transformer
+from models import Transformer
 
 GREEDY = "greedy"
 MODES = ("auto", GREEDY, "rejection", "coupled")

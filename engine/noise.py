@@ -13,16 +13,14 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from enum import IntEnum
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from common.launch import missing_launcher
 from common.say import say
 from models.cpp_build import BuildError, load_library
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MASK = 0xFFFFFFFF
 ROUNDS = 10

@@ -7,14 +7,12 @@ None. No function reads a value back to the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.sampling import greedy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Verdict(NamedTuple):

@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from common.flags import Common
-
-if TYPE_CHECKING:
-    from kv_cache.base import Device, KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
 

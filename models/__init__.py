@@ -1,5 +1,5 @@
-"""Llama-family models: one configuration, one Transformer, one loader."""
+"""Llama-like models: one module, its checkpoints, and how it is run."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from models.checkpoints.loading import load_model
+from models.config import ModelConfig
+from models.llama import Transformer

@@ -8,8 +8,6 @@ passkey and multikey: the right answers to questions about facts that stand earl
 share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
 """
 
-import common.startup
-
 import itertools
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -17,17 +15,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import arg
 
-import engine
+import bench
+from bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.say import note_without_effect, say
 from common.tables import console
-from engine import bench
-from engine.bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from engine.counts import acceptance_standard_error, acceptance_text, total
 from engine.drafters.config import DrafterConfig
+from engine.evaluation.teacher_forcing import forced_acceptance
 from kv_cache.policy import BudgetedPolicy, policies
 from reproduce.paper.columns import TEXTS, of
 from reproduce.paper.prompts import KINDS, needles
@@ -87,7 +85,7 @@ def main(flags: Flags) -> None:
     drafts = flags.drafts()
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
     plan = bench.resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
-    session = engine.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
+    session = bench.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = bench.prefill(session)
     rows = []
     asked = [text for text in flags.texts if text in KINDS]  # of prompts of their own, which are prefilled in turn
@@ -102,9 +100,7 @@ def main(flags: Flags) -> None:
     publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
 
 
-def _row(session: engine.Session, text: str) -> dict[str, Any]:
-    from engine.evaluation.teacher_forcing import forced_acceptance
-
+def _row(session: bench.Session, text: str) -> dict[str, Any]:
     drafter = session.drafter()
     if text == "book" or text in KINDS:
         prompts, written = session.prompts, session.continuations

@@ -5,8 +5,6 @@ python reproduce/acceptance_tables.py
 python reproduce/acceptance_tables.py --fixed model=CHECKPOINT --axis prefix_len=4000,8000 --fixed budgets=[128,512]
 """
 
-import common.startup
-
 from operator import itemgetter
 
 from common import cli

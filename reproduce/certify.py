@@ -6,8 +6,6 @@ How it is calibrated, run and compared: docs/lossless.md, "The certificate". Tem
 higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
-import common.startup
-
 import math
 import sys
 from dataclasses import asdict, dataclass, field
@@ -16,14 +14,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from tyro.conf import arg
 
-import engine
+import bench
+from bench.config import BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import ALIASES, BudgetedName, draft_flags
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
-from engine import bench
-from engine.bench.config import BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.draft_flags import ALIASES, BudgetedName, draft_flags
+from engine.evaluation.certificate import calibrate, certify, replay
 
 Draft: Any = draft_flags(["self"], without=["gamma", "draft_policy", "draft_budget", "draft_positions"])
 
@@ -69,10 +67,8 @@ class Flags:
         return RunConfig(self.target, self.text, sizes, sampling=sampling, output=self.output, draft=draft)
 
 
-def certified(session: engine.Session, following: list[list[int]]) -> dict[str, Any]:
+def certified(session: bench.Session, following: list[list[int]]) -> dict[str, Any]:
     """The record of the three steps. following: how the data set goes on behind each prompt."""
-    from engine.evaluation.certificate import calibrate, certify, replay
-
     runner, params, prompts = session.runner, session.sampling.params, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
@@ -99,7 +95,7 @@ SAID = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibratio
 
 
 def main(flags: Flags) -> None:
-    session = engine.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
+    session = bench.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
     texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
     cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]

@@ -7,8 +7,6 @@ of real prompts at those sizes and at one between them, which the model interpol
 acceptance rate of the run that it is compared with.
 """
 
-import common.startup
-
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -16,10 +14,11 @@ from statistics import median
 
 import numpy as np
 
+from bench.auto.costs import Costs, tokens_per_round
 from common import cli
 from common.errors import ConfigError
 from common.tables import console
-from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
+from cost_model.grid import CostGrid
 from reproduce.paper import auto_against_fixed
 from reproduce.paper.columns import of
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines

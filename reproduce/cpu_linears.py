@@ -8,8 +8,6 @@ Two kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_m
 `onednn.linear_dynamic_fp16`.
 """
 
-import common.startup
-
 import importlib
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, bfloat16, float32
 
+from bench import rounded
+from bench.config import Output
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import dtype_name
 from common.tables import Column, markdown
-from engine.bench import rounded
-from engine.bench.config import Output
 from kv_cache.entries import quantize
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.packed_linear import PackedLinear

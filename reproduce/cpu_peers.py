@@ -6,8 +6,6 @@ The prompt is prefilled once, by Foretoken; its keys and values are copied into 
 the median time between two of its tokens. Needs requirements-dev.txt.
 """
 
-import common.startup
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
+import bench
 import engine
+from bench.config import BatchSize, Output, RunConfig, Sizes, Target
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from engine import bench
-from engine.bench.config import BatchSize, Output, RunConfig, Sizes, Target
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.paper.in_turns import in_turns
 
@@ -74,7 +72,7 @@ def main(flags: Flags) -> None:
     require_at_least("tokens_per_turn", flags.tokens_per_turn, 2)  # what is measured is the time between two
     sizes = Sizes(flags.B, flags.prefix_len, flags.turns * flags.tokens_per_turn)
     target = Target(device="cpu", dtype="float32")
-    session = engine.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
+    session = bench.Session.open(RunConfig(target=target, sizes=sizes, output=Output(flags.output)))
     prefill_seconds = bench.prefill(session)
     gguf = next(DEFAULT_CHECKPOINT.glob("*.gguf"))
     how = {"gguf_file": gguf.name, "dtype": session.plan.dtype, "attn_implementation": "sdpa"}

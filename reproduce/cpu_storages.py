@@ -11,8 +11,6 @@ of matrices in the phase's dtype. llama.cpp runs the same GGUF in a process of i
 steps neither sampling nor the host is counted. Needs about 12 GB of memory at 8 rows of 7500 tokens.
 """
 
-import common.startup
-
 import json
 import subprocess
 import timeit
@@ -28,18 +26,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import engine
+import bench
+from bench.config import DEFAULT_MODEL, BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import draft_flags
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.provenance import provenance
 from common.say import dtype_name
 from common.tables import markdown
-from engine import bench
-from engine.bench.config import DEFAULT_MODEL, BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.draft_flags import draft_flags
-from engine.cost_model.machines import Machine
-from engine.cost_model.roofline import Stored, forward_parts
+from cost_model.machines import Machine
+from cost_model.roofline import Stored, forward_parts
 from models.packed_linear import pack_linears
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, phases_of, rows_of
@@ -96,7 +93,7 @@ def rates() -> dict[str, float]:
     return found | {"int8": per_second(2 * N_MATRIX**3, partial(torch._int_mm, small, small.t()))}
 
 
-def phases(session: engine.Session, row: Mapping[str, Any], seconds: float, limits: Mapping[str, float]) -> list[Any]:
+def phases(session: bench.Session, row: Mapping[str, Any], seconds: float, limits: Mapping[str, float]) -> list[Any]:
     """Return what prefill, plain step, verification and draft step take, and their least time by the limits. seconds:
     of the prefill, whose bytes do not limit it."""
     config, draft = session.target.config, session.draft
@@ -180,10 +177,10 @@ def wall_rate(one: bench.Decoded) -> float:
 def main(flags: Flags) -> None:
     require_at_least("turns", flags.turns, 1)
     draft, sizes = flags.draft.config(), Sizes(flags.B, flags.prefix_len, flags.gen_len)
-    sessions: dict[str, engine.Session] = {}
+    sessions: dict[str, bench.Session] = {}
     for name in dict.fromkeys(flags.storages):
         target = Target(model=flags.model, device="cpu", **STORAGES[name])
-        sessions[name] = engine.Session.open(RunConfig(target, flags.text, sizes, output=flags.output, draft=draft))
+        sessions[name] = bench.Session.open(RunConfig(target, flags.text, sizes, output=flags.output, draft=draft))
     runs, peers = {"rates": rates}, {}
     with ExitStack() as running:
         for entries in PEER_ENTRIES if flags.llama_cpp else ():

@@ -8,8 +8,6 @@ Each repeat has drafters that know nothing of the last; medians are over repeats
 does before the target verifies, also on the host; the mean over rounds.
 """
 
-import common.startup
-
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -17,12 +15,12 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+import bench
+from bench.config import Rows, RunConfig, Sizes, Text
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.tables import console
-from engine import bench
-from engine.bench.config import Rows, RunConfig, Sizes, Text
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, rows_of
 from reproduce.paper.in_turns import in_turns

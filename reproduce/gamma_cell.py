@@ -10,21 +10,20 @@ speedup (`measured_costs_seconds`).
 
 from __future__ import annotations
 
-import common.startup
-
 import itertools
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, ClassVar, Literal
 
+import bench
 import engine
+from bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
+from bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from engine import bench
-from engine.bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
-from engine.bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from engine.counts import acceptance_standard_error, total
+from engine.timing import PhaseTimer
 from models.names import Dtype, Scheme
 from reproduce.paper.auto_against_fixed import AUTO, AUTO_BUDGET, LEAST_GEN_LEN
 from reproduce.paper.in_turns import in_turns
@@ -80,7 +79,7 @@ class Contender:
     """One of what is compared. plain: plain decoding beside it. draft: what was chosen. costs: what runs chose by."""
 
     name: str
-    session: engine.Session
+    session: bench.Session
     plain: Contender | None = None
     drafters: list[engine.Drafter] = field(default_factory=list)
     draft: dict[str, Any] = field(default_factory=dict)
@@ -88,8 +87,6 @@ class Contender:
     costs: list[bench.RunCosts] = field(default_factory=list)
 
     def run(self) -> None:
-        from engine.timing import PhaseTimer
-
         device = self.session.runner.device
         costs = bench.costs_of(self.session, self.drafters, whole=True) if self.drafters else None
         self.costs.extend([costs] if costs else [])
@@ -140,7 +137,7 @@ def main(flags: Flags) -> None:
     chosen = flags.drafts()
     drafts = flags.draft.variants(*chosen.values())
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    session = engine.Session.of_plan(bench.resolve_several(config, drafts))
+    session = bench.Session.of_plan(bench.resolve_several(config, drafts))
     prefill_seconds = bench.prefill(session)
     contenders = [plain := Contender("plain", session.variant(draft=None))]
     for (name, options), draft in zip(chosen.items(), drafts, strict=True):

@@ -19,11 +19,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.config import Output
 from common import cli
 from common.errors import ConfigError, flag
 from common.jsonl import append_record, require_appendable
 from common.tables import markdown
-from engine.bench.config import Output
 from reproduce.gpu_parts.child import DONE, ERROR, FAILED, SKIPPED, TIMED_OUT, Record, Running, start
 from reproduce.gpu_parts.steps import STEPS, Step
 from reproduce.paper.columns import COMPUTED, of

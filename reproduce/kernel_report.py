@@ -8,13 +8,13 @@ and names the variants if one of them spills registers or needs more shared memo
 
 import sys
 
+from bench.config import Output
 from common import cli
 from common.errors import ConfigError
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import console
-from engine.bench.config import Output
 from reproduce.paper.columns import of
 
 

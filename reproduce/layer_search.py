@@ -8,8 +8,6 @@ theorem 3.5). Costs measured here, of the most and the fewest layers and on the 
 speedup. The first so many layers (an early exit) stand beside each.
 """
 
-import common.startup
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,18 +16,21 @@ from typing import Any
 
 import torch
 
+import bench
 import engine
+from bench.auto.costs import tokens_per_round
+from bench.auto.measure import measure_costs
+from bench.auto.rehearsal import Rehearsal
+from bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import draft_flags
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
-from engine import bench
-from engine.bench.config import Output, RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.draft_flags import draft_flags
-from engine.cost_model.costs import tokens_per_round
 from engine.drafters import SelfSpeculation, Shown
 from engine.sampling import logits_to_probs
+from models.llama import select_layers
 from reproduce.paper.columns import of
 
 SelfDraft: Any = draft_flags(["self"], without=("draft_layers",))
@@ -48,17 +49,13 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from engine.cost_model.measure import measure_costs
-    from engine.cost_model.rehearsal import Rehearsal
-    from models.llama import select_layers
-
     flags.target.with_text()
     own = {"sampling": flags.sampling, "output": flags.output, "draft": flags.draft.config()}
     plan = bench.resolve(RunConfig(flags.target, flags.text, flags.sizes, **own))
     for name, seen, least in (("gamma", plan.gamma, 1), ("fewest", flags.fewest, 1)):
         require_at_least(name, seen, least)
     require_at_least("gen_len", plan.gen_len, plan.gamma + 2)
-    session = engine.Session.of_plan(plan, n_continued=plan.gen_len)
+    session = bench.Session.of_plan(plan, n_continued=plan.gen_len)
     runner, gamma, sampling, length = session.runner, plan.gamma, plan.sampling, plan.prefix_len
     bench.prefill(session)
     book = torch.tensor(session.continuations, device=runner.device)

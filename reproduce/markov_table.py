@@ -6,16 +6,14 @@
 Where prompts are cut from the text as well, those and what follows them should be skipped.
 """
 
-import common.startup
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import bench
+from bench.config import RunConfig, Target, Text
 from common import cli
 from common.checkout import ROOT
 from common.errors import require_at_least
-from engine import bench
-from engine.bench.config import RunConfig, Target, Text
 from engine.drafters.markov import NGramTable
 
 

@@ -5,8 +5,6 @@
 No number on the page comes from anywhere but a record; what has no record is "not measured".
 """
 
-import common.startup
-
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ is drawn; records without one of the two numbers are left out, which is said. Ov
 --x draft_policy, bars are drawn.
 """
 
-import common.startup
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
 
+import bench
 from common import cli
 from common.errors import ConfigError
 from common.jsonl import read_lines
-from engine import bench
 from reproduce.paper import figures
 from reproduce.paper.figures import Figure, Panel, lines
 from reproduce.paper.published import Record, grouped

@@ -6,8 +6,6 @@ Resumable: cells that have a record are not run again. Needles (passkey, multike
 that tells them early, where a recent window has forgotten them; what is judged is the right answer, teacher-forced.
 """
 
-import common.startup
-
 from functools import partial
 
 from common import cli

@@ -5,18 +5,16 @@
 What was measured and what is only predicted stand in columns of their own; what has no record is "not measured".
 """
 
-import common.startup
-
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from bench.config import AUTO
 from common import cli
 from common.checkout import ROOT
 from common.tables import Column, markdown
-from engine.bench.config import AUTO
-from engine.bench.cost_tables import cost_table
+from cost_model.tables import cost_table
 from reproduce import cost_model_error, roofline_error
 from reproduce.pages.generated_page import GPU, RESULTS, NoFlags, absent, filled, read, source, table, write
 from reproduce.paper import auto_against_fixed, columns, cpu_roofline, tables

@@ -7,8 +7,6 @@ Two constants are fitted to half of the published speedups whose acceptance is p
 --measure takes about two minutes.
 """
 
-import common.startup
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from common import cli
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import git_commit
 from common.tables import Column, console
-from engine.cost_model.machines import Machine
+from cost_model.machines import Machine
 from reproduce.paper import figures
 from reproduce.paper.figures import POINTS, Figure, Panel, diagonal, lines
 from reproduce.paper.predicted import halves, is_acceptance_known, machine_of, predict

@@ -9,8 +9,6 @@ prompt and answer. Every phase is run plainly, with speculation, and by the peer
 before it the server's rows are made to forget the last one's prompts, no two of which begin with the same token.
 """
 
-import common.startup
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -20,14 +18,14 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+import bench
+from bench.config import Output, RunConfig, Text
 from common import cli
 from common.errors import DataError, require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import console
-from engine import bench
-from engine.bench.config import Output, RunConfig, Text
 from reproduce.paper.columns import of
 from reproduce.paper.prompts import stretches
 from reproduce.serve_parts.clients import Endpoint, Phase, failed, load, served

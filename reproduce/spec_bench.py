@@ -9,8 +9,6 @@ have no record in --output yet.
 
 from __future__ import annotations
 
-import common.startup
-
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,17 +19,16 @@ from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
-import engine
+import bench
+from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
+from bench.draft_flags import TEXTS, draft_flags
+from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
 from common.provenance import provenance
 from common.tables import console
-from engine import bench
-from engine.bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
-from engine.bench.draft_flags import TEXTS, draft_flags
-from engine.bench.prompt_sets import Prompt, by_category, load_prompts
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters import Drafter
@@ -125,14 +122,14 @@ def _chosen(name: str) -> dict[str, Any]:
 
 def open_session(
     run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
-) -> engine.Session:
+) -> bench.Session:
     """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
     # The first is what a session is opened with: the draft model, if there is one.
     deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: not one.has_model)]
-    return engine.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
+    return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -144,7 +141,7 @@ def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[i
 
 
 def converse(
-    sessions: Mapping[str, engine.Session],
+    sessions: Mapping[str, bench.Session],
     drafters: Mapping[str, Drafter],
     template: ChatTemplate,
     category: Sequence[Prompt],

@@ -6,8 +6,6 @@ python reproduce/speedup_tables.py --grid reproduce/grids/speedups_draft.toml --
 python reproduce/speedup_tables.py --fixed model=CHECKPOINT --axis B=32,64 --axis prefix_len=8000,32000 --axis gamma=3,4
 """
 
-import common.startup
-
 from operator import itemgetter
 
 from common import cli

@@ -7,8 +7,6 @@ On what and how: docs/speculation.md, "Trained heads". Ended at any time, the sa
 of the book that they have not seen, is a --dataset of other commands.
 """
 
-import common.startup
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine
+import bench
+from bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
+from bench.draft_flags import CHOSEN, draft_flags
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.tables import console
-from engine import bench
-from engine.bench.config import ComparedSampling, Output, RunConfig, Sizes, Target, Text
-from engine.bench.draft_flags import CHOSEN, draft_flags
 from engine.counts import acceptance_standard_error
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.manifest import CONFIG, write_text
 from models.config import read_config
+from reproduce.heads import examples, training
 from reproduce.heads.recipe import Recipe
 from reproduce.paper.columns import of
 
@@ -75,12 +73,10 @@ class Flags:
 
 
 def main(flags: Flags) -> None:
-    from reproduce.heads import examples, training
-
     flags.check()
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source, session = flags.target.with_text(), engine.Session.open(config)
+    source, session = flags.target.with_text(), bench.Session.open(config)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
     cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
@@ -124,7 +120,7 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
     sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
     rows = []
     for draft in flags.drafts():
-        opened = engine.Session.of_plan(bench.resolve(replace(config, sizes=sizes, draft=draft)))
+        opened = bench.Session.of_plan(bench.resolve(replace(config, sizes=sizes, draft=draft)))
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=ComparedSampling(temperature))
             stats = session.generate(session.drafter()).stats

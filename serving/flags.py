@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
 
+from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
+from bench.named_draft import NamedDraft
 from common.errors import ConfigError, flag, require_at_least
 from common.flags import Common
-from engine.bench.config import Passes, RankOptions, RunConfig, Sampling, Target
-from engine.terminal.models import NamedDraft
 
 API_KEY = "FORETOKEN_API_KEY"
 LAST_PORT = 65535

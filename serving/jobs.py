@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.bench.record import rounded
+from bench.record import rounded
 from engine.stats import Counts
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer

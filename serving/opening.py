@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
+from bench.auto.run_costs import RunCosts, costs_of
+from bench.config import RunConfig, Sizes
+from bench.dummy_prefill import fill_with_noise
+from bench.memory import require_room
+from bench.passes import make_pacing, warm_up
+from bench.plan import Plan, resolve, with_draft
+from bench.session import Session
 from common.errors import require_at_least
-from engine.bench.auto_costs import RunCosts, costs_of
-from engine.bench.config import RunConfig, Sizes
-from engine.bench.dummy_prefill import fill_with_noise
-from engine.bench.memory import require_room
-from engine.bench.passes import make_pacing, warm_up
-from engine.bench.plan import Plan, resolve, with_draft
-from engine.bench.session import Session
 from engine.drafters import Drafter
 from engine.pacing import Fixed, Pacing
 from engine.sampling import SamplingParams

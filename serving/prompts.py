@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from engine.bench.session import Session
+from bench.session import Session
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from serving.answers import TOO_LONG, invalid
 from serving.flags import Limits

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from bench.session import Session
 from common.errors import UserError
-from engine.bench.session import Session
 from engine.decoding import Decoder
 from engine.pacing import Pacing
 from engine.requests import FinishReason, Progress, Request

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from serving.flags import ServeFlags
+from serving.server import serve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,6 +11,4 @@ class Serve(ServeFlags):
     """an HTTP server with the routes of text-generation-inference and OpenAI, over speculative decoding"""
 
     def run(self) -> None:
-        from serving.server import serve
-
         serve(self)

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from bench.session import Session
 from common.errors import UserError
-from engine.bench.session import Session
 from engine.stats import Counts
 from serving.answers import Failure, internal, invalid
 from serving.flags import ServeFlags

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from engine.bench.record import rounded
+from bench.record import rounded
 from serving.answers import Events, Failure, invalid, stream
 from serving.jobs import Job, Piece
 from serving.prompts import Wanted

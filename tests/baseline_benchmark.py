@@ -6,15 +6,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+from bench.benchmark_flags import BaselineFlags
 from common import cli
-from engine.bench.benchmark_flags import BaselineFlags
 from engine.parallel import end_on_ranks
 
 
 def main(flags: BaselineFlags) -> None:
-    from engine.bench import passes
-    from engine.bench.finish import finish
-    from engine.bench.session import Session
+    from bench import passes
+    from bench.finish import finish
+    from bench.session import Session
 
     session = Session.open(flags.config())
     finish("baseline", session, passes.run_passes(session))

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from engine.bench.config import RunConfig
-from engine.bench.memory import Footprint, MemoryPlan, plan_memory
-from engine.bench.resolved import ResolvedSampling
+from bench.config import RunConfig
+from bench.memory import Footprint, MemoryPlan, plan_memory
+from bench.resolved import ResolvedSampling
 from engine.sampling import SamplingParams
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig

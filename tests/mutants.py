@@ -29,7 +29,6 @@ from typing import Annotated, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common.startup
 
 from tyro.conf import arg
 

@@ -18,10 +18,10 @@ import pytest
 from programs import COST_MODEL, ROOT, run
 from torch.distributed.run import get_args_parser
 
+from bench.config import DEFAULT_MODEL
+from bench.plan import Plan
 from common import cli
 from common.exit import exit_on_user_error
-from engine.bench.config import DEFAULT_MODEL
-from engine.bench.plan import Plan
 from models.attention import MAX_BLOCK
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.checkpoints.model_source import ModelSource, find_model
@@ -203,9 +203,9 @@ class Planner:
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": n_nodes * n_local, "LOCAL_WORLD_SIZE": n_local}
         n_bytes = self.gpu_bytes if n_gpus else self.cpu_bytes // n_local
         replaced = {
-            "engine.bench.memory.available_bytes": lambda device: n_bytes,
-            **({"engine.bench.memory._dequantizes": lambda *of: of[-2] > MAX_BLOCK} if n_gpus else {}),
-            "engine.bench.session._join_ranks": _reach,
+            "bench.memory.available_bytes": lambda device: n_bytes,
+            **({"bench.memory._dequantizes": lambda *of: of[-2] > MAX_BLOCK} if n_gpus else {}),
+            "bench.session._join_ranks": _reach,
             "reproduce.sweep.run_cells": _reach,
             "reproduce.sweeping.runner.run_cells": _reach,
         }

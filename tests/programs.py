@@ -18,7 +18,7 @@ from unittest import mock
 from common.checkout import ROOT
 from common.errors import UserError
 
-COST_MODEL = "python -m engine.cost_model"
+COST_MODEL = "python -m cost_model"
 BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec"))
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
@@ -83,7 +83,7 @@ def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
     ):
         try:
             if program == COST_MODEL:
-                runpy.run_module("engine.cost_model", run_name="__main__")
+                runpy.run_module("cost_model", run_name="__main__")
             else:
                 runpy.run_path(str(ROOT / path), run_name="__main__")
         except SystemExit as ending:

@@ -8,8 +8,8 @@ import baseline_benchmark
 import longspec_benchmark
 import selfspec_benchmark
 
+from bench.benchmark_flags import BaselineFlags, LongSpecFlags, SelfSpecFlags
 from common import cli
-from engine.bench.benchmark_flags import BaselineFlags, LongSpecFlags, SelfSpecFlags
 from engine.parallel.launch import run_on_ranks
 
 PROGRAMS = {

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.config import Output
 from common import cli
 from common.jsonl import publish, require_appendable
 from common.launch import Launch
@@ -29,7 +30,6 @@ from common.provenance import provenance
 from common.tables import Column, console
 from engine import ModelRunner, SelfSpeculation, triton_draws
 from engine.batch import Batch
-from engine.bench.config import Output
 from engine.modes import GREEDY
 from engine.round import Round
 from engine.sampling import Filters, SamplingParams

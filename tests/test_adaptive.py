@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.auto.adaptive import Adaptive
+from bench.auto.costs import Costs, tokens_per_round
 from engine import NGram
-from engine.cost_model.adaptive import Adaptive
-from engine.cost_model.costs import Costs, tokens_per_round
 from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice
 

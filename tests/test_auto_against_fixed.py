@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.bench.config import RunConfig, Sizes, Target
-from engine.bench.plan import resolve_several
+from bench.config import RunConfig, Sizes, Target
+from bench.plan import resolve_several
 from reproduce.gamma_cell import Flags
 from reproduce.paper.auto_against_fixed import AUTO as AUTO_GAMMA
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, against_fixed, section_of, summary

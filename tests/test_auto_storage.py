@@ -12,10 +12,10 @@ from gguf import GGMLQuantizationType as Quantization
 from gguf_files import convert_tiny_gguf
 from programs import benchmark
 
+from bench.config import RunConfig, Sizes, Target
+from bench.plan import resolve
+from bench.resolved import auto_draft_weights, auto_dtype, multiplies_bfloat16
 from convert_hf_checkpoint import convert
-from engine.bench.config import RunConfig, Sizes, Target
-from engine.bench.plan import resolve
-from engine.bench.resolved import auto_draft_weights, auto_dtype, multiplies_bfloat16
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.standalone import StandaloneConfig
 from kv_cache.streaming import Streaming

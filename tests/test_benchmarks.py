@@ -263,8 +263,8 @@ def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dt
 def test_entries_that_attention_cannot_read_take_memory(
     call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flags: str, of_all_rows: bool
 ) -> None:
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr("engine.bench.plan.select_backend", select_reader)
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("bench.plan.select_backend", select_reader)
     script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)
     message = call(script, f"{SIZES} --B 5000 --attention torch --dtype bfloat16 {DRAFT} {given}").refusal
     assert "weights" in message and ("dequantised KV" in message) == of_all_rows

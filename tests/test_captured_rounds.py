@@ -226,9 +226,9 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
 def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, monkeypatch):
     """The whole script, on a CPU that goes by another name than "cpu"; nothing that it captured is left at its end."""
     graphs: list[RecordedGraph] = []
-    monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
-    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 2**40)
     sizes = "--B 2 --prefix_len 60 --gen_len 12 --draft_budget 16 --dtype float64 --attention torch"
     record = call("tests/selfspec_benchmark.py", f"{sizes} {flags}").record
     assert record["cuda_graphs"] is is_captured and bool(graphs) is is_captured

@@ -58,7 +58,7 @@ def test_a_target_in_few_bits_is_certified(certified):
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_a_certificate_that_fails_ends_with_code_1(certified, tmp_path, monkeypatch, temperature):
     """The fault is in speculation alone; the record of the failure is kept."""
-    monkeypatch.setattr("engine.bench.session.ModelRunner", Faulty)
+    monkeypatch.setattr("bench.session.ModelRunner", Faulty)
     ended = certified(f"--dtype bfloat16 --temperature {temperature}")
     record = json.loads(ended.out.splitlines()[-1])
     assert ended.code == 1 and any(line.endswith("FAILS") for line in ended.lines)

@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 from programs import BENCHMARKS, COST_MODEL, ROOT, TERMINAL, Ended, python, run
 
+from bench.draft_flags import draft_flags
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
 from common.flags import Common
-from engine.bench.draft_flags import draft_flags
 
 
 @dataclass(frozen=True)

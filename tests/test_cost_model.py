@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench import cost_tables
+from bench.auto.costs import Costs, tokens_per_round
 from common.errors import ConfigError
-from engine.bench import cost_tables
-from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
+from cost_model.grid import CostGrid
 from engine.counts import AcceptanceRate
 
 DRAFTS = [("streaming", 64), ("snapkv", 512)]

@@ -3,7 +3,7 @@
 import pytest
 from programs import COST_MODEL, python
 
-from engine.bench import cost_report
+from bench import cost_report
 
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
 
@@ -51,5 +51,5 @@ def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
 
 def test_the_cost_model_is_run_as_a_module_without_a_warning():
     """It would be imported twice if the package imported it."""
-    ended = python("-m", "engine.cost_model", "--help")
+    ended = python("-m", "cost_model", "--help")
     assert (ended.code, ended.err) == (0, "") and "--machine" in ended.out

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.bench.config import RunConfig, Sampling, Sizes, Target, Text
-from engine.bench.session import Session
+from bench.config import RunConfig, Sampling, Sizes, Target, Text
+from bench.session import Session
 from engine.drafters.config import DrafterConfig
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.saved_text import OracleConfig

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import TINY
 
+from bench import data
+from bench.config import RunConfig, Text
+from bench.data import load_books, make_prompts
+from bench.plan import resolve_dataset
 from common.errors import DataError
-from engine.bench import data
-from engine.bench.config import RunConfig, Text
-from engine.bench.data import load_books, make_prompts
-from engine.bench.plan import resolve_dataset
 from models.checkpoints.model_source import ModelSource
 
 BOS = 7

@@ -17,8 +17,8 @@ import torch
 from programs import benchmark, python
 from rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
 
+from bench.record import ratio
 from common.errors import ConfigError, RankError
-from engine.bench.record import ratio
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks, check_replicas
 from engine.stats import Counts, RoundStats, Stats

@@ -8,8 +8,8 @@ from programs import ROOT, python
 from rank_jobs import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.data import load_books
 from convert_hf_checkpoint import convert
-from engine.bench.data import load_books
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT

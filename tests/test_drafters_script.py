@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from programs import run
 
-from engine.bench import passes
+from bench import passes
 from reproduce.performance_page import page
 
 SIZES = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --dtype float64 --gamma 2"
@@ -19,7 +19,7 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
         names.append(name)
         return decode(session, name, *rest, **more)
 
-    monkeypatch.setattr("engine.bench.decode", noted)
+    monkeypatch.setattr("bench.decode", noted)
     drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic", "self:snapkv"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
     ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from checkpoint_folders import hf_weights, write_source
 
+from bench.config import RunConfig, Sizes, Target
+from bench.plan import resolve
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
-from engine.bench.config import RunConfig, Sizes, Target
-from engine.bench.plan import resolve
 from models.checkpoints import manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 

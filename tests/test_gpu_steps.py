@@ -6,9 +6,9 @@ import inspect
 import pytest
 import torch
 
+from bench.memory import GIB, memory_plan, require_room
+from bench.session import Session
 from common import cli
-from engine.bench.memory import GIB, memory_plan, require_room
-from engine.bench.session import Session
 from reproduce.gpu_parts import rounds
 from reproduce.gpu_parts.steps import DUMMY, SMALL, STEPS
 from serving.serve import Serve
@@ -43,9 +43,9 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
         raise Planned
 
     monkeypatch.setattr(Session, "of_plan", never_opened)
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 78 * GIB)
-    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("engine.bench.memory._dequantizes", lambda *arguments: False)
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr("bench.memory._dequantizes", lambda *arguments: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     words = WORDS[name] if DUMMY in WORDS[name] else f"{SMALL} {WORDS[name]}"
     with pytest.raises(Planned):
@@ -59,6 +59,6 @@ def test_rows_that_do_not_fit_are_left_out(monkeypatch):
     monkeypatch.setattr(Session, "of_plan", plans.append)
     rounds.open_fitting(words)
     needed = memory_plan(plans[0]).total(2)
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: needed - 1)
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: needed - 1)
     rounds.open_fitting(words)
     assert [plan.n_rows for plan in plans] == [2, 1]

@@ -10,9 +10,9 @@ from programs import Ended, benchmark, run
 from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
 from rank_jobs import N_PROMPTS, SIZES, Models, on_two_ranks, results
 
-from engine.bench.config import RunConfig, Sizes, Target
-from engine.bench.memory import memory_plan
-from engine.bench.plan import resolve
+from bench.config import RunConfig, Sizes, Target
+from bench.memory import memory_plan
+from bench.plan import resolve
 from engine.drafters import EagleConfig, MedusaConfig
 from models import ModelConfig
 from models.heads.loading import find_head

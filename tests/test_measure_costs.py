@@ -10,11 +10,8 @@ import pytest
 from pacings import Clock
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
-from common.errors import UserError
-from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
-from engine.cost_model import rehearsal
-from engine.cost_model.costs import Costs
-from engine.cost_model.measure import (
+from bench.auto.costs import Costs
+from bench.auto.measure import (
     FEWEST_TIMED,
     MOST_SHARE,
     MOST_TIMED,
@@ -24,7 +21,10 @@ from engine.cost_model.measure import (
     measure_for_decode,
     scope,
 )
-from engine.cost_model.rehearsal import Rehearsal
+from bench.auto.rehearsal import Rehearsal
+from common.errors import UserError
+from cost_model import rehearsal
+from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
 from engine.drafters import Shown
@@ -153,10 +153,10 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
     drafters = [SelfSpeculation(runner, full_cache(model, 4), 3), SelfSpeculation(runner, cache, 3)]
     choose = VerifyTopKCache.choose
     monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))
-    for module in ("engine.timing", "engine.decoding", "engine.cost_model.rehearsal"):
+    for module in ("engine.timing", "engine.decoding", "bench.auto.rehearsal"):
         monkeypatch.setattr(f"{module}.time", clock)
     rounds = Rehearsal(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
-    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 1e6)
+    monkeypatch.setattr("bench.auto.measure.MEASURING_SECONDS", 1e6)
     found = measure_for_decode(rounds, [3], 10**9)
     assert [*found] == [4, 2]
     for plain, chosen in found.values():

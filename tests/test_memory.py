@@ -16,14 +16,14 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
+from bench import memory
+from bench.auto.rehearsal import Rehearsal
+from bench.config import RankOptions, RunConfig, Sizes, Target
+from bench.memory import MemoryPlan, require_memory
+from bench.plan import resolve_several
+from bench.resolved import ResolvedDraft, ResolvedSampling
 from common.errors import OutOfMemoryError
 from engine import ModelRunner, NGram, SelfSpeculation, generate
-from engine.bench import memory
-from engine.bench.config import RankOptions, RunConfig, Sizes, Target
-from engine.bench.memory import MemoryPlan, require_memory
-from engine.bench.plan import resolve_several
-from engine.bench.resolved import ResolvedDraft, ResolvedSampling
-from engine.cost_model.rehearsal import Rehearsal
 from engine.drafters import SelfConfig
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.speculated import Speculated

@@ -10,8 +10,8 @@ from live_bytes import LiveBytes
 from memory_plans import BLOCK, BUDGET, CAPACITY, never, plan_of, self_draft
 from tiny import TINY
 
-from engine.bench.dummy_prefill import randomise
-from engine.bench.memory import Footprint
+from bench.dummy_prefill import randomise
+from bench.memory import Footprint
 from kv_cache import FullKVCache, QuantizedKVCache, Retrieval, SnapKV, StreamingKVCache, VerifyTopK
 from kv_cache.verify_topk import Choosing
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.bench.config import RunConfig, Sizes, Target
-from engine.bench.finish import FEW_ROUNDS, headline, notes
-from engine.bench.plan import remarks, resolve
-from engine.bench.resolved import ResolvedDraft
+from bench.config import RunConfig, Sizes, Target
+from bench.finish import FEW_ROUNDS, headline, notes
+from bench.plan import remarks, resolve
+from bench.resolved import ResolvedDraft
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import Streaming

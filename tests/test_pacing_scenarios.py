@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from bench.auto.adaptive import Adaptive
+from bench.auto.costs import Costs, tokens_per_round
 from common.checkout import ROOT
 from common.jsonl import read_lines
-from engine.cost_model.adaptive import Adaptive
-from engine.cost_model.costs import Costs, tokens_per_round
 from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of

@@ -57,7 +57,7 @@ def test_commands_are_found() -> None:
     found = [block.text for page in PAGES for block in blocks(page) if block.language not in NO_COMMANDS]
     text = "\n".join(found)
     assert len(re.findall(r"\b(?:python|torchrun|make|pip) ", text)) > 70
-    for command in ("python -m engine.cost_model", "torchrun --nnodes=2", "make certify", "srun"):
+    for command in ("python -m cost_model", "torchrun --nnodes=2", "make certify", "srun"):
         assert command in text
 
 
@@ -105,8 +105,8 @@ def tiny_built_in(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPa
         (folder / name).symlink_to(checkpoint)
     book.write_text(" ".join(f"{word} and" for word in range(200)))
     use_built_in(folder / DEFAULT_NAME, monkeypatch)
-    monkeypatch.setattr("engine.bench.data.DEFAULT_BOOK", book)
-    monkeypatch.setattr("engine.cost_model.measure.MEASURING_SECONDS", 0)
+    monkeypatch.setattr("bench.data.DEFAULT_BOOK", book)
+    monkeypatch.setattr("bench.auto.measure.MEASURING_SECONDS", 0)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

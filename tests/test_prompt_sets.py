@@ -14,9 +14,9 @@ import pytest
 from programs import ROOT
 from test_data import snapshot
 
+from bench import prompt_sets
+from bench.prompt_sets import SPEED_BENCH, Prompt, by_category, load_prompts
 from common.errors import ConfigError, DataError
-from engine.bench import prompt_sets
-from engine.bench.prompt_sets import SPEED_BENCH, Prompt, by_category, load_prompts
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no", "yes"]},

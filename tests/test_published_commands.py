@@ -11,7 +11,7 @@ from rank_jobs import SIZES as SMALL  # all that is changed: behind the command'
 from rank_jobs import Models, on_two_ranks, results
 from test_data import write_pg19
 
-from engine.bench.data import PG19_REPOSITORY, PG19_REVISION
+from bench.data import PG19_REPOSITORY, PG19_REVISION
 from models.presets import PRESETS
 
 SCRIPTS = ("baseline", "selfspec", "longspec")

@@ -11,9 +11,9 @@ from recorded_graph import RecordedGraphs
 from tiny import TINY, random_prompts, tiny_runner
 from torch.cuda._utils import _get_device_index
 
+from bench.resolved import resolve_device
 from common.errors import ConfigError
 from engine import ModelRunner, generate
-from engine.bench.resolved import resolve_device
 from engine.parallel.launch import LOST_RANK
 from engine.parallel.ranks import Ranks, start_ranks
 from engine.timing import PhaseTimer

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from programs import COST_MODEL, run
 
-from engine.cost_model.costs import tokens_per_round
-from engine.cost_model.machines import MACHINES, Machine, Protocol, find_machine
-from engine.cost_model.published import ACCEPTANCE, published_acceptance
-from engine.cost_model.roofline import KERNELS, Stored, forward_ms, predict_costs
+from bench.auto.costs import tokens_per_round
+from cost_model.machines import MACHINES, Machine, Protocol, find_machine
+from cost_model.published import ACCEPTANCE, published_acceptance
+from cost_model.roofline import KERNELS, Stored, forward_ms, predict_costs
 from models.presets import preset_config
 from reproduce.paper.published import published
 

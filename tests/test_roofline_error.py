@@ -8,9 +8,10 @@ import pytest
 from programs import run
 from published_runs import ORIGIN, write
 
-from engine.cost_model.costs import CostGrid, Costs, tokens_per_round
-from engine.cost_model.machines import find_machine
-from engine.cost_model.roofline import Stored, predict_costs
+from bench.auto.costs import Costs, tokens_per_round
+from cost_model.grid import CostGrid
+from cost_model.machines import find_machine
+from cost_model.roofline import Stored, predict_costs
 from models.presets import preset_config
 from reproduce import published_page, roofline_error
 from reproduce.paper import cpu_roofline, predicted

@@ -8,9 +8,9 @@ from no_host_reads import NoHostReads
 from pacings import SCHEDULES, scheduled
 from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
+from bench.draft_flags import draft_flags
 from engine import ModelRunner, NGram, generate
 from engine.batch import Batch
-from engine.bench.draft_flags import draft_flags
 from engine.drafters import Drafter
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy

@@ -12,11 +12,11 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 from tiny import decode
 
+from bench.auto.adaptive import Adaptive
+from bench.memory import memory_plan
+from bench.session import Session
 from common import cli
 from common.errors import ConfigError, OutOfMemoryError
-from engine.bench.memory import memory_plan
-from engine.bench.session import Session
-from engine.cost_model.adaptive import Adaptive
 from engine.requests import Request
 from engine.sampling import SamplingParams
 from serving.opening import open_session, plan_of
@@ -70,7 +70,7 @@ def test_there_has_to_be_room_for_samples(chat_checkpoint, monkeypatch):
     plan = plan_of(config, 4, 320)
     sampled = memory_plan(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_k=3))))
     assert memory_plan(plan).total(4) < sampled.total(3)
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: sampled.total(3))
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: sampled.total(3))
     with pytest.raises(OutOfMemoryError) as caught:
         open_session(config, 4, 320)
     assert "use --max_batch 3, the largest batch that fits" in caught.value.told(Serve.FLAGS)
@@ -188,9 +188,9 @@ def test_rejection_takes_drafts_of_the_models_distribution(chat_checkpoint):
 def test_what_a_server_captured_goes_with_it(chat_checkpoint, monkeypatch):
     """Before its ranks part, whose communicator would wait for it; on a CPU that goes by another name than "cpu"."""
     graphs: list[RecordedGraph] = []
-    monkeypatch.setattr("engine.bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
-    monkeypatch.setattr("engine.bench.plan.resolve_device", lambda name: "cpu:0")
-    monkeypatch.setattr("engine.bench.memory.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
+    monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cpu:0")
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 2**40)
     with serving(chat_checkpoint, "--attention torch") as one:
         one.generate("abc", max_new_tokens=20)
         assert graphs and not all(graph.is_destroyed for graph in graphs)

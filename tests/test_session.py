@@ -8,13 +8,13 @@ import torch
 from hf_tiny import SHAPE, random_model, save_folder
 from transformers import LlamaConfig
 
+from bench.auto.run_costs import costs_of
+from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
+from bench.memory import memory_plan
+from bench.plan import resolve_several
+from bench.session import Session
 from convert_hf_checkpoint import convert
 from engine import generate
-from engine.bench.auto_costs import costs_of
-from engine.bench.config import AUTO, RunConfig, Sampling, Sizes, Target
-from engine.bench.memory import memory_plan
-from engine.bench.plan import resolve_several
-from engine.bench.session import Session
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.standalone import StandaloneConfig

@@ -11,7 +11,7 @@ from programs import Ended, run
 from published_heads import medusa_tensors, save_head
 from published_runs import ORIGIN, write
 
-from engine.bench import passes
+from bench import passes
 from engine.counts import acceptance_standard_error, total
 from models import ModelConfig
 from reproduce.paper.columns import NONE
@@ -62,7 +62,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]],
         calls.append((name, session.prompts, original(session, name, *rest), session.numbered_from))
         return calls[-1][2]
 
-    monkeypatch.setattr("engine.bench.decode", decode)
+    monkeypatch.setattr("bench.decode", decode)
     return calls
 
 

@@ -10,12 +10,12 @@ import pytest
 from programs import benchmark
 from tiny import full_cache, random_prompts, tiny_runner
 
+from bench.auto.costs import Costs
+from bench.auto.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
+from bench.auto.rehearsal import Rehearsal
+from bench.auto.run_costs import RunCosts
+from bench.auto.saved_costs import load_costs, store_costs
 from engine import SelfSpeculation
-from engine.bench.auto_costs import RunCosts
-from engine.cost_model.costs import Costs
-from engine.cost_model.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
-from engine.cost_model.rehearsal import Rehearsal
-from engine.cost_model.stored import load_costs, store_costs
 from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
@@ -29,7 +29,7 @@ COSTS = {8: [Costs(100, (1, 3), (120, 150), 10, 2)], 2: [Costs(60, (3,), (70,), 
 @pytest.fixture(autouse=True)
 def no_time_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else a step that was held up is one whose share leaves time for more."""
-    monkeypatch.setattr("engine.cost_model.measure.MOST_SHARE", 0.0)
+    monkeypatch.setattr("bench.auto.measure.MOST_SHARE", 0.0)
 
 
 def test_what_was_stored_is_found_by_its_key_alone():
@@ -59,7 +59,7 @@ def test_costs_of_another_key_with_the_same_digest_are_not_used(costs_folder):
 
 def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("engine.cost_model.stored.cache_folder", lambda: tmp_path / "file")
+    monkeypatch.setattr("bench.auto.saved_costs.cache_folder", lambda: tmp_path / "file")
     store_costs(KEY, COSTS)
     assert load_costs(KEY) is None
 
@@ -106,16 +106,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         times.append(n_steps)
         return measure_for_decode(rehearsal, gammas, n_steps)
 
-    monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", counted)
+    monkeypatch.setattr("bench.auto.run_costs.measure_for_decode", counted)
     return times
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    monkeypatch.setattr("engine.bench.auto_costs.still_hold", lambda known, rehearsal: known if found else None)
+    monkeypatch.setattr("bench.auto.run_costs.still_hold", lambda known, rehearsal: known if found else None)
 
 
 def test_a_second_run_measures_nothing(call, costs_folder, measured, monkeypatch):
-    monkeypatch.setattr("engine.cost_model.measure.MOST_OFF", float("inf"))
+    monkeypatch.setattr("bench.auto.measure.MOST_OFF", float("inf"))
     first, second = (call(SELFSPEC, SIZES) for _ in range(2))
     assert measured == [30] and len([*costs_folder.iterdir()]) == 1
     assert [run.record["measured_costs_kept"] for run in (first, second)] == [False, True]
@@ -167,7 +167,7 @@ def test_costs_of_fewer_prompts_than_rows_are_those_of_so_many_rows(checkpoint, 
 def test_a_longer_decode_measures_what_a_short_one_had_no_time_for(call, measured, monkeypatch, n_steps):
     hold(monkeypatch, True)
     first = call(SELFSPEC, SIZES).record["measured_costs"]
-    monkeypatch.setattr("engine.cost_model.measure.MOST_SHARE", 0.0 if n_steps == 30 else 1e9)
+    monkeypatch.setattr("bench.auto.measure.MOST_SHARE", 0.0 if n_steps == 30 else 1e9)
     second = [call(SELFSPEC, SIZES).record["measured_costs"] for _ in range(2)][-1]
     assert len(measured) == (1 if n_steps == 30 else 2)
     assert (first[0]["gammas"], second[0]["gammas"]) == ([3], [3] if n_steps == 30 else [1, 2, 3, 4, 5, 6])
@@ -185,8 +185,8 @@ def test_a_check_that_failed_is_a_part_of_the_measuring(call, monkeypatch):
         rehearsal.run([PLAIN], 1)
         del rehearsal.observe
 
-    monkeypatch.setattr("engine.bench.auto_costs.measure_for_decode", watched)
-    monkeypatch.setattr("engine.bench.auto_costs.still_hold", slow)
+    monkeypatch.setattr("bench.auto.run_costs.measure_for_decode", watched)
+    monkeypatch.setattr("bench.auto.run_costs.still_hold", slow)
     for _ in range(2):
         call(SELFSPEC, SIZES)
     assert spent[0] < 0.2 <= spent[1]

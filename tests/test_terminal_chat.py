@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from programs import Ended, run
 
-from engine import RunConfig, Session
-from engine.bench.config import Rows, Sizes, Target
+from bench import RunConfig, Session
+from bench.config import Rows, Sizes, Target
 from engine.decoding import Decoder
 from engine.requests import Request
-from engine.terminal.track import printable
+from terminal.track import printable
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 FLAGS = "--dtype float64 --device cpu --draft_budget 16 --gen_len 24"

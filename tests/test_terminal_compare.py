@@ -20,17 +20,17 @@ import pytest
 from programs import ROOT, run
 from rich.console import Console
 
-from engine import RunConfig, Session
-from engine.bench.config import Sizes, Target
+from bench import RunConfig, Session
+from bench.config import Sizes, Target
 from engine.counts import acceptance_text
 from engine.drafters.self_speculation import SelfConfig
 from engine.requests import Progress, Request
 from engine.round import Outcome
-from engine.terminal import comparison
-from engine.terminal.comparison import first_difference
-from engine.terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
-from engine.terminal.track import Token, Track, printable
 from kv_cache.streaming import Streaming
+from terminal import comparison
+from terminal.comparison import first_difference
+from terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
+from terminal.track import Token, Track, printable
 
 COMPARE = "foretoken.py compare"
 TEXTS = ["Call me <b>Ishmael</b> & co.", "It was the best of times, it was the worst of times", "No"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from witness import FakeConfig, FakeModel
 
+from bench.session import Session
 from convert_hf_checkpoint import convert
-from engine.bench.session import Session
 from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
 from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
 from engine.verification import Verdict
@@ -149,7 +149,7 @@ def evaluate(characters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def calculate(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     """Runs it on a model that can multiply, with drafts that are mostly wrong."""
-    monkeypatch.setattr("engine.bench.session.load_target", lambda plan, _: Calculator(plan.target.tokenizer()))
+    monkeypatch.setattr("bench.session.load_target", lambda plan, _: Calculator(plan.target.tokenizer()))
     return lambda flags: evaluate(f"ngram --temperature 1 {flags}")
 
 

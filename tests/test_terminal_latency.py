@@ -8,11 +8,11 @@ import pytest
 from pacings import Clock
 from programs import Ended, Terminal, run
 
-from engine.bench import session as sessions
+from bench import session as sessions
 from engine.decoding import GenerateOutput, Generation
 from engine.pacing import PLAIN
 from engine.stats import Counts, RoundStats, Stats
-from engine.terminal.in_turn import figures
+from terminal.in_turn import figures
 
 TICK = 0.001
 # Of a decoder's clock, between a round's beginning and its end.

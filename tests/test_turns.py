@@ -8,8 +8,8 @@ import torch
 from test_decoder import GAMMA, ROOM, drafters_of
 from tiny import random_prompts, tiny_model
 
+from bench.passes import TURN, take_turns
 from engine import ModelRunner, NGram, SamplingParams
-from engine.bench.passes import TURN, take_turns
 from engine.decoding import Generation
 from engine.drafters import Drafter
 from engine.requests import Progress
@@ -93,7 +93,7 @@ def test_without_room_for_copies_passes_run_one_behind_the_other(monkeypatch: py
     runner = runner_of()
     n_bytes = 2 * max(LIMITS) * runner.cache.n_bytes / ROOM
     for available, is_one_behind_the_other in ((2.1 * n_bytes, False), (1.9 * n_bytes, True)):
-        monkeypatch.setattr("engine.bench.passes.available_bytes", lambda device, left=available: left)
+        monkeypatch.setattr("bench.passes.available_bytes", lambda device, left=available: left)
         order = passes_of(runner, NGram(runner, GAMMA), "greedy", 4)["order"]
         n_changes = sum(a != b for a, b in pairwise(name for name, _ in order))
         assert (n_changes == 1) == is_one_behind_the_other

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
 from engine.counts import Counts
+from engine.drafters.observed import ObservedStates
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache, WriteThroughKVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.drafters.observed import ObservedStates
-    from engine.runner import ModelRunner, RemoteRunner
 
 
 class Shown(NamedTuple):

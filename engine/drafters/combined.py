@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -11,9 +11,7 @@ from engine.batch import Batch
 from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.modes import Drafts, Verification
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
+from engine.runner import ModelRunner
 
 
 class Combined(HostDrafter):

@@ -6,22 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from common.flags import Common
-from engine.drafters.base import check_gamma
+from engine.drafters.base import Drafter, HostDrafter, check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
+from engine.runner import ModelRunner, RemoteRunner
+from kv_cache import KVCache
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
+from models import ModelConfig
+from models.checkpoints.model_source import ModelSource
+from models.heads.loading import find_head
 from models.names import Dtype, KVDtype, Scheme
-
-if TYPE_CHECKING:
-    from engine.drafters.base import Drafter, HostDrafter
-    from engine.runner import ModelRunner, RemoteRunner
-    from kv_cache import KVCache
-    from models import ModelConfig
-    from models.checkpoints.model_source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -177,8 +175,6 @@ class HeadConfig(DrafterConfig):
     """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        from models.heads.loading import find_head
-
         return find_head(self.draft_model, self.name, target.config)
 
 

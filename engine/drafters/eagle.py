@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -14,11 +14,9 @@ from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
 from engine.drafters.observed import ObservedStates
 from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner
 from kv_cache import KVCache, Policy
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
-    from models.heads.eagle import EagleHead
+from models.heads.eagle import EagleHead
 
 
 class Eagle(ModelDrafter):

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from common.errors import ConfigError, DataError, flag
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
+from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
 
 VERSION = 1
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from common.errors import ConfigError, flag
+from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import HeadConfig, Parts
 from engine.drafters.observed import ObservedStates
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
-    from engine.runner import ModelRunner
-    from kv_cache import KVCache
-    from models.heads.medusa import MedusaHeads
+from engine.runner import ModelRunner
+from kv_cache import KVCache
+from models.heads.medusa import MedusaHeads
 
 
 class Medusa(ModelDrafter):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Shown, TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.runner import ModelRunner
+from engine.runner import ModelRunner
 
 Match: TypeAlias = Literal["longest", "first", "last"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from common.errors import UserError, require_at_least
 from common.jsonl import require_appendable
@@ -14,9 +14,7 @@ from common.say import say
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.markov import NGramTable
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
+from engine.runner import ModelRunner
 
 
 class NGramCache(HostDrafter):

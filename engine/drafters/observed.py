@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
-    from engine.runner import ModelRunner
+from engine.batch import Batch
+from engine.runner import ModelRunner
 
 
 class ObservedStates:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import DrafterConfig, Parts
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
+from engine.runner import ModelRunner
 
 
 class SavedText(HostDrafter):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
+from engine.batch import Batch
 from engine.modes import Drafts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.batch import Batch
 
 # transformers' threshold, or where it is adapted the first one, until more drafts than these were verified; its steps.
 THRESHOLD, FEWEST_SEEN, N_STEPS = 0.4, 5, 20

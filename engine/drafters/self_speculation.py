@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
@@ -14,17 +16,12 @@ from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.standalone import StandaloneConfig
+from engine.runner import ModelRunner
 from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
 from kv_cache.verify_topk import Choosing
+from models import Transformer
+from models.checkpoints.model_source import ModelSource, find_model
 from models.names import parse_layers
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.runner import ModelRunner
-    from models import Transformer
-    from models.checkpoints.model_source import ModelSource
-
 
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
@@ -166,8 +163,6 @@ class SelfConfig(ModelDrafterConfig):
             raise ConfigError(what, where, self.inner_budget, required, fix)
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        from models.checkpoints.model_source import find_model
-
         path, where = self.draft_of_draft, flag("draft_of_draft")
         if path is None or not isinstance(self.inner, StandaloneConfig):
             return None

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import ModelDrafter, Shown
 from engine.drafters.config import ModelDrafterConfig, Parts
+from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.runner import ModelRunner, RemoteRunner
-    from models.checkpoints.model_source import ModelSource
+from models.checkpoints.model_source import ModelSource, find_model
 
 
 class StandaloneDraft(ModelDrafter):
@@ -102,13 +99,9 @@ class StandaloneConfig(ModelDrafterConfig):
             raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        from models.checkpoints.model_source import find_model
-
         return find_model(self.draft_model, load_format, None, flag("draft_model"), verify)
 
     def build(self, parts: Parts) -> StandaloneDraft:
-        from engine.runner import ModelRunner
-
         own: ModelRunner | RemoteRunner = (
             parts.remote()
             if parts.model is None

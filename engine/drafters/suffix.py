@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from engine.drafters.base import Guess, HostDrafter, Shown
 from engine.drafters.config import HostDrafterConfig, Parts
-
-if TYPE_CHECKING:
-    from engine.runner import ModelRunner
-
+from engine.runner import ModelRunner
 
 # How many of the suffixes that end at a token are noted to have ended there.
 N_NOTED = 16

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from common.exit import exit_on_user_error
 from common.process import world_size
+from engine.parallel.launch import run_on_ranks
 
 
 def end_on_ranks(main: Callable[[], None], flags: Mapping[str, str]) -> None:
@@ -11,6 +12,4 @@ def end_on_ranks(main: Callable[[], None], flags: Mapping[str, str]) -> None:
     if world_size() == 1:
         exit_on_user_error(main, flags)
         return
-    from engine.parallel.launch import run_on_ranks
-
     run_on_ranks(main, flags)

@@ -9,6 +9,7 @@ from common.launch import missing_launcher
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
+from models.cpp_build import BuildError
 from models.names import BACKENDS
 
 
@@ -45,7 +46,6 @@ def select_backend(
 def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
     """The backend, or why there is none here; so do the others."""
     from models.attention import cpp_backend
-    from models.cpp_build import BuildError
 
     if device.type != "cpu":
         return "it is for CPUs"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import CheckpointError
@@ -123,8 +124,6 @@ def _open_shards(files: Sequence[Path], dtypes: Collection[Any]) -> dict[str, So
 
 
 def _read_safetensors(path: Path) -> Stored:
-    from safetensors import safe_open
-
     shard = safe_open(str(path), framework="pt", device="cpu")
     stored: Stored = {}
     for name in shard.keys():  # noqa: SIM118 (not a dict)

@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from tokenizers import Tokenizer as Backend
+
 from common.errors import CheckpointError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
@@ -21,8 +23,6 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Backend
-
         self._backend = Backend.from_file(str(path))
         self._backend.no_padding()
         self._backend.no_truncation()

@@ -12,9 +12,9 @@ from importlib.metadata import distributions
 import pytest
 import torch
 
+from bench.memory import available_bytes
 from common.jsonl import read_lines
 from common.launch import missing_launcher
-from engine.bench.memory import available_bytes
 from models.attention.flash_backend import find_flavour
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from reproduce.gpu_parts.child import Record, Skip, verdict

@@ -1,7 +1,5 @@
 """Runs one step in a process of its own, and says what became of it."""
 
-from common.startup import import_from_now_on
-
 import importlib
 import os
 import signal
@@ -78,7 +76,6 @@ def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)
     os.chdir(ROOT)
-    import_from_now_on()
     append_record(found := str(log.with_suffix(".json")), provenance())
     try:
         module, _, function = run.partition(".")

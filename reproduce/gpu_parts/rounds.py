@@ -10,13 +10,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench import memory, passes
+from bench.benchmark_flags import SelfSpecFlags
+from bench.dummy_prefill import fill_with_noise
+from bench.plan import resolve
+from bench.record import make_record, rounded
+from bench.session import Session
 from common import cli
-from engine.bench import memory, passes
-from engine.bench.benchmark_flags import SelfSpecFlags
-from engine.bench.dummy_prefill import fill_with_noise
-from engine.bench.plan import resolve
-from engine.bench.record import make_record, rounded
-from engine.bench.session import Session
 from engine.pacing import Fixed, Pacing
 from engine.timing import PhaseTimer, synchronize
 from reproduce.gpu_parts.child import Record

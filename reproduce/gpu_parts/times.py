@@ -9,8 +9,8 @@ from timeit import timeit
 import torch
 from torch import nn
 
-from engine.bench.dummy_prefill import randomise
-from engine.bench.resolved import KV_DTYPES
+from bench.dummy_prefill import randomise
+from bench.resolved import KV_DTYPES
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache
 from kv_cache.entries import NOTED

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.progress import progress_bar
 from common.say import say
-from engine.bench.progress import progress_bar
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, SamplingParams
 from models.checkpoints.manifest import atomic_path

@@ -6,8 +6,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import bench
 from common.tables import Column
-from engine import bench
 from engine.counts import acceptance_text
 from reproduce.paper.published import SELF, Record, draft_name, speedup, target_name
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from engine.bench.config import Target
-from engine.bench.cost_flags import CostFlags, SelfDraft
-from engine.bench.cost_report import VARIED, measure_grid, open_largest
-from engine.bench.record import record_of
-from engine.cost_model.costs import CostGrid, tokens_per_round
-from engine.cost_model.machines import Machine
-from engine.cost_model.roofline import Stored, predict_costs
+from bench.auto.costs import tokens_per_round
+from bench.config import Target
+from bench.record import record_of
+from cost_model.flags import CostFlags, SelfDraft
+from cost_model.grid import CostGrid
+from cost_model.machines import Machine
+from cost_model.report import VARIED, measure_grid, open_largest
+from cost_model.roofline import Stored, predict_costs
 from models.packed_linear import PackedLinear
 from reproduce.paper.published import Record
 

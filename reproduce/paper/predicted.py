@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.cost_model.costs import tokens_per_round
-from engine.cost_model.machines import Machine, find_machine
-from engine.cost_model.roofline import Stored, predict_costs
+from bench.auto.costs import tokens_per_round
+from cost_model.machines import Machine, find_machine
+from cost_model.roofline import Stored, predict_costs
 from models.presets import preset_config
 from reproduce.paper.published import SELF, Record, draft_name, pairs_of, published, same_context, target_name
 

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.cost_model.costs import tokens_per_round
-from engine.cost_model.published import same_context
+from bench.auto.costs import tokens_per_round
+from cost_model.published import same_context
 
 SELF = "self"
 Record = dict[str, Any]

@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy
 
-from engine import bench
+import bench
 from reproduce.paper.published import Record
 from reproduce.serve_parts.clients import COUNTED, Phase
 

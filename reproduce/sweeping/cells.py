@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from common.checkout import ROOT
 from common.errors import ConfigError
 
@@ -122,8 +124,6 @@ class Sweep:
 
 def read_grid(path: str | Path) -> list[Sweep]:
     """The tables `[[sweep]]` of a TOML file. Errors: ConfigError."""
-    from pydantic import TypeAdapter, ValidationError
-
     required = 'a TOML file of tables [[sweep]]: script = "...", and optionally [sweep.flags] and [sweep.axes]'
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))

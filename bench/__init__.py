@@ -1,0 +1,22 @@
+"""A benchmark run: its configuration and plan, the session that it becomes, its passes, and their record."""
+
+from bench.auto.run_costs import RunCosts, costs_of
+from bench.config import RunConfig
+from bench.data import load_books, make_prompts
+from bench.passes import Decoded, Passes, decode, make_pacing, prefill, warm_up
+from bench.plan import resolve, resolve_several
+from bench.record import (
+    COUNTED,
+    cache_of,
+    costs_record,
+    distinct_4gram_fraction,
+    identical_rows,
+    make_record,
+    ratio,
+    record_of,
+    rounded,
+    tokens_per_second,
+)
+from bench.session import Session
+from bench.settings import option_names, settings_record
+from bench.text import resolve_dataset

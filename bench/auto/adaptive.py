@@ -1,0 +1,104 @@
+"""Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from bench.auto.costs import Costs, interpolating, tokens_per_round
+from engine.counts import AcceptanceRate, verified_positions
+from engine.drafters import Drafter
+from engine.pacing import PLAIN, Choice
+
+# What a drafter is expected to do without evidence, worth so many draft positions: enough to be tried where that pays.
+PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
+# The most draft positions that what was seen while costs were measured is worth.
+MOST_MEASURED = 4.0
+# What is left of all evidence one round later: texts change.
+MEMORY = 0.96
+# A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
+PAID_WITHIN = 1 / 3
+# Another drafter has to promise this much more: a change costs something.
+WORTH_A_CHANGE = 1.03
+
+
+class Adaptive:
+    """A `Pacing`: every round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain if
+    none pays. `costs[c][n][i]`: of drafter i while n rows decode behind c tokens, the largest budgets first;
+    interpolated between those n that were measured behind every c. gammas: to choose among, as far as they were
+    measured. policies: each drafter's, by name; None if they differ in their budgets alone.
+
+    A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
+    the prior says where there are few; but no better than one of the same policy with a larger budget, since the best
+    of several small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again
+    once the evidence against it has faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018,
+    section 2.6). Ranks that were given the same costs choose alike.
+
+    A token is worth the ms that it would take in the best round with the rows that are about to join: rows that a round
+    hurries through before those are there leave smaller batches behind, whose tokens cost more each.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        costs: Mapping[int, Mapping[int, Sequence[Costs]]],
+        gammas: Sequence[int],
+        policies: Sequence[str] | None = None,
+    ) -> None:
+        self.drafters, self._policies = tuple(drafters), policies or [""] * len(drafters)
+        self.max_gamma = max(gammas)
+        self._contexts = sorted(costs)
+        # Where there was little time, few rows or some gammas were not measured everywhere.
+        self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
+        of_all_rows = costs[self._contexts[-1]][self._rows[-1]]
+        largest = min(by_rows[self._rows[-1]][0].at[-1] for by_rows in costs.values())
+        cells = [costs[context][n] for context in self._contexts for n in self._rows]
+        # What a round of each choice takes at each context and number of rows.
+        self._ms = {PLAIN: np.array([cell[0].plain_ms for cell in cells])}
+        for i, gamma in product(range(len(drafters)), gammas):
+            if 0 < gamma <= largest:
+                self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
+        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in of_all_rows]
+        self._verified = [min(rate.n, MOST_MEASURED) for rate in measured]
+        self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
+        self._last_drafter = 0
+        self._of_all_rows, self._missed = of_all_rows, [0] * len(drafters)
+
+    def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
+        alphas: list[float] = []
+        least: dict[str, float] = {}
+        for policy, accepted, verified in zip(self._policies, self._accepted, self._verified, strict=True):
+            own = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
+            least[policy] = min(own, least.get(policy, own))
+            alphas.append(least[policy])
+
+        def tokens(choice: Choice) -> float:
+            """Return what a row can count on: catching up and a change take some of it."""
+            if choice.drafter is None:
+                return 1.0
+            expected = tokens_per_round(alphas[choice.drafter], choice.gamma) * (1 - self._catch_up(choice.drafter))
+            return expected if choice.drafter == self._last_drafter else expected / WORTH_A_CHANGE
+
+        of_row, n_all = {choice: tokens(choice) for choice in self._ms}, n_busy + n_joining
+        now, joined = (self._weights(n_rows, context) for n_rows in (n_busy, n_all))
+        ms_per_token = 1 / max(n_all * of_row[choice] / float(joined @ ms) for choice, ms in self._ms.items())
+        return max(self._ms, key=lambda choice: n_busy * of_row[choice] * ms_per_token - float(now @ self._ms[choice]))
+
+    def _weights(self, n_rows: int, context: float) -> np.ndarray:
+        """Return how much the costs of each measured size count for that one."""
+        return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
+
+    def _catch_up(self, drafter: int) -> float:
+        """As a share of the time in which it has to pay. Filling a cache from the target's takes about a draft step."""
+        missed, costs = self._missed[drafter], self._of_all_rows[drafter]
+        n_run = missed if self.drafters[drafter].runs_missed else 0
+        return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        for counts in (self._verified, self._accepted):
+            counts[:] = [MEMORY * count for count in counts]
+        self._missed = [0 if index == choice.drafter else n + 1 for index, n in enumerate(self._missed)]
+        if choice.drafter is not None:
+            self._last_drafter = choice.drafter
+            self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
+            self._accepted[choice.drafter] += sum(accepted)

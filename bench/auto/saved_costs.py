@@ -1,0 +1,41 @@
+"""Costs that were measured before: kept in the user's cache folder, by everything that they depend on."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.auto.costs import Costs
+from common.errors import UserError
+from models.checkpoints.manifest import write_text
+from models.cpp_build import cache_folder
+
+Key = Mapping[str, Any]
+
+
+def load_costs(key: Key) -> dict[int, list[Costs]] | None:
+    """What was stored under that key, by the number of rows; None if nothing readable was."""
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
+            return {int(n_rows): [_costs(one) for one in each] for n_rows, each in kept["costs"].items()}
+    return None
+
+
+def store_costs(key: Key, costs: Mapping[int, Sequence[Costs]]) -> None:
+    """For later runs, but for the acceptance, which is a text's; where the folder cannot be written, each measures."""
+    kept = {n_rows: [asdict(one) | {"acceptance": None} for one in each] for n_rows, each in costs.items()}
+    with suppress(UserError, RuntimeError):
+        write_text(_path(key), json.dumps({"key": key, "costs": kept}))
+
+
+def _costs(kept: dict[str, Any]) -> Costs:
+    return Costs(**kept | {"at": tuple(kept["at"]), "verify_ms": tuple(kept["verify_ms"])})
+
+
+def _path(key: Key) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "costs" / f"{digest[:32]}.json"

@@ -1,0 +1,177 @@
+"""The cost model: what rounds cost and accept, measured from one loaded model or predicted, and what follows."""
+
+import itertools
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from bench.auto.costs import Costs
+from bench.auto.measure import measure_costs
+from bench.auto.rehearsal import Rehearsal
+from bench.config import AUTO, RunConfig, Sizes
+from bench.data import make_prompts
+from bench.dummy_prefill import fill_with_noise
+from bench.plan import check_layers, resolve_several
+from bench.record import record_of, rounded
+from bench.session import Session
+from common.errors import ConfigError, flag
+from common.jsonl import publish, require_appendable
+from common.provenance import git_commit
+from common.say import say
+from cost_model.flags import CostFlags, Draft
+from cost_model.grid import CostGrid
+from cost_model.machines import find_machine
+from cost_model.published import published_acceptance
+from cost_model.roofline import Stored, predict_costs
+from cost_model.tables import Acceptance, Acceptances, best_of_each, best_table, cost_table, heat_map
+from engine.counts import acceptance_standard_error, total
+from engine.evaluation.teacher_forcing import forced_acceptance
+from kv_cache.policy import policies
+from models.config import ModelConfig
+
+# New tokens that the caches have room for where costs are measured.
+ROOM = 48
+# What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
+ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
+# Sizes and settings that a grid has several of.
+OF_POLICIES = {one.name for kind in policies().values() for one in fields(kind)}
+VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "max_ngram"} | OF_POLICIES
+
+
+def report_measured(flags: CostFlags) -> None:
+    """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
+    session, is_measured = open_largest(flags), flags.alpha is None
+    acceptances = {context: measure_acceptance(session, flags, context) for context in flags.sorted("contexts")}
+    grid = measure_grid(session, flags)
+    found = {
+        "load_format": flags.target.load_format,
+        "dataset": session.dataset if is_measured else None,
+        **grid.record(),
+        **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
+    }
+    record = record_of("cost_model", session, found, without=VARIED)
+    publish_tables(flags, record, grid, acceptances, "\n")
+
+
+def report_predicted(flags: CostFlags) -> None:
+    """The same of another machine: costs are those of the roofline, acceptance is given or published."""
+    machine = find_machine(str(flags.machine))
+    require_appendable(flags.output.output)
+    source = replace(flags.target, load_format="dummy").source()
+    (target, draft), contexts = stored_models(source.config, flags), flags.sorted("contexts")
+    acceptances = acceptances_of(source.name, flags)
+    drafts = list(acceptances[contexts[0]])
+
+    cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
+    sizes = itertools.product(flags.sorted("batches"), contexts)
+    grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
+    published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
+    said = published if flags.alpha is None else "given"
+    record = {
+        "benchmark": "cost_prediction",
+        "model": source.name,
+        "predicted_for": flags.machine,
+        "git_commit": git_commit(),
+        **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
+        **grid.record("predicted_", ("plain", "verify", "draft")),
+        **follows(grid, acceptances, said),
+    }
+    title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
+    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted ")
+
+
+def publish_tables(
+    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
+) -> None:
+    """Behind that head costs, what is predicted of each draft, and what pays best; then the record."""
+    costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
+    tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
+    publish(flags.output.output, record, *(f"{table}\n" for table in tables))
+
+
+def open_largest(flags: CostFlags) -> Session:
+    """The models, and a cache for the largest batch and context; room for drafts of all budgets. Errors: UserError."""
+    rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
+    sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
+    config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
+    return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
+
+
+def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
+    """Costs over caches of random entries; a draft step costs what its budget does, whatever the policy keeps."""
+    drafts, gammas = flags.configs(), flags.sorted("gammas")
+    of_budget = {budget: config for (_, budget), config in drafts.items()}
+    budgets = sorted(of_budget, reverse=True)
+
+    def measure(batch: int, context: int) -> list[Costs]:
+        narrow = session.narrowed(batch, context + ROOM + gammas[-1] + 1)
+        prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
+        fill_with_noise(narrow.runner, prompts)
+        drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
+        how = narrow.how | {"max_new_tokens": ROOM, "gamma": gammas[-1]}
+        rehearsal = Rehearsal(narrow.runner, drafters, prompts, **how)
+        costs = dict(zip(budgets, measure_costs(rehearsal, gammas), strict=True))
+        return [costs[budget] for _, budget in drafts]
+
+    sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))
+    return CostGrid.of(list(drafts), {size: measure(*size) for size in tqdm(sizes, desc="costs", unit="cell")})
+
+
+def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, Acceptance]:
+    """The acceptance of each draft on the data set's own text behind `context` tokens, unless it is given."""
+    if flags.alpha is not None:
+        return dict.fromkeys(flags.configs(), Acceptance(flags.alpha))
+    assert session.tokenizer is not None
+    n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
+    narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
+    stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
+    say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")
+    texts = [stretch[:context] for stretch in stretches], [stretch[context:] for stretch in stretches]
+    rates = {}
+    for draft, config in flags.configs().items():
+        drafter = narrow.drafter(replace(config, gamma=gamma))
+        rows = forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode)
+        summed = total(rows)
+        rates[draft] = Acceptance(summed.accepted / summed.verified, acceptance_standard_error(rows))
+    return rates
+
+
+def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]:
+    """Return for a record acceptance rates `[D][S]` by draft and context, their standard errors, what they are of, and
+    what pays best."""
+    rows = [[acceptances[context][draft] for context in grid.contexts] for draft in grid.drafts]
+    rates, errors = (rounded([[one[i] for one in row] for row in rows]) for i in (0, 1))
+    found = {"acceptance_rates_by_context": rates, "acceptance_standard_errors_by_context": errors}
+    return found | {"acceptance_of": of, "best": best_of_each(grid, acceptances)}
+
+
+def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[Stored, Stored]:
+    """The target, in bfloat16 unless another dtype is named, and as it drafts for itself, at any budget. Errors:
+    ConfigError, also for float64."""
+    own, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
+    dtype = "bfloat16" if own.dtype == AUTO else own.dtype
+    if dtype == "float64":
+        required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
+        raise ConfigError("no machine's rate of float64 is stored", flag("dtype"), dtype, required, fix)
+    target = Stored(config, dtype, own.quantize, None if own.kv_dtype == "same" else own.kv_dtype)
+    check_layers(draft.layers, config.n_layer)
+    said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
+    stored: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
+    return target, Stored(replace(config, n_layer=len(draft.layers or range(config.n_layer))), *stored)
+
+
+def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
+    """The given one of every draft, or the published ones. Errors: ConfigError where there is none."""
+    contexts = flags.sorted("contexts")
+    rates: dict[Draft, list[Any]] = {
+        draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]
+        for draft in flags.configs()
+    }
+    known = {draft: found for draft, found in rates.items() if None not in found}
+    if not known:
+        seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
+        required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
+        raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
+    return {s: {draft: Acceptance(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}

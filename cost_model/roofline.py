@@ -1,0 +1,84 @@
+"""Roofline: what steps should cost on a machine that is not here, from the bytes and operations that they take.
+
+Every part of a forward takes the longer of its bytes over the memory's bandwidth and its operations over their rate
+(Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76), one behind the other; with them the
+collectives of tensor parallelism and the launches of kernels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bench.auto.costs import Costs
+from common.errors import ConfigError, flag
+from cost_model.machines import Machine
+from models.config import ModelConfig
+
+# Bytes of a number, as `models.names` calls them; int4 has a scale and a zero point in bfloat16 for 32 weights.
+ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+# Of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
+KERNELS = 11
+
+
+class Stored(NamedTuple):
+    """A model's shape, and what its weights and its KV entries are stored in (None: in dtype)."""
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    weights: str | None = None
+    kv: str | None = None
+
+    @property
+    def n_weights(self) -> int:
+        """Of matrix products, the head's among them."""
+        return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
+
+
+class Part(NamedTuple):
+    """Bytes of memory that a part of a forward reads, and operations that it takes."""
+
+    n_bytes: float
+    ops: float
+
+
+def forward_parts(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
+    """Return the products with weights and the attention of a forward of so many tokens in each of `batch` rows, behind
+    so many KV entries, on the device that has most of them."""
+    config, n = model.config, machine.devices
+    weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
+    linear = Part(weight_bytes / n, 2 * model.n_weights / n * batch * tokens)
+    heads = math.ceil(config.n_kv_head / n)
+    in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
+    rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
+    kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
+    products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
+    return linear, Part(kv_bytes * batch * heads / config.n_kv_head, products)
+
+
+def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
+    """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
+    config, n = model.config, machine.devices
+    if n > config.n_kv_head:
+        required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
+        raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
+    ops = machine.ops_32 if model.dtype == "float32" else machine.ops
+    parts = forward_parts(model, machine, batch, tokens, entries)
+    products = sum(max(part.n_bytes / machine.bandwidth, part.ops / ops) for part in parts)
+    hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
+    logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
+    collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
+    launches = KERNELS * config.n_layer * machine.launch
+    return 1e3 * (products + collectives + launches + machine.unexplained)
+
+
+def predict_costs(
+    target: Stored, draft: Stored, machine: Machine, batch: int, context: int, budget: int, gammas: Sequence[int]
+) -> Costs:
+    """Of a target behind `context` tokens and a draft, itself or another model, whose cache has `budget` entries at
+    most; a draft with fewer KV heads than there are devices is on as many. What else a round takes is the host's, and
+    not predicted: 0. Errors: ConfigError."""
+    plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
+    drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
+    drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))
+    return Costs(plain, tuple(gammas), tuple(verify), drafted, 0.0)

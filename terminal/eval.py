@@ -1,0 +1,110 @@
+"""foretoken.py eval: multiplications, plain and speculative; does speculation keep the quality of the answers?"""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from bench.config import BatchSize, Output, Rows, Sampling, Sizes
+from bench.finish import sampling_text
+from bench.record import record_of
+from bench.session import Session
+from common.errors import require_at_least
+from common.flags import Common
+from common.jsonl import append_or_put_off, publish
+from common.say import say
+from common.tables import Column, console
+from engine.counts import Counts, acceptance_standard_error, acceptance_text, total
+from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
+from engine.evaluation.success import compared
+from terminal.in_turn import decode_in_turn, plan_of
+from terminal.models import ModelFlags
+
+
+@dataclass(frozen=True)
+class SeededSampling(Sampling):
+    """The distribution of the next token, and the rule by which drafts are verified."""
+
+    temperature: Common[float] = 0.6
+    """0 is greedy"""
+    seed: Common[int] = 0
+    """key of the problems, and of the random numbers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(ModelFlags):
+    """does speculation keep the quality of a model's answers? multiplications, plain and speculative. Unless
+    --draft_budget is given, a draft's cache keeps half of a prompt"""
+
+    FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"save_rows": "--save"}
+
+    sampling: SeededSampling = field(default_factory=SeededSampling)
+    output: Output = field(default_factory=Output)
+    nb_prompts: int = 2000
+    """problems"""
+    B: BatchSize = 64
+    """problems decoded together"""
+    save: str = "eval/generations.jsonl"
+    """append every problem to this file, with what both ways answered"""
+
+    def run(self) -> None:
+        require_at_least("nb_prompts", self.nb_prompts, 1)
+        asked = problems(self.sampling.seed, self.nb_prompts)
+        if self.save == Eval.save:
+            with suppress(OSError):  # said of the file that is to be in it
+                os.makedirs(os.path.dirname(self.save), exist_ok=True)
+        # A seed has no effect on greedy decoding.
+        sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
+        sizes, rows_kept = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
+        config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
+        texts, evicts = [prompt(one) for one in asked], self.draft.draft_budget is None
+        session = Session.of_plan(plan_of(config, texts, evicts=evicts))
+        assert session.tokenizer and session.draft
+        say(f"every generation is appended to {self.save}, run {session.run}")
+        stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]
+        rows: list[dict[str, Any]] = []
+        counts: list[Counts] = []
+        for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):
+            counts += speculatively.stats.rows
+            for ids in zip(plainly.tokens, speculatively.tokens, strict=True):
+                problem, (plain, speculative) = asked[len(rows)], map(session.tokenizer.decode, ids)
+                row = {"run": session.run, "problem": len(rows), "prompt": prompt(problem)}
+                row |= {"plain": plain, "plain_right": is_right(problem, plain)}
+                row |= {"speculative": speculative, "speculative_right": is_right(problem, speculative)}
+                rows.append(row | {"identical": ids[0] == ids[1]})
+                append_or_put_off(self.save, rows[-1], session.put_off)
+        found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
+        drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
+        found["speculative"] |= {one: getattr(drafted, one) for one in ("acceptance_rate", "mean_accepted_length")}
+        found["speculative"] |= {"acceptance_standard_error": acceptance_standard_error(counts)}
+        measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
+        measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
+        record = record_of("eval", session, measured)
+        publish(self.output.output, record, _said(record), put_off=session.put_off, for_people=True)
+
+
+COLUMNS = [
+    Column("way", "", align="<"),
+    Column("right", "right"),
+    Column("success", "success", ".1%"),
+    Column("interval", "95% interval", lambda ends: f"{ends[0]:.1%} to {ends[1]:.1%}"),
+    Column(acceptance_text, "acceptance"),
+    Column("mean_accepted_length", "tokens per round", ".2f"),
+]
+
+
+def _said(record: dict[str, Any]) -> str:
+    """The table, and what it says."""
+    rows = [{"way": "plain decoding", **record["plain"]}, {"way": "speculation", **record["speculative"]}]
+    low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
+    found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"
+    draft, n, only = record["draft_model"] or record["draft"], record["problems"], "right in one of the two only"
+    return f"""
+  {record["model"]}, {draft} draft: {n} multiplications, {sampling_text(record)}
+
+{console(rows, COLUMNS)}
+
+  difference: {100 * record["difference"]:+.1f} points (95% interval {low} to {high}), {found}
+  {only}: {record["only_plain_right"]} in plain decoding, {record["only_speculative_right"]} in speculation
+  identical answers: {record["identical_answers"]} of {n}; every one is in {record["generations"]}
+"""

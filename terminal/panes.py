@@ -1,0 +1,97 @@
+"""Two passes side by side in a terminal: the first as it runs, and once more, at its own pace, beside the second."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from operator import attrgetter
+
+from rich.console import Console, ConsoleOptions, Group
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from bench.progress import bar_of_pass
+from bench.session import Session
+from engine.requests import Progress
+from terminal.track import Token, Track
+
+# Of a row, with the line that names it; where there is less room, fewer rows are shown.
+LEAST_ROW_LINES = 5
+PLAIN, DRAFTED, OWN, REJECTED, DIM = "none", "green", "bold", "dim strike", "dim"
+# The passes, in their order.
+TITLES = {"baseline": "plain decoding", "speculation": "speculation"}
+LEGEND = (("accepted draft", DRAFTED), ("the target's own", OWN), ("rejected in the last round", REJECTED))
+BETWEEN = Text(" │ ", DIM)
+
+
+def wrapped(tokens: Sequence[Token], name: str, width: int, console: Console) -> list[Text]:
+    """The lines of a row of that pass, wrapped at spaces and never at a token's end."""
+    styles = (PLAIN if name == "baseline" else DRAFTED if token.drafted else OWN for token in tokens)
+    text = Text.assemble(*((token.text, style) for token, style in zip(tokens, styles, strict=True)))
+    return [*text.wrap(console, width)]
+
+
+class Panes:
+    """What a terminal shows of two passes, whose rows have `names`; where there is none, their progress bars. tracks:
+    what they emitted."""
+
+    def __init__(self, names: Sequence[str], console: Console) -> None:
+        self.tracks: dict[str, Track] = {}
+        self._names, self._console = names, console
+
+    @contextmanager
+    def watch(self, session: Session, name: str) -> Iterator[Progress]:
+        """A pass, while it runs."""
+        assert session.tokenizer is not None
+        live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        with bar_of_pass(session, name, shown=not self._console.is_terminal) as bar:
+            track = self.tracks[name] = Track(bar, session.tokenizer, len(self._names), live.refresh)
+            with live:  # which draws nothing where there is no terminal
+                yield track
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Group]:
+        yield self.frame(console.width, console.height - 1)
+
+    def frame(self, width: int, height: int, is_running: bool = True) -> Group:
+        """At most so many lines; once nothing runs, no more than there are."""
+        half, n_rows = (width - BETWEEN.cell_len) // 2, len(self._names)
+        seconds = [*self.tracks.values()][-1].seconds if is_running else math.inf
+        shown = {name: self._until(name, seconds) for name in TITLES}
+        n_shown = max(1, min(n_rows, (height - 3) // LEAST_ROW_LINES))
+        n_lines = max(1, (height - 3) // n_shown - 1)  # beside the line that names the row
+        heads = ([Text(TITLES[name], OWN), self._speed(name, rows, seconds)] for name, rows in shown.items())
+        parts: list[Table | Text] = [_beside(half, *(head[: 2 if is_running else 1] for head in heads))]
+        for index, name in enumerate(self._names[:n_shown]):
+            parts.append(Text(f"row {index}: {name}".replace("\n", " "), DIM, no_wrap=True, overflow="crop"))
+            tails = [wrapped(rows[index], of, half, self._console)[-n_lines:] for of, rows in shown.items()]
+            if is_running and (track := self.tracks.get("speculation")):
+                rejected = track.rejected[index].replace("\n", " ")
+                tails[1] = [*tails[1][:-1], (tails[1] or [Text()])[-1] + Text(rejected, REJECTED)]
+            parts.append(_beside(half, *tails, [Text()] * n_lines * is_running))
+        more = f"and {n_rows - n_shown} more rows" if n_shown < n_rows else ""
+        legend = ((f"{name}   ", style) for name, style in LEGEND[: None if is_running else 2])
+        return Group(*parts, Text.assemble(*legend, (more, DIM), no_wrap=True, overflow="crop"))
+
+    def _until(self, name: str, seconds: float) -> list[list[Token]]:
+        """A pass's rows as far as they had come; of one that is still to come, empty ones."""
+        rows = self.tracks[name].rows if name in self.tracks else [list[Token]()] * len(self._names)
+        return [row[: bisect_right(row, seconds, key=attrgetter("seconds"))] for row in rows]
+
+    def _speed(self, name: str, rows: Sequence[Sequence[Token]], seconds: float) -> Text:
+        """Of all tokens but each row's first, which prefilling gave."""
+        n_decoded = sum(max(len(row) - 1, 0) for row in rows)
+        if not n_decoded:
+            return Text("comes next", DIM)
+        seconds = min(seconds, max(row[-1].seconds for row in self.tracks[name].rows if row))
+        return Text(f"{n_decoded} tokens, {n_decoded / seconds:.1f} tokens/s", DIM)
+
+
+def _beside(width: int, *columns: Sequence[Text]) -> Table:
+    """Lines of two columns; a third one only makes them more."""
+    half = Column(width=width, no_wrap=True, overflow="crop")
+    grid = Table.grid(half, Column(width=BETWEEN.cell_len, no_wrap=True), half.copy())
+    for left, right, *_ in zip_longest(*columns, fillvalue=Text()):
+        grid.add_row(left, BETWEEN, right)
+    return grid
