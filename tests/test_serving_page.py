@@ -1,10 +1,10 @@
-"""The server's playground in a browser: origins of tokens, side by side, errors, stopping, keys, narrow screens."""
+"""The server's page in a browser: origins of tokens, side by side, errors, stopping, keys."""
 
 import shutil
 from itertools import pairwise
 
 import pytest
-from fake_server import ANSWER, INFO, PAGE, PLAIN, events, pretending
+from fake_server import ANSWER, INFO, PLAIN, events, pretending
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -220,30 +220,6 @@ def test_by_keys_alone(fake, page):
     assert page.evaluate("document.activeElement.tagName") == "BODY"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_scrolls_one_way_only(fake, page, scheme):
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.emulate_media(color_scheme=scheme)
-    long = [("w" * 300, False, 0), *[(" and more", True, 1)] * 40]
-    fake.answers = [list(events(long)), list(events(long))]
-    page.check("#beside")
-    page.click("#send")
-    expect(page, "#verdict").to_contain_text("The same 41 tokens")
-    assert 0 <= page.locator("h2").last.bounding_box()["y"] < 600  # scrolled to when it began
-    page.locator(".text").last.locator("span").last.click()
-    expect(page, "#tip").to_contain_text("token 41")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    tip = page.locator("#tip").bounding_box()
-    assert tip["x"] >= 0 and tip["x"] + tip["width"] <= 390
-    lefts = page.locator("#columns > div").evaluate_all("all => all.map(one => one.getBoundingClientRect().left)")
-    assert lefts[0] == lefts[1]  # stacked
-    lines = []
-    for key in ("End", "ArrowUp", "ArrowUp", "ArrowDown"):
-        page.keyboard.press(key)
-        lines.append(page.evaluate("document.querySelector('.at').getBoundingClientRect().top + scrollY"))
-    assert lines[0] > lines[1] == lines[3] > lines[2]
-
-
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_a_model_says_the_same_with_and_without_speculation(served, tab, temperature):
     tab.goto(served.url)
@@ -260,9 +236,3 @@ def test_a_model_says_the_same_with_and_without_speculation(served, tab, tempera
     assert float(second["tokens per round"]) > 1 and 0 < float(second["acceptance rate"]) <= 1
     n_drafts, n_own, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "own", "prefill"))
     assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
-
-
-def test_the_page_is_one_file():
-    """Nothing is loaded from elsewhere, nor run from text."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert not [word for word in ("http://", "https://", "innerHTML", "eval(", "src=", "url(") if word in text]
