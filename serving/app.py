@@ -171,11 +171,11 @@ def tgi_routes(service: Service) -> APIRouter:
 
     @router.get("/info")
     async def info() -> dict[str, Any]:
-        session, limits, runner, draft = service.session, service.limits, service.session.runner, service.session.draft
+        plan, limits, runner, draft = service.plan, service.limits, service.session.runner, service.plan.draft
         return {
-            "model_id": session.name,
-            "model_sha": session.target.manifest_sha256,
-            "model_dtype": str(session.plan.dtype),
+            "model_id": service.session.name,
+            "model_sha": plan.target.manifest_sha256,
+            "model_dtype": str(plan.dtype),
             "model_device_type": runner.device.type,
             "max_concurrent_requests": runner.max_batch + limits.max_queue,
             "max_stop_sequences": limits.max_stop_sequences,
@@ -186,7 +186,7 @@ def tgi_routes(service: Service) -> APIRouter:
             "chat": service.template is not None,
             "verification": service.scheduler.verification,
             "plain_requests": not limits.no_plain_requests,
-            "speculation": draft and {"draft": draft.kind, "gamma": draft.gamma, "auto": draft.automatic},
+            "speculation": draft and {"draft": draft.config.name, "gamma": draft.gamma, "auto": draft.automatic},
             "version": VERSION,
         }
 

@@ -121,15 +121,16 @@ class Service(Collector):
 
     def __init__(self, session: Session, scheduler: Scheduler, limits: Limits, log_prompts: bool) -> None:
         assert session.tokenizer is not None
-        self.session, self.scheduler, self.limits, self.tokenizer = session, scheduler, limits, session.tokenizer
-        self.max_total = session.plan.capacity - session.plan.gamma - 1
+        self.session, self.plan, self.scheduler, self.limits = session, session.plan, scheduler, limits
+        self.tokenizer = session.tokenizer
+        self.max_total = self.plan.capacity - self.plan.gamma - 1
         self.max_input = min(limits.max_input_length or self.max_total, self.max_total - 1)
         self.template: ChatTemplate | None = None
         with suppress(NoChatTemplateError):
-            self.template = session.target.chat_template()
+            self.template = self.plan.target.chat_template()
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
-        self.loop, self.created, self.metrics = asyncio.new_event_loop(), int(time.time()), Metrics(session.plan.gamma)
+        self.loop, self.created, self.metrics = asyncio.new_event_loop(), int(time.time()), Metrics(self.plan.gamma)
         self.metrics.registry.register(self)
         self._log_prompts, self._numbers, self._n_rows = log_prompts, count(), session.runner.max_batch
         self._specials = {id_: name for name, id_ in self.tokenizer.control_tokens().items()}
@@ -146,7 +147,7 @@ class Service(Collector):
         """Yield the metrics that are read, not counted."""
         scheduler, running = self.scheduler, [one for one in self.answers.values() if one.first is not None]
         n_entries = sum(len(answer.request.prompt) + len(answer.tokens) for answer in running)
-        share = n_entries / (self._n_rows * self.session.plan.capacity)
+        share = n_entries / (self._n_rows * self.plan.capacity)
         yield GaugeMetricFamily("tgi_queue_size", "Requests that wait for a row", len(scheduler.waiting))
         yield GaugeMetricFamily("tgi_batch_current_size", "Requests in a row", len(scheduler.running))
         yield GaugeMetricFamily("foretoken_rows", "Rows", self._n_rows)
@@ -172,10 +173,10 @@ class Service(Collector):
             headers = {"Retry-After": str(RETRY_SECONDS)}
             raise Failure(429, "overloaded", "the queue is full: try again later", headers=headers)
         self._check(spec, prompt)
-        ends, index = self.session.target.config.eos_tokens, next(self._numbers)
+        ends, index = self.plan.target.config.eos_tokens, next(self._numbers)
         request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
         request.logprobs = [] if logprobs else None
-        counts, stops = Counts.of_gamma(self.session.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
+        counts, stops = Counts.of_gamma(self.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
         answer = Answer(request, self.tokenizer, self._specials, stops, counts)
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
@@ -212,7 +213,7 @@ class Service(Collector):
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""
-        n, room, n_ids = len(prompt), self.max_total - len(prompt), self.session.target.config.vocab_size
+        n, room, n_ids = len(prompt), self.max_total - len(prompt), self.plan.target.config.vocab_size
         if n > self.max_input:
             raise invalid(spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
         if (highest := max(prompt)) >= n_ids:
