@@ -216,7 +216,7 @@ class Service(Collector):
         n, room, n_ids = len(prompt), self.max_total - len(prompt), self.plan.target.config.vocab_size
         if n > self.max_input:
             raise invalid(spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
-        if (highest := max(prompt)) >= n_ids:
+        if (highest := max(prompt, default=0)) >= n_ids:
             raise invalid(spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
         limit = spec.max_tokens or min(room, self.limits.max_new_tokens, spec.DEFAULT_LENGTH)
         if limit > room:

@@ -208,11 +208,10 @@ FITTING = st.sampled_from([None, 1, 2, 0.5, "a", True, False, 0, ["a"], [3, 4], 
 def bodies(kind: type[Body], **required: Any) -> st.SearchStrategy[Any]:
     names = st.sampled_from([*kind.model_fields, *NEUTRAL, "max_new_tokens", "unknown"])
     fields = st.dictionaries(names, st.one_of(FITTING, FITTING, NASTY), max_size=4)
-    return st.one_of(*[fields.map(lambda some: required | some)] * 3, fields.map(lambda some: some | required), NASTY)
+    return st.one_of(fields.map(lambda some: required | some), fields.map(lambda some: some | required), NASTY)
 
 
 REQUESTS = st.one_of(
-    bodies(Parameters).map(lambda fields: ("/generate", {"inputs": "ab", "parameters": fields})),
     bodies(Parameters).map(lambda fields: ("/", {"inputs": "ab", "parameters": fields, "stream": True})),
     bodies(Completion, prompt="ab").map(lambda fields: (V1, fields)),
     bodies(ChatCompletion, messages=MESSAGES).map(lambda fields: (CHATS, fields)),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,19 +73,6 @@ def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Al
             assert last["generated_text"] == alone.text("a b c", 120)
         ended = job.end(30)
         assert (ended.code, ended.out) == (0, "") and "Traceback" not in ended.err, ended.err
-
-
-def test_a_second_ctrl_c_ends_at_once(tmp_path, chat_checkpoint):
-    with serving_process(tmp_path, chat_checkpoint, 1) as (job, one):
-        waiting = one.begin("/generate", {"inputs": "a b c", "parameters": {"max_new_tokens": 290}})
-        one.until(lambda: one.metrics()["tgi_batch_current_size"] == 1, "a row")
-        for _ in range(2):
-            job.launcher.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-        with suppress(HTTPException, OSError):
-            assert b"KeyboardInterrupt" in waiting.getresponse().read()
-        ended = job.end(30)
-        assert ended.code in (130, -signal.SIGINT), ended.err
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

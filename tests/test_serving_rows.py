@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,13 +12,11 @@ from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 from tiny import decode
 
 from bench.auto.adaptive import Adaptive
-from bench.memory import memory_plan
 from bench.session import Session
 from common import cli
-from common.errors import OutOfMemoryError
 from engine.requests import Request
 from engine.sampling import SamplingParams
-from serving.scheduler import Scheduler, open_session, plan_session
+from serving.scheduler import Scheduler, open_session
 from serving.serve import Serve
 
 
@@ -57,16 +54,6 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
     for filters in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.0, "top_p": 0.3}):
         decode(decoder, Request([1, 2, 3], 9, sampling=SamplingParams(**filters)))
     assert len(graphs) == n_captured > 0 and not any(graph.is_destroyed for graph in graphs)
-
-
-def test_there_has_to_be_room_for_samples(chat_checkpoint, monkeypatch):
-    flags = serve_flags(chat_checkpoint, FLAGS)
-    plan = plan_session(flags.config(), flags.batch)
-    sampled = memory_plan(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_k=3))))
-    assert memory_plan(plan).total(4) < sampled.total(3)
-    monkeypatch.setattr("bench.memory.available_bytes", lambda device: sampled.total(3))
-    with pytest.raises(OutOfMemoryError, match="3, the largest batch that fits"):
-        open_session(flags.config(), flags.batch)
 
 
 def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):

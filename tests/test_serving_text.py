@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_cases import Alone, Served
+from serving_cases import Alone
 
 from engine.stats import Counts
 from models.checkpoints.text_stream import MOST_HELD, TextStream
@@ -153,19 +153,3 @@ def test_what_comes_while_something_is_written_is_written_next(alone: Alone):
         return found
 
     assert asyncio.run(written()) == [65, 66, 67, 68]
-
-
-def test_stop_strings_over_the_wire(served: Served, alone: Alone):
-    """OpenAI's are left out of the text."""
-    texts = ((f"prompt {i}", alone.text(f"prompt {i}", 40)) for i in range(99))
-    places = ((prompt, text, place) for prompt, text in texts for place in range(6, len(text) - 6))
-    prompt, text, start = next(one for one in places if "\ufffd" not in one[1][one[2] :][:3])
-    stop = text[start : start + 3]
-    before, stops = text[: text.index(stop)], ["never\x01", stop]
-    body: dict[str, Any] = {"inputs": prompt, "parameters": {"max_new_tokens": 40, "stop": stops}}
-    events = served.ask("/generate_stream", body).events
-    assert "".join(event["token"]["text"] for event in events) == events[-1]["generated_text"] == before + stop
-    assert events[-1]["details"]["finish_reason"] == "stop_sequence"
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stop": stops}
-    choice = served.ask("/v1/completions", body).json["choices"][0]
-    assert choice["text"] == before and choice["finish_reason"] == "stop"
