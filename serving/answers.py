@@ -184,22 +184,18 @@ class Answer:
         timings = {
             "prompt_n": len(self.request.prompt) - n_reused,
             "cache_n": n_reused,
-            "prompt_ms": milliseconds(first - (self.request.started or first)),
+            "prompt_ms": 1e3 * (first - (self.request.started or first)),
             "predicted_n": len(self.tokens),
-            "predicted_ms": milliseconds(ended - first),
+            "predicted_ms": 1e3 * (ended - first),
             "draft_n": counts.drafted,
             "draft_n_accepted": counts.accepted,
         }
-        speculation = rounded({name: getattr(counts, name) for name in SPECULATION})
-        return {"seed": self.request.sampling.seed, "timings": timings, "speculation": speculation}
+        speculation = {name: getattr(counts, name) for name in SPECULATION}
+        return rounded({"seed": self.request.sampling.seed, "timings": timings, "speculation": speculation})
 
     def log(self) -> dict[str, Any]:
         """Return the fields of the request's line in the log, without any text."""
         started, first = self.request.started or self.ended or self.received, self.first
-        waits = {"queue_ms": milliseconds(started - self.received)}
-        waits |= {"first_token_ms": milliseconds(first - self.received)} if first else {}
-        return {"finish": self.finish, **waits, **self.report()}
-
-
-def milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+        waits = {"queue_ms": 1e3 * (started - self.received)}
+        waits |= {"first_token_ms": 1e3 * (first - self.received)} if first else {}
+        return rounded({"finish": self.finish, **waits, **self.report()})

@@ -24,7 +24,6 @@ from serving.answers import LENGTH, TOO_LONG, Answer, Failure, Token, internal, 
 from serving.schemas import ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
-VERSION = "0.1.0"
 PAGE = Path(__file__).with_name("page.html")
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 Events = AsyncIterator[list[dict[str, Any]]]
@@ -187,7 +186,7 @@ def tgi_routes(service: Service) -> APIRouter:
             "verification": service.scheduler.verification,
             "plain_requests": not limits.no_plain_requests,
             "speculation": draft and {"draft": draft.config.name, "gamma": draft.gamma, "auto": draft.automatic},
-            "version": VERSION,
+            "version": "0.1.0",
         }
 
     return router

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from types import FrameType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import uvicorn
 from tyro.conf import arg
@@ -123,12 +123,10 @@ class Serve:
         """Serve until SIGTERM or Ctrl-C and the end of the requests before it. Errors: UserError; whatever the engine
         raises."""
         scheduler, server = open_server(self)
-        if server is not None:
-            server.start()
         received: list[int] = []
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT in received and world_size() == 1:
+            if number == signal.SIGINT and number in received and world_size() == 1:
                 raise KeyboardInterrupt
             # Of several ranks the leader decides. Only the first signal counts: `make` repeats that of its group.
             if server is not None and not received:
@@ -149,7 +147,7 @@ class Serve:
 
 
 def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
-    """Prepare everything but listening and decoding; the first of several ranks has a server. Errors: UserError."""
+    """Prepare everything but answering and decoding; the first of several ranks has a server. Errors: UserError."""
     config = flags.config()
     sock = flags.http.bind() if is_leader() else None
     session, pacing = open_session(config, flags.batch)
@@ -160,7 +158,7 @@ def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
 
 
 class Server:
-    """A service on a socket, by uvicorn on a thread of its own."""
+    """A service on a socket, by uvicorn on another thread."""
 
     def __init__(self, flags: Serve, service: Service, sock: socket.socket) -> None:
         self.service, self._sock, self._max_length = service, sock, flags.batch.max_length
@@ -168,32 +166,22 @@ class Server:
         is_open = key is not None or not ip_address(sock.getsockname()[0]).is_loopback
         hosts = ["*"] if is_open else ["127.0.0.1", "localhost", "[::1]", flags.http.host]
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
-        config = uvicorn.Config(
-            make_app(service, key, hosts),
-            timeout_graceful_shutdown=int(flags.http.drain_seconds) + FLUSH_SECONDS,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-        )
-        self._http = uvicorn.Server(config)
+        app, seconds = make_app(service, key, hosts), int(flags.http.drain_seconds) + FLUSH_SECONDS
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+        self._http = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=seconds, **quiet))
+        self._sock.listen()  # clients that connect now wait for `run`
 
     @property
     def url(self) -> str:
         address, port = self._sock.getsockname()[:2]
         return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
-    def start(self) -> None:
-        """Listen. Clients can connect when this returns."""
-        self._sock.listen()
-        self._thread.start()
-
     def run(self) -> None:
         """Decode on this thread until the end. Errors: whatever the engine raises, after all clients got an error."""
         service = self.service
         room = service.session.plan.capacity
         how = f" (--max_length {room}, which is the model's context)" if room < self._max_length else ""
+        self._thread.start()
         say(f"serving {service.session.name} on {self.url}{how}")
         try:
             service.scheduler.run()

@@ -21,17 +21,17 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from tyro.conf import arg
 
+from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
-from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, milliseconds
+from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import GenerationSpec
 
 # A step takes a chunk of a prompt and a round: one that takes longer than this many seconds hangs.
 HUNG_SECONDS = 120.0
-RETRY_SECONDS = 1
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(2**i for i in range(15))
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or a conversation
@@ -170,8 +170,7 @@ class Service(Collector):
         Failure for what cannot be answered."""
         self.require_health()
         if len(self.answers) >= self._n_rows + self.limits.max_queue:
-            headers = {"Retry-After": str(RETRY_SECONDS)}
-            raise Failure(429, "overloaded", "the queue is full: try again later", headers=headers)
+            raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         self._check(spec, prompt)
         ends, index = self.plan.target.config.eos_tokens, next(self._numbers)
         request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
@@ -279,7 +278,7 @@ class Service(Collector):
         else:
             self.metrics.failures.labels(failure.kind if failure else CANCELLED).inc()
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "route": route}
-        line |= {"status": status, "total_ms": milliseconds(seconds)}
+        line |= {"status": status, "total_ms": rounded(1e3 * seconds)}
         if answer is not None:
             line |= {"id": answer.request.index, **answer.log()}
             if self._log_prompts:

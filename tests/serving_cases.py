@@ -129,7 +129,6 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
         except BaseException as error:
             failures.append(error)
 
-    server.start()
     thread = threading.Thread(target=run)
     thread.start()
     try:
