@@ -67,7 +67,7 @@ class Token:
 class Stops:
     """Cuts a text that grows at its first whole stop string; of several that end there, the longest counts.
 
-    keeps: the text ends behind the stop string, else before it. Then text that may begin a stop string is held back.
+    keeps: the text ends behind the stop string, else before it. Then text that may begin a stop string waits.
     """
 
     def __init__(self, stops: Sequence[str], keeps: bool) -> None:

@@ -78,7 +78,7 @@ def _failure_of(error: Exception) -> Failure:
         return error if isinstance(error, Failure) else internal(error)
     if isinstance(error.body, bytes):
         return Failure(422, "validation", "body: send JSON with `Content-Type: application/json`")
-    field, wrong = max(((_field(one["loc"]), one) for one in error.errors()), key=lambda pair: len(pair[0]))
+    field, wrong = max(((_field(wrong["loc"]), wrong) for wrong in error.errors()), key=lambda pair: len(pair[0]))
     if wrong["type"] == "json_invalid":
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
     says = "is not supported by this server" if wrong["type"] == "extra_forbidden" else wrong["msg"]
@@ -265,11 +265,11 @@ async def _chunks(answer: Answer, head: dict[str, Any], is_chat: bool, has_usage
 def _choice(
     answer: Answer, tokens: Sequence[Token], is_chat: bool, reason: str | None = None, is_chunk: bool = False
 ) -> dict[str, Any]:
-    """Return a choice with these tokens of an answer, which are all, or one chunk's."""
+    """Return a choice with these tokens of an answer: all of them, or those of a chunk."""
     has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
     if is_chat:
-        fields = [{"token": one.text, "logprob": one.logprob, "bytes": [*one.text.encode()]} for one in tokens]
-        logprobs: dict[str, Any] = {"content": [field | {"top_logprobs": []} for field in fields]}
+        fields = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
+        logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
         content: dict[str, Any] = {"delta" if is_chunk else "message": role | ({"content": text} if tokens else {})}
     else:

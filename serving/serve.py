@@ -1,4 +1,4 @@
-"""The command line of the server, and the process: rounds run on this thread, HTTP on another one of the first rank."""
+"""The command line of the server, and its process: rounds run on the main thread, HTTP on another of the first rank."""
 
 import asyncio
 import os

@@ -30,7 +30,7 @@ from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, interna
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import GenerationSpec
 
-# A step takes a chunk of a prompt and a round: one that takes longer than this many seconds hangs.
+# A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(2**i for i in range(15))
@@ -63,7 +63,7 @@ class Metrics:
         self.answered = counter("tgi_request_success", "Requests that were answered")
         self.failures = counter("tgi_request_failure", "Requests that failed, by the kind of the error", ["err"])
         self.prompt_tokens = counter("foretoken_prefill_tokens", "Prompt tokens that were run")
-        self.reused_tokens = counter("foretoken_reused_prompt_tokens", "Prompt tokens that a row still held")
+        self.reused_tokens = counter("foretoken_reused_prompt_tokens", "Prompt tokens that were still in a row")
         self.new_tokens = counter("foretoken_decode_tokens", "New tokens")
         drafts = "vllm:spec_decode_num_"
         self.rounds = counter(f"{drafts}drafts", "Rounds of a row with drafts")
@@ -145,7 +145,7 @@ class Service(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read, not counted."""
-        scheduler, running = self.scheduler, [one for one in self.answers.values() if one.first is not None]
+        scheduler, running = self.scheduler, [answer for answer in self.answers.values() if answer.first is not None]
         n_entries = sum(len(answer.request.prompt) + len(answer.tokens) for answer in running)
         share = n_entries / (self._n_rows * self.plan.capacity)
         yield GaugeMetricFamily("tgi_queue_size", "Requests that wait for a row", len(scheduler.waiting))
@@ -268,7 +268,7 @@ class Service(Collector):
             self.end(answer, "error", Failure(503, "unavailable", why))
 
     def close(self, route: str, answer: Answer | None, failure: Failure | None, status: int, seconds: float) -> None:
-        """Count and log a request that is over. failure: the answer's in place of tokens, if it was one."""
+        """Count and log a request that is over. failure: the error that was sent instead of tokens."""
         if answer is not None:
             self.end(answer, "refused" if failure else CANCELLED)  # nobody reads on
             failure = failure or answer.failure

@@ -185,10 +185,10 @@ def test_openais_client_knows_a_prompt_that_is_too_long(openai, stream, how, par
 def test_a_model_without_a_chat_template_or_a_draft(chat_checkpoint, alone: Alone, tmp_path):
     shutil.copytree(chat_checkpoint, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").unlink()
-    with serving(tmp_path / "model", "--gamma 0", PLAIN) as one:
-        assert one.ask("/v1/chat/completions", {"messages": MESSAGES}).json["error"]["param"] == "messages"
-        assert one.ask("/generate_stream", {"inputs": "abc", "parameters": {"chat": True}}).status == 422
-        info, details = one.get("/info").json, one.generate("abc", max_new_tokens=9)["details"]
+    with serving(tmp_path / "model", "--gamma 0", PLAIN) as server:
+        assert server.ask("/v1/chat/completions", {"messages": MESSAGES}).json["error"]["param"] == "messages"
+        assert server.ask("/generate_stream", {"inputs": "abc", "parameters": {"chat": True}}).status == 422
+        info, details = server.get("/info").json, server.generate("abc", max_new_tokens=9)["details"]
         assert info["chat"] is False and info["speculation"] is None
         assert details["speculation"]["drafted"] == 0
         assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)

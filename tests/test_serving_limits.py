@@ -25,8 +25,8 @@ TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def strict(chat_checkpoint):
-    with serving(chat_checkpoint, f"{LIMITS} --no_plain_requests") as one:
-        yield one
+    with serving(chat_checkpoint, f"{LIMITS} --no_plain_requests") as server:
+        yield server
 
 
 def refused_field(served: Served, path: str, body: Any, status: int = 422) -> str:
@@ -137,16 +137,16 @@ def test_a_chat_template_that_refuses(served: Served, monkeypatch):
 
 def test_a_key_is_wanted(chat_checkpoint, monkeypatch):
     monkeypatch.setenv(API_KEY, "sécret")
-    with serving(chat_checkpoint) as one:
+    with serving(chat_checkpoint) as server:
         body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
         good = {"Authorization": "bearer sécret".encode().decode("latin-1"), "Host": "name.example"}
         for path, data in ((TGI, body), (V1, {"prompt": "a"}), ("/metrics", None), ("/v1/models", None)):
             method = "GET" if data is None else "POST"
             for key in (None, "Bearer secret", "sécret", "Bearer sécret2", "Bearer ", "Basic sécret"):
                 headers = {} if key is None else {"Authorization": key.encode().decode("latin-1")}
-                assert one.ask(path, data, headers, method).status == 401
-            assert one.ask(path, data, good, method).status == 200
-        assert one.get("/health").status == one.get("/").status == 200
+                assert server.ask(path, data, headers, method).status == 401
+            assert server.ask(path, data, good, method).status == 200
+        assert server.get("/health").status == server.get("/").status == 200
 
 
 def test_other_names_lead_nowhere_without_a_key(served: Served):
@@ -180,16 +180,16 @@ def test_servers_that_cannot_be(chat_checkpoint, words):
 
 def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):
     monkeypatch.setattr(service, "HUNG_SECONDS", 0.3)
-    with serving(chat_checkpoint) as one:
-        goes_on, decoder = threading.Event(), one.server.service.scheduler._decoder
+    with serving(chat_checkpoint) as server:
+        goes_on, decoder = threading.Event(), server.server.service.scheduler._decoder
         step = decoder.step
         decoder.step = lambda: (goes_on.wait(5), step())[1]
-        assert one.get("/health").status == 200
-        waiting = one.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 3}})
-        one.until(lambda: one.get("/health").status == 503, "it is noticed")
+        assert server.get("/health").status == 200
+        waiting = server.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 3}})
+        server.until(lambda: server.get("/health").status == 503, "it is noticed")
         goes_on.set()
         assert waiting.getresponse().status == 200
-        one.until(lambda: one.get("/health").status == 200, "it goes on")
+        server.until(lambda: server.get("/health").status == 200, "it goes on")
 
 
 NASTY = st.recursive(

@@ -66,12 +66,8 @@ def test_answers_under_load_are_those_of_plain_decoding(served: Served, alone: A
             if rng.random() < 0.7:
                 connection.getresponse().readline()
 
-    def misuse() -> None:
-        assert served.ask(TGI, rng.choice([b"{", {"inputs": "a" * 500}, {"inputs": [1]}])).status in (400, 422)
-
     with ThreadPoolExecutor(16) as pool:
-        kinds = [check] * 7 + [leave] * 2 + [misuse]
-        for done in [pool.submit(kinds[number % 10]) for number in range(50)]:
+        for done in [pool.submit(check if number % 5 else leave) for number in range(50)]:
             done.result(120)
     served.until_idle()
     metrics = served.metrics()
@@ -127,16 +123,16 @@ def test_a_request_whose_client_leaves_while_it_waits_never_starts(served: Serve
 
 
 def test_a_full_queue(chat_checkpoint):
-    with serving(chat_checkpoint, "--max_queue 1 --max_batch 2") as one, slow(one):
-        taken = [one.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 60}}) for _ in range(3)]
-        one.until(lambda: len(one.answers) == 3, "full")
-        refused = one.ask(TGI, {"inputs": "b"})
+    with serving(chat_checkpoint, "--max_queue 1 --max_batch 2") as server, slow(server):
+        taken = [server.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 60}}) for _ in range(3)]
+        server.until(lambda: len(server.answers) == 3, "full")
+        refused = server.ask(TGI, {"inputs": "b"})
         assert refused.status == 429 and refused.json["error_type"] == "overloaded"
         assert int(refused.headers["retry-after"]) >= 1
-        refused = one.ask(V1, {"prompt": "b"})
+        refused = server.ask(V1, {"prompt": "b"})
         assert refused.status == 429 and refused.json["error"]["type"] == "rate_limit_error"
         assert [connection.getresponse().status for connection in taken] == [200] * 3
-        assert one.ask(TGI, {"inputs": "b", "parameters": {"max_new_tokens": 2}}).status == 200
+        assert server.ask(TGI, {"inputs": "b", "parameters": {"max_new_tokens": 2}}).status == 200
 
 
 def test_a_mistake_of_the_server_fails_a_single_request(served: Served, alone: Alone, monkeypatch, capsys, caplog):
@@ -180,32 +176,34 @@ def test_logits_that_are_not_finite_end_a_single_request(served: Served, monkeyp
 def test_failures_are_counted_by_their_kinds(chat_checkpoint):
     """Also requests that take too long."""
     flags = "--api_key k --request_seconds 0.5 --max_batch 1 --max_body_bytes 900"
-    with serving(chat_checkpoint, flags) as one, slow(one, 0.05):
+    with serving(chat_checkpoint, flags) as server, slow(server, 0.05):
         key, body = {"Authorization": "Bearer k"}, {"inputs": "a", "parameters": LONG}
-        assert one.ask(TGI, body).status == 401
-        assert one.ask(TGI, {"inputs": 3}, key).status == one.ask(TGI, {"inputs": ""}, key).status == 422
-        assert one.ask(TGI, {"inputs": "a" * 1000}, key).status == 413
-        assert one.ask(TGI, {"inputs": "a" * 400}, key).status == 422
-        late = one.ask(TGI, body, key)
+        assert server.ask(TGI, body).status == 401
+        assert server.ask(TGI, {"inputs": 3}, key).status == server.ask(TGI, {"inputs": ""}, key).status == 422
+        assert server.ask(TGI, {"inputs": "a" * 1000}, key).status == 413
+        assert server.ask(TGI, {"inputs": "a" * 400}, key).status == 422
+        late = server.ask(TGI, body, key)
         assert late.status == 504 and late.headers["x-should-retry"] == "false"
-        late = one.ask(STREAM, body, key)
+        late = server.ask(STREAM, body, key)
         assert late.status == 200 and len(late.events) > 2 and late.events[-1]["error_type"] == "timeout"
-        with closing(one.connect()) as gone:
+        with closing(server.connect()) as gone:
             gone.request("POST", TGI, json.dumps(body), {"Content-Type": "application/json", **key})
-            one.until(lambda: bool(one.answers), "a request")
-        one.until(lambda: not one.answers, "its end")
+            server.until(lambda: bool(server.answers), "a request")
+        server.until(lambda: not server.answers, "its end")
         kinds = {"validation": 2, "too_large": 1, "context_length_exceeded": 1, "timeout": 2, "cancelled": 1}
         expected = {f'tgi_request_failure{{err="{kind}"}}': n for kind, n in (kinds | {"unauthorized": 1}).items()}
-        one.until(lambda: expected.items() <= one.metrics(**key).items(), "all are counted")
+        server.until(lambda: expected.items() <= server.metrics(**key).items(), "all are counted")
 
 
-def test_metrics_and_the_log_add_up(chat_checkpoint, capsys):
-    with serving(chat_checkpoint) as one:
+@pytest.mark.parametrize("flags", ["", "--log_prompts"])
+def test_metrics_and_the_log_add_up(chat_checkpoint, capsys, flags):
+    """The log has texts only if that is wanted."""
+    with serving(chat_checkpoint, flags) as server:
         with ThreadPoolExecutor(6) as pool:
             parameters = [{"max_new_tokens": n, "temperature": 0.9, "seed": n} for n in range(5, 35, 5)]
-            details = [*pool.map(lambda how: one.generate("count", **how)["details"], parameters)]
-        one.until_idle()
-        metrics = one.metrics()
+            details = [*pool.map(lambda how: server.generate("hello", **how)["details"], parameters)]
+        server.until_idle()
+        metrics = server.metrics()
     sums = {name: sum(each["speculation"][name] for each in details) for name in ("rounds", "drafted", "accepted")}
     n_new = sum(each["generated_tokens"] for each in details)
     assert metrics["tgi_request_skipped_tokens_sum"] == sums["accepted"] > 0
@@ -222,54 +220,44 @@ def test_metrics_and_the_log_add_up(chat_checkpoint, capsys):
         assert metrics[f"tgi_request_{name}_count"] == 6
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     assert sum(line["timings"]["predicted_n"] for line in lines) == n_new
+    assert ("hello" in json.dumps(lines)) is bool(flags)
     assert all(0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"] for line in lines)
 
 
-@pytest.mark.parametrize("flags", ["", "--log_prompts"])
-def test_the_log_has_no_text_unless_that_is_wanted(chat_checkpoint, capsys, flags):
-    with serving(chat_checkpoint, flags) as one:
-        one.generate("confidential", max_new_tokens=4)
-        one.ask(V1, {"prompt": 3})
-        one.until_idle()
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    assert [(line["route"], line["status"]) for line in lines] == [(TGI, 200), (V1, 422)]
-    assert ("confidential" in json.dumps(lines)) is bool(flags)
-
-
 def test_draining_answers_what_is_there(chat_checkpoint, alone: Alone):
-    with serving(chat_checkpoint, "--max_batch 2") as one, slow(one):
-        waiting = [one.begin(TGI, {"inputs": f"{i}", "parameters": {"max_new_tokens": 40}}) for i in range(4)]
-        one.until(lambda: len(one.answers) == 4, "four requests")
-        one.server.drain(20)
+    with serving(chat_checkpoint, "--max_batch 2") as server, slow(server):
+        waiting = [server.begin(TGI, {"inputs": f"{i}", "parameters": {"max_new_tokens": 40}}) for i in range(4)]
+        server.until(lambda: len(server.answers) == 4, "four requests")
+        server.server.drain(20)
         time.sleep(0.3)
         with pytest.raises(OSError):
-            one.get("/health")
+            server.get("/health")
         answers = [json.loads(connection.getresponse().read())["generated_text"] for connection in waiting]
         assert answers == [alone.text(f"{i}", 40) for i in range(4)]
-        one.thread.join(20)
-        assert not one.thread.is_alive() and not one.failures
+        server.thread.join(20)
+        assert not server.thread.is_alive() and not server.failures
 
 
 def test_draining_has_an_end(chat_checkpoint):
-    with serving(chat_checkpoint, "--max_batch 1") as one, slow(one, 0.05):
-        whole, waiting = (one.begin(TGI, {"inputs": "a", "parameters": LONG}) for _ in range(2))
-        one.until(lambda: len(one.answers) == 2, "two requests")
-        one.server.drain(0.2)
+    with serving(chat_checkpoint, "--max_batch 1") as server, slow(server, 0.05):
+        whole, waiting = (server.begin(TGI, {"inputs": "a", "parameters": LONG}) for _ in range(2))
+        server.until(lambda: len(server.answers) == 2, "two requests")
+        server.server.drain(0.2)
         assert [connection.getresponse().status for connection in (whole, waiting)] == [503, 503]
-        one.thread.join(10)
-        assert not one.thread.is_alive()
+        server.thread.join(10)
+        assert not server.thread.is_alive()
 
 
 def test_an_engine_that_fails_ends_every_request(chat_checkpoint, monkeypatch):
-    with serving(chat_checkpoint, "--max_batch 1") as one:
-        with slow(one):
-            streamed, waiting = (one.begin(path, {"inputs": "a", "parameters": LONG}) for path in (STREAM, TGI))
+    with serving(chat_checkpoint, "--max_batch 1") as server:
+        with slow(server):
+            streamed, waiting = (server.begin(path, {"inputs": "a", "parameters": LONG}) for path in (STREAM, TGI))
             response = streamed.getresponse()
             assert b'"index": 1,' in response.readline()
-            monkeypatch.setattr(one.server.service.scheduler._decoder, "step", lambda: 1 // 0)
+            monkeypatch.setattr(server.server.service.scheduler._decoder, "step", lambda: 1 // 0)
             *_, last = response.read().split(b"\n\n")[:-1]
         assert json.loads(last.removeprefix(b"data: "))["error_type"] == "unavailable"
         refused = waiting.getresponse()
         assert refused.status == 503 and b"ZeroDivisionError" in refused.read()
-        one.thread.join(10)
-        assert [type(error) for error in one.failures] == [ZeroDivisionError]
+        server.thread.join(10)
+        assert [type(error) for error in server.failures] == [ZeroDivisionError]

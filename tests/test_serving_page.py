@@ -74,11 +74,11 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     pauses = [0.5 if end == inside else 0.001 for end in ends]
     cut = [whole[start:end] for start, end in pairwise([0, *ends])]
     send(fake, page, [part for both in zip(cut, pauses, strict=True) for part in both])
-    classes = page.locator(".text span").evaluate_all("all => all.map(one => one.className)")
-    assert classes == ["prefill", "draft", "draft", "own", "draft", "own break"]
+    classes = page.locator(".text span").evaluate_all("all => all.map((token) => token.className)")
+    assert classes == ["prefill", "draft", "draft", "target", "draft", "target break"]
     assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
-    assert (shown := figures(page)).pop("first token").endswith(" s")
-    assert shown == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
+    assert (found := figures(page)).pop("first token").endswith(" s")
+    assert found == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
     expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
 
 
@@ -170,7 +170,7 @@ def test_side_by_side_of_the_same_tokens(fake, page):
     assert before == after | {"speculate": False} and after["speculate"]
     assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
     assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
-    assert page.locator(".text").first.locator(".draft, .own, .prefill").count() == 0
+    assert page.locator(".text").first.locator(".draft, .target, .prefill").count() == 0
     assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.67"
 
 
@@ -208,7 +208,7 @@ def test_by_keys_alone(fake, page):
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    said.to_contain_text("token 4, id 3, log-probability -1.500 (p = 0.22), round 1, the target's own")
+    said.to_contain_text("token 4, id 3, log-probability -1.500 (p = 0.22), round 1, from the target")
     page.keyboard.press("Escape")
     said.to_be_empty()
 
@@ -227,5 +227,5 @@ def test_a_model_says_the_same_with_and_without_speculation(served, tab, tempera
     texts = [text.evaluate("text => text.textContent") for text in tab.locator(".text").all()]
     assert texts[0] == texts[1] and first["tokens"] == second["tokens"]
     assert float(second["tokens per round"]) > 1 and 0 < float(second["acceptance rate"]) <= 1
-    n_drafts, n_own, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "own", "prefill"))
-    assert n_drafts and n_own and n_prefilled == 1 and n_drafts + n_own + n_prefilled == int(second["tokens"])
+    n_drafts, n_plain, n_prefilled = (tab.locator(f".text .{kind}").count() for kind in ("draft", "target", "prefill"))
+    assert n_drafts and n_plain and n_prefilled == 1 and n_drafts + n_plain + n_prefilled == int(second["tokens"])

@@ -30,8 +30,8 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert session.plan.capacity == session.runner.cache.capacity == 320 and session.prompts == []
     kept = {*costs_folder.iterdir()}
     costs = [json.loads(file.read_text()) for file in kept]
-    assert {one["key"]["context"] for one in costs} == {25, 9}  # 80 and 5 tokens
-    assert all(one["key"]["rows"] == 4 and one["costs"].keys() == {"2", "4"} for one in costs)
+    assert {saved["key"]["context"] for saved in costs} == {25, 9}  # 80 and 5 tokens
+    assert all(saved["key"]["rows"] == 4 and saved["costs"].keys() == {"2", "4"} for saved in costs)
     assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
     assert not session.runner.cache.notes  # and no request goes on behind it
     open_session(flags.config(), flags.batch)
@@ -57,8 +57,8 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
 
 
 def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
-    with serving(chat_checkpoint, "--gamma 0 --max_length 4000", PLAIN) as one:
-        assert one.get("/info").json["max_total_tokens"] == 399
+    with serving(chat_checkpoint, "--gamma 0 --max_length 4000", PLAIN) as server:
+        assert server.get("/info").json["max_total_tokens"] == 399
     assert "--max_length 400" in capsys.readouterr().err
 
 
@@ -90,26 +90,26 @@ def forwards(served: Served) -> list[tuple[int, int]]:
 def test_without_reuse_every_token_of_a_prompt_is_run(chat_checkpoint):
     """Also of the same prompt again, of a prompt that begins with it, and of prompts at the same time."""
     guess, other = "the password is swordfish", "something else"
-    with serving(chat_checkpoint, "--no_prefix_reuse") as one, ThreadPoolExecutor(3) as pool:
-        ran = forwards(one)
+    with serving(chat_checkpoint, "--no_prefix_reuse") as server, ThreadPoolExecutor(3) as pool:
+        ran = forwards(server)
         for texts in ([guess, other], [guess], [guess + " not"], [guess, guess, other], [guess[:20]]):
             ran.clear()
-            timings = [*pool.map(lambda text: one.generate(text, max_new_tokens=6)["details"]["timings"], texts)]
-            n_tokens = [1 + len(text) for text in texts]  # one a byte, and the first
+            timings = [*pool.map(lambda text: server.generate(text, max_new_tokens=6)["details"]["timings"], texts)]
+            n_tokens = [1 + len(text) for text in texts]  # of each byte, and the first
             assert [timing["prompt_n"] for timing in timings] == n_tokens
             assert {timing["cache_n"] for timing in timings} == {0}
             assert sum(n for rows, n in ran if rows == 1) == sum(n_tokens)
-        answer = one.ask("/v1/completions", {"prompt": guess, "max_tokens": 2})
+        answer = server.ask("/v1/completions", {"prompt": guess, "max_tokens": 2})
         assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert one.metrics()["foretoken_reused_prompt_tokens_total"] == 0
+        assert server.metrics()["foretoken_reused_prompt_tokens_total"] == 0
 
 
 def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
-    with serving(chat_checkpoint, "--prefill_tokens 16") as one:
-        ran = forwards(one)
-        stream = one.begin("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 100}}).getresponse()
+    with serving(chat_checkpoint, "--prefill_tokens 16") as server:
+        ran = forwards(server)
+        stream = server.begin("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 100}}).getresponse()
         stream.readline()
-        answer = one.generate("b" * 200, max_new_tokens=5)
+        answer = server.generate("b" * 200, max_new_tokens=5)
         assert [token["id"] for token in answer["details"]["tokens"]] == alone.tokens("b" * 200, 5)
         assert stream.read().count(b"data: ") == 99
     chunks = [place for place, (rows, n) in enumerate(ran) if rows == 1 and n == 16]
@@ -127,9 +127,9 @@ def test_log_probabilities_are_the_models_own(served: Served, alone: Alone):
 
 
 def test_rejection_accepts_drafts(chat_checkpoint):
-    with serving(chat_checkpoint, "--verification rejection") as one:
-        assert one.get("/info").json["verification"] == "rejection"
-        details = one.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
+    with serving(chat_checkpoint, "--verification rejection") as server:
+        assert server.get("/info").json["verification"] == "rejection"
+        details = server.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
         assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
         assert details["speculation"]["accepted"] > 0
 
@@ -140,7 +140,7 @@ def test_graphs_go_with_the_server(chat_checkpoint, monkeypatch):
     monkeypatch.setattr("bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cpu:0")
     monkeypatch.setattr("bench.memory.available_bytes", lambda device: 2**40)
-    with serving(chat_checkpoint, "--attention torch") as one:
-        one.generate("abc", max_new_tokens=20)
+    with serving(chat_checkpoint, "--attention torch") as server:
+        server.generate("abc", max_new_tokens=20)
         assert graphs and not all(graph.is_destroyed for graph in graphs)
     assert all(graph.is_destroyed for graph in graphs)

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +12,7 @@ from serving_cases import Alone
 from engine.stats import Counts
 from models.checkpoints.text_stream import MOST_HELD, TextStream
 from models.checkpoints.tokenizer import Tokenizer
-from serving.answers import Answer, Failure, Stops
-from serving.app import _tgi_events
+from serving.answers import Answer, Stops
 from serving.scheduler import ServedRequest, Update
 
 TEXTS = st.text("ab.", max_size=14)
@@ -89,19 +87,6 @@ def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
         stream, tokens = TextStream(counting), [*tokens, *alone.tokenizer.encode("b€", add_bos=False)]  # type: ignore[arg-type]
         assert "".join(map(stream.add, tokens)) + stream.rest() == alone.tokenizer.decode(tokens)
         assert counting.most <= 2 * MOST_HELD
-
-
-def test_the_last_event_of_what_failed_is_the_failure(alone: Alone):
-    async def told() -> list[dict[str, Any]]:
-        answer, found = answer_of(alone.tokenizer, []), list[dict[str, Any]]()
-        answer.take(update([65, 66], 0))
-        answer.end("timeout", Failure(504, "timeout", "late"))  # nothing has been written yet
-        with pytest.raises(Failure):
-            async for events in _tgi_events(answer, ""):
-                found += events
-        return found
-
-    assert [(event["generated_text"], event["details"]) for event in asyncio.run(told())] == [(None, None)] * 2
 
 
 def test_what_comes_behind_a_stop_string_is_nobodys(alone: Alone):
