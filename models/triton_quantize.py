@@ -88,8 +88,8 @@ def wrong_on(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str
     rows, scales = quantize(x := torch.randn(3, 200, generator=generator), torch.int8)
     sums, packed = (torch.randint(-(2**31), 2**31, n, generator=generator).int() for n in ((5, 200), (2, 3, 32, 2)))
     grids = torch.randint(-7, 8, (6, 16, 2), generator=generator).bfloat16()  # Triton's interpreter cuts off bits
-    given = [one.to(device) for one in (x, sums, x[0], scales, packed, grids)]
-    found = *run(plan_rows(given[0], 5)), run(plan_products(*given[1:4], dtype=x.dtype)), run(plan_weights(*given[4:]))
+    on, factors, by, words, steps = (one.to(device) for one in (x, sums, scales, packed, grids))
+    found = *run(plan_rows(on, 5)), run(plan_products(factors, on[0], by, x.dtype)), run(plan_weights(words, steps))
     wanted = F.pad(rows, (0, 0, 0, 2)), scales, sums[:3] * x[0] * scales[:, None], dequantize(packed, grids)
     equal = [torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True)]
     return None if all(equal) else f"activations, their scales, products, weights: {equal}"
