@@ -55,6 +55,13 @@ def missing_launcher() -> str | None:
     return None
 
 
+def triton_reads(entries: torch.Tensor) -> bool:
+    """Return whether Triton's kernels run here and read such entries of a cache. Only Ada and Hopper convert float8."""
+    if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
+        return False
+    return entries.dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(entries.device) >= (8, 9)
+
+
 def works(trial: Callable[[], str | None], does: str) -> bool:
     """Return whether a trial of kernels ends and returns None, not what is wrong; else say that PyTorch `does` that."""
     try:

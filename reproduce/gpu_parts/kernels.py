@@ -19,6 +19,7 @@ from common.launch import Launch
 from common.say import dtype_name
 from engine import triton_draws
 from kv_cache import Full, QuantizedKVCache, VerifyTopK
+from kv_cache.choosing import plan_choice
 from kv_cache.entries import KV, NOTED, Packed, largest
 from kv_cache.packing import plan_packing
 from kv_cache.verify_topk import Choice
@@ -119,7 +120,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
         own, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
         choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
         shares = empty(BATCH, 4, N_KV_HEAD, n_slot // NOTED)
-        launch = triton_backend.plan_choice(own, 0, full, 0, shares, choice)
+        launch = plan_choice(own, 0, full, 0, shares, choice)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
