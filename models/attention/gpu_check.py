@@ -69,7 +69,7 @@ def _compared(name: str) -> Choice:
     rows, wrong = check(__name__, name)
     if not rows:
         raise BuildError(wrong or "its check has no cases")
-    return Choice(None if wrong else name, "", [wrong] if wrong else [], {name: rows})
+    return Choice(None if wrong else name, [wrong] if wrong else [], {name: rows})
 
 
 def _version(package: str) -> str | None:
