@@ -67,9 +67,7 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
     """Raise ConfigError unless every one of `count` ranks gets a KV head."""
     if count > config.n_kv_head:
         most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
-        fix = (
-            f"use at most {most} ranks (torchrun --nproc_per_node), or replicas of the model ({flag('data_parallel')})"
-        )
+        fix = f"use at most {most} ranks (torchrun --nproc_per_node), or replicas ({flag('data_parallel')})"
         raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
 
 
