@@ -1,11 +1,9 @@
-"""Compare a kernel with PyTorch on small cases, and time both.
+"""Compare a kernel with PyTorch on small cases, and time both: python -m models.kernel_check MODULE LIBRARY
 
-    python -m models.kernel_check MODULE CANDIDATE
-
-MODULE has `cases()`, `candidate(library)`, which returns what a case computes with, and PyTorch's `REFERENCE`.
-CANDIDATE is a library's file, or a name that the module knows. Prints a line of JSON for each kind of input: the
-largest "error" relative to the largest number of a row, "allowed", "ms" and "pytorch_ms". `models.cpp_build` runs this
-in a separate process, since a wrong kernel may crash it.
+MODULE has `cases()`, `candidate(library)`, which returns what the cases compute with, and PyTorch's `REFERENCE`;
+LIBRARY is a file, or a name that MODULE knows. Prints a line of JSON for each kind of input: the largest "error",
+relative to the largest number of a row, "allowed", "ms" and "pytorch_ms". `models.cpp_build` runs this in a separate
+process, which a wrong kernel may crash.
 """
 
 import ctypes
@@ -19,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from models.cpp_build import BuildError
 
 REPEATS = 15
 Results = tuple[Tensor, ...]
@@ -45,10 +41,7 @@ class Case(NamedTuple):
 
 
 def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float]:
-    """Return each candidate's shortest time for all cases, on one thread.
-
-    The candidates take turns, so that other work on the machine disturbs all of them.
-    """
+    """Return each candidate's shortest time for all cases, on one thread; they take turns, so noise hits all."""
     best, n_thread = [float("inf")] * len(candidates), torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(REPEATS):
@@ -63,14 +56,14 @@ def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float
     return best
 
 
-def main(module: str, name: str) -> None:
-    suite = import_module(module)
-    candidate = suite.candidate(ctypes.CDLL(name) if Path(name).exists() else name)
-    kinds: dict[str, list[Case]] = {}
+@torch.inference_mode()
+def main(module: str, library: str) -> None:
+    suite, kinds = import_module(module), dict[str, list[Case]]()
+    candidate = suite.candidate(ctypes.CDLL(library) if Path(library).exists() else library)
     for case in suite.cases():
         kinds.setdefault(case.what, []).append(case)
-    for what, cases in kinds.items():
-        # NaN, which compares with nothing, counts as the largest.
+    for what, cases in sorted(kinds.items()):
+        # A NaN counts as the largest error; by itself it compares with no number.
         error = max((case.error(candidate) for case in cases), key=lambda error: (error != error, error))
         ms, pytorch_ms = milliseconds([case for case in cases if case.is_timed], [candidate, suite.REFERENCE])
         row = {"what": what, "error": error, "allowed": cases[0].allowed, "ms": ms, "pytorch_ms": pytorch_ms}
@@ -78,8 +71,4 @@ def main(module: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        with torch.inference_mode():
-            main(*sys.argv[1:])
-    except BuildError as error:  # from `candidate`
-        sys.exit(str(error))
+    main(*sys.argv[1:])

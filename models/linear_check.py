@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.say import dtype_name
+from kv_cache.entries import quantize
 from models import linear_cpp
 from models.kernel_check import Case, Results
 from models.quantize import round_to_uint8
@@ -41,8 +42,7 @@ def layers() -> Iterator[Layer]:
     in_16_bits = linear_cpp.pack_bfloat16(halved)
     yield Layer(16, in_16_bits, None, halved, lambda x: ops.mkldnn._linear_pointwise(x, *blocked), 0)
 
-    scale = weight.abs().amax(dim=1) / 127
-    q = (weight / scale[:, None]).round().to(torch.int8)
+    q, scale = quantize(weight, torch.int8)
     prepacked = ops.onednn.qlinear_prepack(q, None), scale, torch.zeros(D_OUT, dtype=torch.int32)
 
     def in_8_bits(x: Tensor) -> Tensor:

@@ -1,37 +1,24 @@
-"""Print which kernels this machine uses for attention and around it, and what their checks found.
-
-    python -m models.attention --check
-
-repeats the checks. A kernel is also checked when it is first used.
-"""
+"""Print which kernels this machine uses for attention and around it, and what their checks found."""
 
 from dataclasses import dataclass
 
 import torch
 
 from common import cli
-from common.tables import Column, console
 from models.attention.gpu_check import checked
 from models.cpp_build import KERNELS, BuildError, choose
 
-COLUMNS = [
-    *(Column(key, head, align="<") for key, head in (("kernel", "kernel"), ("build", "build"), ("what", "inputs"))),
-    Column("error", "max error", ".1e"),
-    Column("allowed", "allowed", ".1e"),
-    Column("ms", "ms", ".3f"),
-    Column("pytorch_ms", "PyTorch, ms", ".3f"),
-    Column(lambda row: "right" if row["error"] <= row["allowed"] else "wrong", "verdict", align="<"),
-]
+ROW = "{kernel:9} {build:6} {what:36} error {error:.1e} of {allowed:.1e}, {ms:.3f} ms, PyTorch {pytorch_ms:.3f} ms"
 
 
 @dataclass(frozen=True)
 class Flags:
     check: bool = False
-    """check the kernels again, whatever is remembered"""
+    """repeat checks whose results are stored"""
 
 
 def main(flags: Flags) -> None:
-    rows, used = [], []
+    used = []
     for kernel in (*KERNELS, *(("triton", "flash") if torch.cuda.is_available() else ())):
         try:
             cpp = kernel in KERNELS
@@ -39,9 +26,12 @@ def main(flags: Flags) -> None:
         except BuildError as error:
             used.append(f"{kernel}: not used; {error}")
             continue
-        rows += [{"kernel": kernel, "build": build} | row for build, found in choice.checked.items() for row in found]
         used.append("; ".join([f"{kernel}: {choice.build or 'not used'}", *choice.refused]))
-    print(console(rows, COLUMNS), *used, sep="\n")
+        for build, rows in choice.checked.items():
+            for row in rows:
+                verdict = "right" if row["error"] <= row["allowed"] else "wrong"
+                print(f"{ROW.format(kernel=kernel, build=build, **row)}: {verdict}")
+    print(*used, sep="\n")
 
 
 if __name__ == "__main__":

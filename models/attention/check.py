@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 # bits; over int8 entries queries are rounded to 15 bits.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 ALLOWED_OVER_INT8 = 1e-3
-SHAPES = ((64, 3, None), (128, 4, 200))  # head_dim, query heads of a KV head, sliding window
+Shape = tuple[int, int, int | None]  # head_dim, query heads per KV head, sliding window
+SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
 BLOCKS = (1, 5, 40)  # tokens: the last is a chunk, of more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
@@ -32,32 +33,18 @@ candidate, REFERENCE = CppAttention, TorchAttention()
 def cases() -> Iterator[Case]:
     """Yield cases of queries in every dtype over entries in every storage: a token, a block and a chunk."""
     for dtype, storage, shape, n_token in product(DTYPES, (*ENTRIES, IN_4_BITS), SHAPES, BLOCKS):
-        what = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}"
-        yield from cases_of(what, dtype, storage, *shape, n_token)
+        yield from cases_of(dtype, storage, shape, n_token)
 
 
-def cases_of(
-    what: str,
-    dtype: torch.dtype,
-    storage: Any,
-    head_dim: int,
-    group: int,
-    window: int | None,
-    n_token: int,
-    device: str = "cpu",
-) -> tuple[Case, Case]:
+def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, device: str = "cpu") -> tuple[Case, Case]:
     """Return two cases over some rows of a cache: attention of a block, and whether each token has equal bits alone."""
-    generator = torch.Generator("cpu").manual_seed(n_token)
+    (head_dim, group, window), generator = shape, torch.Generator().manual_seed(n_token)
+    in_4_bits, capacity = storage == IN_4_BITS, PART + 400
+    config, stored = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), dtype if in_4_bits else storage
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(device)
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
 
-    config, capacity, in_4_bits = (
-        ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999),
-        PART + 400,
-        storage == IN_4_BITS,
-    )
-    stored = dtype if in_4_bits else storage
     lengths = {3: PART + 300, 0: 3, 1: 411}  # by row; row 2 has none
     cache: KVCache = FullKVCache(config, 4, capacity, device, stored)
     new = normal(4, capacity, 2, 2, head_dim)
@@ -94,6 +81,6 @@ def cases_of(
     exact = exact._replace(rows=None if in_4_bits else kv.rows)
     expected = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
     allowed = ALLOWED_OVER_INT8 if (dtype, storage) == (torch.float32, torch.int8) else ALLOWED[dtype]
-    is_timed = n_token <= MAX_BLOCK and head_dim == SHAPES[0][0]
-    never = (torch.zeros(q.shape, device=device),)
-    return Case(what, allowed, compute, expected, is_timed), Case(what, allowed, differs, never, False)
+    what, nowhere = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}", torch.zeros(q.shape, device=device)
+    is_timed = n_token <= MAX_BLOCK and shape == SHAPES[0]
+    return Case(what, allowed, compute, expected, is_timed), Case(what, allowed, differs, (nowhere,), False)
