@@ -58,7 +58,7 @@ def convert(
     in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
-        raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
+        raise ConfigError("a shallower model would overwrite its source", flag("out_dir"), out_dir, required, fix)
     if not in_place and (found := _foreign_files(out_dir)):
         required, fix = "a new folder, or an earlier conversion's", f"choose another folder with {flag('out_dir')}"
         raise CheckpointError("the folder has other files", f"{flag('out_dir')} {out_dir}", found, required, fix)

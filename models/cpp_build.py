@@ -170,14 +170,11 @@ def build_library(name: str, build: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Compiled elsewhere, then moved: other processes may read the file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-        compile_ = [*_compiler(), *COMPILE, *BUILDS[build]]
+        compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
-        link = [word for word in compile_ if word != "-fopenmp"]
-        for command in (
-            [*compile_, "-c", str(KERNELS[name][0]), "-o", str(compiled)],
-            [*link, "-shared", str(compiled), "-o", str(linked)],
-        ):
+        compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
+        for words in (compile_, ["-shared", compiled, "-o", linked]):
+            command = [*_compiler(), *words]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         os.replace(linked, library)
     return library

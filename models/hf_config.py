@@ -32,7 +32,7 @@ def only(*values: Any) -> Rule:
 
 
 def of_type(name: str, *types: type) -> Rule:
-    """Accept values of these types: transformers reads others differently, or not at all."""
+    """Accept values of these types; transformers reads other types differently, or not at all."""
     return Rule(name, lambda value: type(value) in types)
 
 

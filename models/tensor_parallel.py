@@ -1,7 +1,7 @@
 """Tensor parallelism, applied from outside the model (Megatron-LM, arXiv 1909.08053, section 3).
 
 Attention and feed-forward each split their first linear layer by columns (heads; units) and their second by rows, so
-each ends in one all-reduce. Query heads stay with their KV head. Embedding and head are split by the vocabulary.
+each ends in an all-reduce. Query heads stay with their KV head. Embedding and head are split by the vocabulary.
 Sizes need not divide evenly: parts differ by at most one KV head, unit or token id.
 """
 
@@ -64,7 +64,7 @@ def vocab_widths(vocab_size: int, count: int) -> list[int]:
 
 
 def check_count(config: ModelConfig, count: int, where: str) -> None:
-    """Raise ConfigError unless every one of `count` ranks gets a KV head."""
+    """Raise ConfigError if `count` ranks are more than the KV heads."""
     if count > config.n_kv_head:
         most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
         fix = f"use at most {most} ranks (torchrun --nproc_per_node), or replicas ({flag('data_parallel')})"

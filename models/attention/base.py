@@ -9,7 +9,7 @@ from torch import Tensor
 from kv_cache.entries import KV
 from kv_cache.over import Slots
 
-# Tokens per row up to which a block is decoded, drafted or verified; a longer one is a prefill chunk.
+# The most tokens per row of a block that is decoded, drafted or verified; longer blocks are chunks of a prefill.
 MAX_BLOCK = 16
 
 

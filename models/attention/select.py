@@ -16,8 +16,10 @@ from models.names import BACKENDS
 
 
 class Selection(NamedTuple):
+    """A backend, and the reason for it in words."""
+
     backend: AttentionBackend
-    why: str  # for people: what speaks for the backend, or against others
+    why: str
 
 
 def select_backend(
