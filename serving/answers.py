@@ -76,10 +76,9 @@ class Stops:
     def add(self, text: str, is_last: bool = False) -> tuple[str, bool]:
         """Return the text that can be sent, and whether a stop string has ended the answer."""
         self._text += text
-        found = [(self._text.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in self._text]
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._text.find(stop)) >= 0]
         if found:
-            end, minus = min(found)
-            end += 0 if self._keeps else minus
+            end = min(found)[0 if self._keeps else 1]
         elif self._keeps or is_last:
             end = len(self._text)
         else:

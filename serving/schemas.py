@@ -13,6 +13,7 @@ from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 # Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
+LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Fields that clients know and this server lacks, with the values that ask for nothing. Some clients always send them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "typical_p"), (1,)),
@@ -163,7 +164,5 @@ class ChatCompletion(OpenAISpec):
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[Count | None, Field(validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))] = (
-        None
-    )
+    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None
     logprobs: Switch = False
