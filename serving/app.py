@@ -268,7 +268,7 @@ def _choice(
     """Return a choice with these tokens of an answer: all of them, or those of a chunk."""
     has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
     if is_chat:
-        fields = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
+        fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
         logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
         content: dict[str, Any] = {"delta" if is_chunk else "message": role | ({"content": text} if tokens else {})}
