@@ -19,7 +19,7 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
         logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
-        cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)
+        cache.prefilled[row] = Prefilled(model, tuple(prompt), logits, None)
 
 
 def randomise(cache: KVCache) -> None:

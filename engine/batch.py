@@ -51,7 +51,7 @@ class Batch:
         further._longest = self._longest + most
         return further
 
-    def of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
+    def view_of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
         """A cache's rows of this batch; with gamma, only the slots that a round of so many drafts can take."""
         rows = slice(None) if self._is_whole else self.rows
         return cache.view(rows, None if gamma is None else self.extent(gamma))

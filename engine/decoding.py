@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from common.errors import ConfigError
-from engine.drafters import Drafter, Shown
+from engine.drafters import Drafter, RowUpdate
 from engine.modes import GREEDY, resolve_mode
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
@@ -161,7 +161,7 @@ class Decoder:
         torch.set_num_threads(1)
         try:
             for row, request in self._rows.busy():
-                to.fill_row(row, source, request.length, known=len(request.prompt))
+                to.fill_row(row, source, request.length, n_known=len(request.prompt))
         finally:
             torch.set_num_threads(n_threads)
 
@@ -214,7 +214,7 @@ class Decoder:
         reuses, drafters = self._reuses == "prefixes", self._pacing.drafters
         row = self._rows.place_for(request.prompt, reuses)
         if self._reuses == "nothing":
-            self._runner.cache.notes.pop(row, None)
+            self._runner.cache.prefilled.pop(row, None)
         request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, reuses)
         # One that has to take back more than a round's drafts may lack what its cache held before those.
         known = {
@@ -244,7 +244,7 @@ class Decoder:
     def _introduce(self, index: int) -> bool:
         """Show a drafter prompts that it does not know, until every rank is done; returns whether it can draft then."""
         began, follows_parts = time.perf_counter(), self._pacing.drafters[index].follows_parts
-        unknown, is_all = self._rows.unknown_to(index, self._prefill_tokens if follows_parts else None)
+        unknown, is_all = self._rows.catch_up_plan(index, self._prefill_tokens if follows_parts else None)
         if n_shown := self._show(index, unknown):
             self._progress.prefilled(n_shown)
             synchronize(self._runner.device, self._runner.ranks.timeout)
@@ -258,16 +258,16 @@ class Decoder:
         for row, request, length in rows:
             if (known := self._rows.followed[row].get(index, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
-                shown.append(Shown(row, request.id, text, known, request.draws(self._mode)))
+                shown.append(RowUpdate(row, request.id, text, known, request.draws(self._mode)))
                 self._rows.followed[row][index] = length
         self._pacing.drafters[index].follow(shown)
-        return sum(len(one.text) - one.known for one in shown)
+        return sum(len(one.tokens) - one.n_seen for one in shown)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         busy = self._rows.busy()
-        mode, whole = self._rounds.batch_for([request.sampling for _, request in busy], self._mode, self._filters)
+        mode, whole = self._rounds.batch_of_kind([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)
-        round_ = self._rounds.of(choice, batch, mode)
+        round_ = self._rounds.make_round(choice, batch, mode)
         with self._phase("resume"):
             if choice.drafter is not None:
                 n_ahead = self._pacing.drafters[choice.drafter].reads_current

@@ -31,7 +31,9 @@ class Outcome(NamedTuple):
     finite: list[int]
 
 
-def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
+def captured_part(
+    result: str | None, verifies: bool = False
+) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
     """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
     verifies: where the forward is observed it is captured apart; what a graph of it gives is compared once."""
 
@@ -88,12 +90,12 @@ class Round:
                 self.refresh()
         self.draft()
 
-    @_part(None)
+    @captured_part(None)
     def refresh(self) -> None:
         assert self.drafter is not None
         self.drafter.refresh(self.batch, self.gamma)
 
-    @_part("proposed")
+    @captured_part("proposed")
     def draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
         verification = self._new_verification()
@@ -104,7 +106,7 @@ class Round:
         """What the target verifies through."""
         return (self.drafter and self.drafter.verification_cache) or self.runner.cache
 
-    @_part("logits", verifies=True)
+    @captured_part("logits", verifies=True)
     def verify(self) -> Tensor:
         """One forward of the target over each row's current token and its drafts."""
         return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
@@ -112,7 +114,7 @@ class Round:
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
         positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
-        own = self.batch.of(self.verification_cache, self.gamma)
+        own = self.batch.view_of(self.verification_cache, self.gamma)
         observer = self.drafter.observer if self.drafter else None
         if observer is None:
             return self.runner.step(block, positions, own)
@@ -120,7 +122,7 @@ class Round:
         observer.observe(self.batch, block, states)
         return self.runner.model.logits(hidden)
 
-    @_part("decided", verifies=True)
+    @captured_part("decided", verifies=True)
     def accept(self) -> Tensor:
         """How many drafts of each row stand, and the token behind them, on every rank."""
         return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
@@ -136,10 +138,10 @@ class Round:
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
-    @_part(None)
+    @captured_part(None)
     def roll_back(self) -> None:
         """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
-        self.batch.of(self.runner.cache).rollback(self.batch.lengths)
+        self.batch.view_of(self.runner.cache).rollback(self.batch.lengths)
         if self.drafter is not None:
             self.drafter.rollback(self.batch)
 
@@ -167,7 +169,7 @@ class Rounds:
         self._runner, self._drafters = runner, drafters
         self._kind: tuple[str, Filters] | None = None
 
-    def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
+    def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """Return the mode of a round of those rows, and a batch of all rows with their filters.
 
         Where rounds are captured, there are few kinds of them: the mode is that of all requests so far, and filters are
@@ -202,7 +204,7 @@ class Rounds:
             runner.captured[key] = batch(), Captured(runner.graphs, lambda agrees: all(ranks.gathered(agrees)))
         return runner.captured[key]
 
-    def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
+    def make_round(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
         gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]

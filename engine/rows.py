@@ -71,7 +71,7 @@ class Rows:
         self._park(row, self._state[row].length + n_tokens)
         return self._state[row].length
 
-    def unknown_to(self, drafter: int, most: int | None) -> tuple[list[tuple[int, Request, int]], bool]:
+    def catch_up_plan(self, drafter: int, most: int | None) -> tuple[list[tuple[int, Request, int]], bool]:
         """How far a drafter is to be shown each busy row before it drafts, and whether it can draft then: as far as the
         prompts; but where it has missed more than `most` tokens, no more of those and of what a round has added."""
         busy = self.busy()
@@ -97,7 +97,7 @@ class Rows:
             self.computed, self._batch = computed, batch
             for row in filling:
                 if self._state[row].length == 0:  # it idles at position 0, and writes over what it may hold
-                    self._runner.cache.notes.pop(row, None)
+                    self._runner.cache.prefilled.pop(row, None)
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
             batch.set_rows(sampling, ids, [row for row, _ in computed])

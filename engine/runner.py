@@ -138,7 +138,7 @@ class ModelRunner:
         chunks, or by rounds, so that their last bits differ.
         """
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
-        held = self.cache.notes.pop(row, None)
+        held = self.cache.prefilled.pop(row, None)
         known = held if isinstance(held, Prefilled) and held.model is self.model else None
         if known and known.prompt == tuple(prompt) and n_shared in (n_prompt, known.bad_position):
             return n_prompt, self._prefill(row, prompt, n_prompt, known, chunk)
@@ -162,12 +162,12 @@ class ModelRunner:
 
             n = int(self.ranks.decided(n_finite, 1))
             done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
-        self.cache.notes[row] = done
+        self.cache.prefilled[row] = done
         return done
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
         """How many tokens of the prompt the row holds."""
-        held = self.cache.notes.get(row)
+        held = self.cache.prefilled.get(row)
         if not isinstance(held, Prefilled) or held.model is not self.model:
             return 0
         pairs = zip(held.prompt + held.answer, prompt, strict=False)
@@ -178,9 +178,9 @@ class ModelRunner:
 
     def note_answer(self, row: int, answer: Sequence[int]) -> None:
         """The row, which was prefilled, holds these tokens behind its prompt."""
-        held = self.cache.notes.get(row)
+        held = self.cache.prefilled.get(row)
         if isinstance(held, Prefilled):
-            self.cache.notes[row] = replace(held, answer=tuple(answer))
+            self.cache.prefilled[row] = replace(held, answer=tuple(answer))
 
     def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
@@ -240,10 +240,10 @@ class ModelRunner:
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
-        _, queries = self.run_again(row, text, range(len(text) - n, len(text)))
+        _, queries = self.recompute(row, text, range(len(text) - n, len(text)))
         return [of_layer[0].transpose(0, 1) for of_layer in queries]
 
-    def run_again(
+    def recompute(
         self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """The states `[1, n, ...]` (see `Transformer.hidden_states`), and each layer's queries, of the `n` tokens of

@@ -71,7 +71,7 @@ class KVCache(ABC):
         self._positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
         # Whatever a runner notes of a row's content; resetting the row forgets it.
-        self.notes: dict[int, object] = {}
+        self.prefilled: dict[int, object] = {}
 
     @property
     def max_batch(self) -> int:
@@ -171,7 +171,7 @@ class KVCache(ABC):
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
-        self.notes.pop(row, None)
+        self.prefilled.pop(row, None)
         assert self.rows is None, "rows are filled and reset in the cache itself"
         self.positions[row] = EMPTY
 
@@ -190,8 +190,8 @@ class KVCache(ABC):
         keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
         return kept
 
-    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
-        """A row of a layer was filled from token `known` on. keys: as of `selected`; `keys(n)`: from there on."""
+    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
+        """A row of a layer was filled from token `n_known` on. keys: as of `selected`; `keys(n)`: from there on."""
         return
 
     def fill_row(
@@ -202,16 +202,16 @@ class KVCache(ABC):
         layers: Sequence[int] | None = None,
         queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
-        known: int = 0,
+        n_known: int = 0,
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source`, `length` tokens long.
 
         source_row: None: the row of the same number. layers: those of the source that this cache has, in order; None:
         all. queries: of the last `n_queries` tokens in every layer of the source, `[n_head, n_queries, head_dim]`.
-        known: the first tokens are in place; only later ones are copied, and the selection stays. Errors: ConfigError
+        n_known: the first tokens are in place; only later ones are copied, and the selection stays. Errors: ConfigError
         if it needs queries and has none.
         """
-        selects = self.selects and length > self.capacity and not known
+        selects = self.selects and length > self.capacity and not n_known
         if selects and self.n_queries and queries is None:
             what = "the policy selects entries by the prompt's last queries, and has not got them"
             required = f"the last {self.n_queries} queries of every layer"
@@ -219,10 +219,10 @@ class KVCache(ABC):
             raise ConfigError(what, f"{type(self).__name__}.fill_row: queries", None, required, fix)
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length)
-        kept = kept[kept >= known].to(self.device)
+        kept = kept[kept >= n_known].to(self.device)
         to_slots = self.slots(kept)
         head = torch.arange(self.entries.shape[3], device=self.device)[:, None]
-        if not known:
+        if not n_known:
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             keys = partial(source.keys_in_order, from_layer, from_row, length)
@@ -234,7 +234,7 @@ class KVCache(ABC):
             self.entries[to_layer, :, row][:, :, to_slots] = entries
             if self.scales is not None and scale is not None:
                 self.scales[to_layer, :, row][:, :, to_slots] = scale
-            self.filled(to_layer, row, keys, known)
+            self.filled(to_layer, row, keys, n_known)
         self.positions[row, to_slots] = kept
 
     def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> torch.Tensor:

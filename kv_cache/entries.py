@@ -15,7 +15,7 @@ SMALLEST_STEP = 1e-8
 # The largest code of 4 bits.
 LEVELS = 15
 # Entries next to each other whose attention is noted as one.
-NOTED = 8
+SCORE_CHUNK = 8
 
 
 @cache
@@ -72,14 +72,12 @@ def joined(codes: torch.Tensor) -> torch.Tensor:
 class KV(NamedTuple):
     """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
 
-    Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
-    `[B, C, n_kv_head]` float32; None where the entries are the values. rows: `[B']` int64, the row of the entries that
-    each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
-    entries in the order of their positions also notes, in those rows, the largest share that one of NOTED entries gets
-    of each token's attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C / NOTED]`
-    float32; else None.
-    packed: older tokens, in the slots that the cache's `positions` are of, and `unpacked` for a backend that cannot
-    read them so.
+    Entries of int8 or float8_e4m3fn hold `stored * scale`, with a scale per token and head, `[B, C, n_kv_head]` float32;
+    without scales they are the values. rows: `[B']` int64, the row of the entries that each row of queries attends to;
+    None: row by row. packed: older tokens in 4 bits, where positions are those of all tokens; `unpacked` serves a
+    backend that cannot read them. chunk_scores: a buffer `[max_batch, >= T, n_kv_head, >= C / SCORE_CHUNK]` float32
+    that attention of a short block fills, in those rows, with the largest share that an entry of each chunk gets of
+    each token's attention, averaged over the heads of its group; None: not needed.
     """
 
     keys: torch.Tensor
@@ -87,14 +85,14 @@ class KV(NamedTuple):
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     rows: torch.Tensor | None = None
-    noted: torch.Tensor | None = None
+    chunk_scores: torch.Tensor | None = None
     packed: Packed | None = None
 
     def unpacked(self, dtype: torch.dtype) -> KV:
         """Packed and recent tokens as entries of `dtype` in the order of their positions, with a row for each of the
         queries', so that `rows` is None."""
         assert self.packed is not None
-        assert self.noted is None, "what is noted is a target's attention, whose entries are not packed"
+        assert self.chunk_scores is None, "what is noted is a target's attention, whose entries are not packed"
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
         _, n_row, _, n_head, head_dim = recent.shape

@@ -157,16 +157,16 @@ class QuantizedKVCache(FullKVCache):
         layers: Sequence[int] | None = None,
         queries: Sequence[torch.Tensor] | None = None,
         source_row: int | None = None,
-        known: int = 0,
+        n_known: int = 0,
     ) -> None:
         """Fill a row from a source whose slots are in the order of positions: whole groups in 4 bits, and the tokens
         behind the last whole group, as they are, to the ring. Arguments are those of `KVCache.fill_row`."""
         from_row = row if source_row is None else source_row
-        if not known:
+        if not n_known:
             self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
         # What was known is in 4 bits, but for what the last block left in the ring.
-        first = max(0, (known - self.window) // self.group - 1)
+        first = max(0, (n_known - self.window) // self.group - 1)
         kept = torch.arange(first * self.group, length, device=self.device)
         recent, groups = kept[-self.ring :], torch.arange(first, n_group, device=self.device)[None]
         into, given = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))

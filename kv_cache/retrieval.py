@@ -11,9 +11,9 @@ import torch
 from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
-from kv_cache.over import Observed
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Choice, Choosing, Refreshed, VerifyTopKCache, entries_of
+from kv_cache.verify_topk import Choice, Refreshed, SelectionOps, VerifyTopKCache, entries_of
+from kv_cache.views import VerificationScores
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -50,24 +50,31 @@ class RetrievalKVCache(VerifyTopKCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.nbytes
 
-    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
+    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
         # Back to the last choice, which chunks that the text has filled since have no means of.
-        first = max(0, known - self.refresh_every * self.window) // self.chunk
+        first = max(0, n_known - self.refresh_every * self.window) // self.chunk
         means = self._means(keys(first * self.chunk))
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
     def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
         means, ends = self._means(keys()), torch.tensor([length - self.window], device=kept.device)
         share = attention_received(queries(), means, self._is_hidden(ends, means.shape[1]))
-        chosen = Choosing().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0].sort(dim=1).values
+        chosen = (
+            SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0].sort(dim=1).values
+        )
         return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
-    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
-        return Observed(shape, self.device, dtype, as_shares=False)
+        return VerificationScores(shape, self.device, dtype, as_shares=False)
 
     def choose(
-        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], how: Choosing
+        self,
+        source: KVCache,
+        lengths: torch.Tensor,
+        observed: VerificationScores,
+        layers: Sequence[int],
+        ops: SelectionOps,
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
         n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
@@ -88,7 +95,7 @@ class RetrievalKVCache(VerifyTopKCache):
                 queries = observed.noted[to_layer][rows, newest][:, :, None]
                 # A copy of rows by name, which no variable keeps while entries are copied.
                 share = attention_received(queries, self.means[to_layer][self.own_rows, :, :whole], is_hidden)
-                how.choose(self, to_layer, source, from_layer, share[:, None], choice)
+                ops.choose(self, to_layer, source, from_layer, share[:, None], choice)
 
     def _means(self, keys: torch.Tensor) -> torch.Tensor:
         """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""

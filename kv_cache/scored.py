@@ -24,7 +24,9 @@ class ScoredKVCache(StreamingKVCache):
     of queries that the policy selects by.
     """
 
-    def __init__(self, config: KVShape, max_batch: int, policy: Scored, device: Device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: KVShape, max_batch: int, policy: ScoredPolicy, device: Device, dtype: torch.dtype
+    ) -> None:
         budget, window = policy.budget, policy.snapkv_window
         require_at_least("snapkv_window", window, 1)
         if budget < (least := policy.n_first + window + 1):
@@ -51,7 +53,7 @@ class ScoredKVCache(StreamingKVCache):
 
 
 @dataclass(frozen=True)
-class Scored(BudgetedPolicy):
+class ScoredPolicy(BudgetedPolicy):
     """A policy that ranks a prompt's entries; `score` is all that such a policy has to define."""
 
     snapkv_window: int = 32

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kv_cache.scored import Scored
+from kv_cache.scored import ScoredPolicy
 
 # Entries that an entry's score is shared with: as many before it as behind it, and itself.
 POOL = 5
@@ -29,7 +29,7 @@ def attention_received(queries: torch.Tensor, keys: torch.Tensor, is_hidden: tor
 
 
 @dataclass(frozen=True)
-class SnapKV(Scored):
+class SnapKV(ScoredPolicy):
     """What the prompt's last queries attend to, and recent tokens."""
 
     name: ClassVar[str] = "snapkv"

@@ -10,10 +10,10 @@ import torch
 
 from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import NOTED, stored_as
-from kv_cache.over import Observed
+from kv_cache.entries import SCORE_CHUNK, stored_as
 from kv_cache.scored import ScoredKVCache
 from kv_cache.snapkv import SnapKV
+from kv_cache.views import VerificationScores
 
 
 class Choice(NamedTuple):
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     is_new: torch.Tensor  # whether the row chooses at all, `[B]`
 
 
-class Choosing:
+class SelectionOps:
     """How entries are chosen and copied, in PyTorch; a backend of attention may have kernels for it."""
 
     def choose(
@@ -87,7 +87,7 @@ class VerifyTopKCache(ScoredKVCache):
     """Selects from a prompt as SnapKV; after every `refresh_every` rounds a self-draft's entries are chosen anew.
 
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and of the others, in chunks of
-    NOTED, those that queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
+    SCORE_CHUNK, those that queries of the last verification attend to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
     2512.01278): of its first and of its last token that stands ("ends"), or of every token ("all"), the last that
     stands in place of rejected ones. Errors: ConfigError as of ScoredKVCache, or if the policy's `refresh` or `n_sink`
     is too small.
@@ -99,7 +99,7 @@ class VerifyTopKCache(ScoredKVCache):
         self.n_first, self.refresh_every = policy.n_first, policy.refresh
         self._by_ends = isinstance(policy, VerifyTopK) and policy.score_queries == "ends"
         require_at_least("refresh", self.refresh_every, 1)
-        self.chunk = NOTED
+        self.chunk = SCORE_CHUNK
         # The slot that each chosen entry came from, for a copy that leaves those in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
@@ -111,15 +111,20 @@ class VerifyTopKCache(ScoredKVCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.held.nbytes
 
-    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         """What `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are in
         `dtype`, over `capacity` entries a row."""
         n_layer, max_batch, n_kv_head = self.keys.shape[:3]
-        shape = n_layer, max_batch, n_token, n_kv_head, -(-capacity // NOTED)
-        return Observed(shape, self.device, torch.float32, as_shares=True)
+        shape = n_layer, max_batch, n_token, n_kv_head, -(-capacity // SCORE_CHUNK)
+        return VerificationScores(shape, self.device, torch.float32, as_shares=True)
 
     def choose(
-        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], how: Choosing
+        self,
+        source: KVCache,
+        lengths: torch.Tensor,
+        observed: VerificationScores,
+        layers: Sequence[int],
+        ops: SelectionOps,
     ) -> None:
         """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last.
 
@@ -139,7 +144,7 @@ class VerifyTopKCache(ScoredKVCache):
         counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1).float()
         choice = Choice(self.own_rows, counts, lengths - self.window, is_new)
         for to_layer, from_layer in enumerate(layers):
-            how.choose(self, to_layer, source, from_layer, observed.noted[to_layer], choice)
+            ops.choose(self, to_layer, source, from_layer, observed.noted[to_layer], choice)
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class Refreshed(SnapKV):
     @property
     def n_together(self) -> int:
         """Entries of a chunk, of which all are chosen or none."""
-        return NOTED
+        return SCORE_CHUNK
 
     @property
     def n_first(self) -> int:

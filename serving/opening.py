@@ -43,7 +43,7 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Se
         warm_up(session, drafters)
     lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
-    session.runner.cache.notes.clear()  # no request begins with what was rehearsed
+    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
     for drafter in drafters:
         drafter.keep_no_prompts()
     return session, make_pacing(session, drafters, *costs)

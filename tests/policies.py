@@ -18,7 +18,7 @@ from kv_cache import (
     KVCache,
     QuantizedKVCache,
     Retrieval,
-    Scored,
+    ScoredPolicy,
     SnapKV,
     StreamingKVCache,
     VerifyTopK,
@@ -57,7 +57,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class SmallestKeys(Scored):
+class SmallestKeys(ScoredPolicy):
     """The entries with the keys of smallest norm (arXiv 2406.11430): it selects by content, and needs no queries."""
 
     def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class SmallestKeys(Scored):
         return -keys.norm(dim=-1)
 
 
-def new_cache(policy: Scored, config: KVShape, size: Size) -> KVCache:
+def new_cache(policy: ScoredPolicy, config: KVShape, size: Size) -> KVCache:
     return policy.new_cache(config, size.n_rows, size.longest, "cpu", size.dtype)
 
 

@@ -13,7 +13,7 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_
 
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
@@ -83,8 +83,8 @@ def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2), ranks=ranks), gamma=3)
     follow = own.follow
 
-    def watched(rows: Sequence[Shown]) -> None:
-        admitted.extend(now[0] for one in rows if one.known == 0)  # a prompt
+    def watched(rows: Sequence[RowUpdate]) -> None:
+        admitted.extend(now[0] for one in rows if one.n_seen == 0)  # a prompt
         follow(rows)
 
     @contextmanager

@@ -62,8 +62,8 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
         own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
         own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
         return StandaloneDraft(own, 2), ran
-    head, ran, again = random_eagle(TINY), [], target.run_again
-    target.run_again = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
+    head, ran, again = random_eagle(TINY), [], target.recompute
+    target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
     return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
 
 
@@ -122,8 +122,8 @@ def drafter_of(kind: str, target: Counting) -> tuple[Drafter, list[object]]:
         own = counting(target.max_batch, seed=5)
         return StandaloneDraft(own, 2), own.ran
     if kind == "eagle":
-        head, ran, again = random_eagle(TINY), [], target.run_again
-        target.run_again = lambda row, text, at, layers=(): ran.append((row, at)) or again(row, text, at, layers)
+        head, ran, again = random_eagle(TINY), [], target.recompute
+        target.recompute = lambda row, text, at, layers=(): ran.append((row, at)) or again(row, text, at, layers)
         return Eagle(target, head, full_cache(head.body, target.max_batch), 2), ran
     texts = {"ngram": NGram, "suffix": Suffix}
     return texts[kind](target, 2) if kind in texts else self_draft(target, Streaming(12, n_sink=2), 2), []

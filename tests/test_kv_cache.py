@@ -8,7 +8,7 @@ from tiny import TINY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from kv_cache import FullKVCache, Observed, Streaming, StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, Streaming, StreamingKVCache, VerificationScores, WriteThroughKVCache
 from kv_cache.entries import pack
 
 
@@ -95,7 +95,7 @@ def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
 
 def test_queries_of_rows_by_name_are_noted_in_those():
     target, draft = FullKVCache(TINY, 3, 8), FullKVCache(TINY, 3, 8)
-    observed = Observed((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32, as_shares=False)
+    observed = VerificationScores((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32, as_shares=False)
     through = WriteThroughKVCache(target, draft, observed=observed).view(torch.tensor([2, 0]))
     through.begin(torch.tensor([[5, 6], [3, 4]]))
     queries = torch.randn(2, 2, TINY.n_head, TINY.head_dim)

@@ -27,7 +27,7 @@ from cost_model import rehearsal
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
 from kv_cache import VerifyTopK, VerifyTopKCache
@@ -196,7 +196,7 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2)), gamma=3)
     follow = own.follow
 
-    def slow(rows: Sequence[Shown]) -> None:
+    def slow(rows: Sequence[RowUpdate]) -> None:
         time.sleep(0.4 * sum(one.known == 0 for one in rows))
         follow(rows)
 

@@ -161,7 +161,7 @@ def test_a_row_takes_over_what_it_missed(known, length, n):
     caught_up.fill_row(1, source, start)
     for position in range(start, known, n):
         write(caught_up.view(torch.tensor([1])), entries, [position], n)
-    caught_up.fill_row(1, source, length, known=known)
+    caught_up.fill_row(1, source, length, n_known=known)
     filled.fill_row(1, source, length)
     found, wanted = (one.view(extent=length).read(1).unpacked(torch.float32) for one in (caught_up, filled))
     for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):

@@ -7,7 +7,7 @@ from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_
 
 from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.drafters.speculated import Speculated
 from engine.round import Round
 from engine.sampling import Distribution, Filters
@@ -36,7 +36,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
     ):
         for row, prompt in enumerate(random_prompts(LENGTHS)):
             runner.prefill_row(row, prompt)
-            drafter.follow([Shown(row, row, prompt, 0)])
+            drafter.follow([RowUpdate(row, row, prompt, 0)])
         batch = Batch(3, Filters.of(SAMPLINGS))
         batch.set_rows(SAMPLINGS, range(3))
         batch.set_state(LENGTHS, [prompt[-1] for prompt in random_prompts(LENGTHS)], [5, 6, 7])

@@ -9,7 +9,7 @@ from witness import FakeConfig, FakeModel
 from engine import ModelRunner, StandaloneDraft, generate
 from engine.decoding import GenerateOutput
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.over import BlockAlone
+from kv_cache.views import NoCache
 from models import ModelConfig, Transformer
 
 # A text opens with the id of its rule, then come words; the rule says which word follows which. Rotary attention
@@ -59,7 +59,7 @@ def draft() -> Transformer:
         optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 20) * (1 - step / n_step)
         rules = torch.randint(N_RULE, (batch,), generator=generator)
         tokens = texts(rules, TRAINED, generator)
-        logits = model(tokens, positions, BlockAlone(positions))[:, 1:]
+        logits = model(tokens, positions, NoCache(positions))[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), following(rules[:, None], tokens[:, 1:]).flatten())
         optimizer.zero_grad()
         loss.backward()

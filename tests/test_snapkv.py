@@ -10,7 +10,7 @@ from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_
 
 from common.errors import ConfigError
 from engine import ModelRunner, StandaloneDraft, generate
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from kv_cache import EMPTY, FullKVCache, SnapKV
 from kv_cache.snapkv import POOL, attention_received
 
@@ -75,7 +75,7 @@ def test_the_cache_holds_what_lists_select(shape):
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
         before = runner.cache.keys.clone()
-        drafter.follow([Shown(row, row, prompt, 0)])
+        drafter.follow([RowUpdate(row, row, prompt, 0)])
         assert torch.equal(runner.cache.keys, before), "looking must not store anything"
         n_token = len(prompt)
         if n_token <= BUDGET:
@@ -113,7 +113,7 @@ def test_the_window_moves_on_and_the_selection_stays():
     drafter = self_draft(runner, SnapKV(BUDGET, WINDOW), gamma=2)
     cache = drafter.cache
     runner.prefill_row(0, prompt)
-    drafter.follow([Shown(0, 0, prompt, 0)])
+    drafter.follow([RowUpdate(0, 0, prompt, 0)])
     selection = cache.keys[:, 0, :, :SELECTED].clone()
     out = generate(runner, [prompt], max_new_tokens=30, drafter=drafter)
     assert torch.equal(cache.keys[:, 0, :, :SELECTED], selection)
@@ -133,7 +133,7 @@ def test_a_standalone_draft_selects_from_its_own_prompt():
     whole = ModelRunner(draft, full_cache(draft, 3))
     expected = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
     for row, prompt in enumerate(prompts):
-        drafter.follow([Shown(row, row, prompt, 0)])
+        drafter.follow([RowUpdate(row, row, prompt, 0)])
         whole.fill_row(row, prompt)
         queries = whole.last_queries(row, prompt, WINDOW) if len(prompt) > BUDGET else None
         expected.fill_row(row, whole.cache, len(prompt), queries=queries)

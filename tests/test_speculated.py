@@ -10,7 +10,7 @@ from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_p
 from common.errors import ConfigError
 from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
 from engine.batch import Batch
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
@@ -46,7 +46,7 @@ def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
         for drafter in (alone, both):
-            drafter.follow([Shown(row, row, prompt, 0)])
+            drafter.follow([RowUpdate(row, row, prompt, 0)])
     batch = Batch(3, Filters.of(samplings))
     batch.set_rows(samplings, range(3))
     batch.set_state(LENGTHS, [prompt[-1] for prompt in prompts], [5, 6, 7])

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.launch import launch_on
 from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
 from kv_cache.entries import KV, dequantize, largest
-from kv_cache.verify_topk import Choice, Choosing
+from kv_cache.verify_topk import Choice, SelectionOps
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
@@ -181,7 +181,7 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         is_new = torch.tensor([True, step != 1, True, step != 2])
         choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
         before = own.held[1].clone()
-        for cache, how in ((own, TritonAttention()), (again, Choosing())):
+        for cache, how in ((own, TritonAttention()), (again, SelectionOps())):
             how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
         stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)

@@ -1,6 +1,6 @@
 """Drafters: what proposes the tokens that the target verifies. One protocol, one file each."""
 
-from engine.drafters.base import Drafter, HostDrafter, Shown, check_gamma
+from engine.drafters.base import Drafter, HostDrafter, RowUpdate, check_gamma
 from engine.drafters.combined import Combined
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.eagle import Eagle, EagleConfig

@@ -19,15 +19,17 @@ from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache, WriteThroughKVCache
 
 
-class Shown(NamedTuple):
-    """The target's row holds `text`, a list that is only to be read, and that grows later. A drafter has followed its
-    first `known` tokens: with 0 it is the prompt of another request, the one with that id; with more, rounds went by
-    without the drafter. draws: see `Request`."""
+class RowUpdate(NamedTuple):
+    """What a drafter has to catch up on in one row of the target.
+
+    tokens: the text whose entries the row holds; a list that grows later, to be read only. n_seen: how many of them the
+    drafter has followed; 0 for the prompt of a new request, `request_id`. draws: see `Request.draws`.
+    """
 
     row: int
-    request: int
-    text: Sequence[int]
-    known: int
+    request_id: int
+    tokens: Sequence[int]
+    n_seen: int
     draws: tuple[int, int] | None = None
 
 
@@ -67,7 +69,7 @@ class Drafter(Protocol):
         for part in self.parts:
             part.check(target, length)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         """Come to know what those rows hold; outside of what is captured."""
         for part in self.parts:
             part.follow(rows)
@@ -142,10 +144,10 @@ class HostDrafter(TextDrafter):
         self._guesses = torch.zeros(runner.max_batch, 1 + gamma, dtype=torch.int64, device=runner.device)
 
     @abstractmethod
-    def continued(self, shown: Shown) -> Guess:
+    def continued(self, update: RowUpdate) -> Guess:
         """Learn what is new of a row's text, and guess at most gamma tokens behind it."""
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         if rows and self._ranks.leads:
             found = [self.continued(one).tokens for one in rows]
             packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens in found]
@@ -173,7 +175,7 @@ class ModelDrafter(Drafter):
         decides. cache: what of the draft's own a round can touch."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        cache = None if self._cache is None else batch.of(self._cache, gamma)
+        cache = None if self._cache is None else batch.view_of(self._cache, gamma)
         tokens, distributions, bounds = [batch.current], [], self.schedule.bounds(batch, gamma)
         for i in range(gamma):
             logits = self.logits(batch, i, tokens[-1], cache)
@@ -206,7 +208,7 @@ class ModelDrafter(Drafter):
 
     def rollback(self, batch: Batch) -> None:
         if self._cache is not None:
-            batch.of(self._cache).rollback(batch.lengths)
+            batch.view_of(self._cache).rollback(batch.lengths)
         super().rollback(batch)
 
 

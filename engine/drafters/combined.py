@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from engine.batch import Batch
-from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
+from engine.drafters.base import Drafter, Guess, HostDrafter, RowUpdate
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -27,14 +27,14 @@ class Combined(HostDrafter):
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         self._skips, self._behind = False, dict[int, int]()
 
-    def continued(self, shown: Shown) -> Guess:
-        guesses = [text.continued(shown) for text in self._texts]
+    def continued(self, update: RowUpdate) -> Guess:
+        guesses = [text.continued(update) for text in self._texts]
         sure = [guess for guess in guesses if guess.tokens and guess.n_matched >= self._least_match]
         return max(sure, key=lambda guess: (len(guess.tokens), guess.n_matched), default=Guess())
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         super().follow(rows)
-        prompts = [one for one in rows if one.known == 0]
+        prompts = [one for one in rows if one.n_seen == 0]
         for one in prompts:
             self._behind.pop(one.row, None)
         self.model.follow(prompts)
@@ -42,25 +42,25 @@ class Combined(HostDrafter):
             return
         each = [one.row for one in rows]
         self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
-        held = [(one, self._behind.pop(one.row, one.known)) for one in rows]
-        missed = [(one, known) for one, known in held if known < len(one.text) - 1]
+        held = [(one, self._behind.pop(one.row, one.n_seen)) for one in rows]
+        missed = [(one, known) for one, known in held if known < len(one.tokens) - 1]
         if self._skips:  # a draft that is written through has what is verified
             writes = self.verification_cache is not None
             self._behind |= {one.row: known for one, known in (missed if writes else held)}
         else:
-            self.model.follow([one._replace(text=one.text[:-1], known=known) for one, known in missed])
+            self.model.follow([one._replace(tokens=one.tokens[:-1], n_seen=known) for one, known in missed])
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self._skips:
             return super().propose(batch, verification, gamma)
-        led = _Led(verification, *self.guess(batch, gamma))
+        led = GuessThenDraft(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, led), gamma)
 
     def rollback(self, batch: Batch) -> None:
         self.model.rollback(batch)
 
 
-class _Led:
+class GuessThenDraft:
     """Draws a row's guess where there is one, certain of it; else as `verification` does."""
 
     def __init__(self, verification: Verification, tokens: torch.Tensor, n_tokens: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.base import ModelDrafter, RowUpdate
 from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
 from engine.drafters.observed import ObservedStates
 from engine.modes import Drafts, Verification
@@ -38,7 +38,7 @@ class Eagle(ModelDrafter):
         self.follows_parts = cache.max_block == cache.max_length
         self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, known, *_ in rows:
             if known == 0:
                 self.cache.reset_row(row)
@@ -53,7 +53,7 @@ class Eagle(ModelDrafter):
         while kept:
             at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
             kept = kept[len(at) :]
-            states, _ = self._target.run_again(row, text, at, self._observed.layers)
+            states, _ = self._target.recompute(row, text, at, self._observed.layers)
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
             self._head.advance(self._fused(states), following, positions, view)
@@ -65,7 +65,7 @@ class Eagle(ModelDrafter):
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         states, following, positions, last = self._observed.of(batch)
         # The last round may have drafted more than this one.
-        own = batch.of(self.cache, self.gamma)
+        own = batch.view_of(self.cache, self.gamma)
         after = self._head.advance(self._fused(states), following, positions, own)
         self._state = after.take_along_dim(last[..., None], dim=1)
         return super().propose(batch, verification, gamma)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import ConfigError, DataError, flag
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Guess, HostDrafter, RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
@@ -89,8 +89,8 @@ class Markov(HostDrafter):
         super().__init__(runner, gamma)
         self._table = table
 
-    def continued(self, shown: Shown) -> Guess:
-        return Guess() if shown.draws in self._table.drawn else self._table.continued(shown.text, self.gamma)
+    def continued(self, update: RowUpdate) -> Guess:
+        return Guess() if update.draws in self._table.drawn else self._table.continued(update.tokens, self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.base import ModelDrafter, RowUpdate
 from engine.drafters.config import HeadConfig, Parts
 from engine.drafters.observed import ObservedStates
 from engine.runner import ModelRunner
@@ -28,7 +28,7 @@ class Medusa(ModelDrafter):
         self._target, self._heads = runner, heads
         self.observer = self._observed = ObservedStates(runner, gamma, heads.shape.dim)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, *_ in rows:
             self._observed.begin(row, text)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Shown, TextDrafter
+from engine.drafters.base import RowUpdate, TextDrafter
 from engine.drafters.config import DrafterConfig, Parts
 from engine.runner import ModelRunner
 
@@ -33,7 +33,7 @@ class NGram(TextDrafter):
         self.max_ngram, self.match = max_ngram, match
         self._text = torch.zeros_like(runner.cache.positions)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, known, *_ in rows:
             self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 

@@ -11,7 +11,7 @@ from common.errors import UserError, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Guess, HostDrafter, RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.markov import NGramTable
 from engine.runner import ModelRunner
@@ -43,20 +43,20 @@ class NGramCache(HostDrafter):
             if self._ranks.first == LEADER:  # one replica's is kept
                 weakref.finalize(self, _save, self._table, path, runner.vocab_size)
 
-    def continued(self, shown: Shown) -> Guess:
+    def continued(self, update: RowUpdate) -> Guess:
         drawn = self._table.drawn
-        if shown.known == 0:
+        if update.n_seen == 0:
             if len(drawn) >= self._size:
                 self._table.forget()
                 self._learnt = dict.fromkeys(self._learnt)
-            self._learnt[shown.row] = None if shown.draws in drawn else 0
-            if shown.draws is not None:
-                drawn.add(shown.draws)
-        if (learnt := self._learnt[shown.row]) is None:
+            self._learnt[update.row] = None if update.draws in drawn else 0
+            if update.draws is not None:
+                drawn.add(update.draws)
+        if (learnt := self._learnt[update.row]) is None:
             return Guess()
-        self._table.learn(shown.text, learnt)
-        self._learnt[shown.row] = len(shown.text)
-        return self._table.continued(shown.text, self.gamma)
+        self._table.learn(update.tokens, learnt)
+        self._learnt[update.row] = len(update.tokens)
+        return self._table.continued(update.tokens, self.gamma)
 
 
 def _save(table: NGramTable, path: Path, vocab_size: int) -> None:

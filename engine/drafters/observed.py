@@ -34,7 +34,7 @@ class ObservedStates:
         """The target's row holds this text, whose last token runs once more for its state."""
         last = len(text) - 1
         self._start[row] = last
-        states, _ = self._target.run_again(row, text, range(last, last + 1), self.layers)
+        states, _ = self._target.recompute(row, text, range(last, last + 1), self.layers)
         self._states[row, 0] = states[0, -1]
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Guess, HostDrafter, RowUpdate
 from engine.drafters.config import DrafterConfig, Parts
 from engine.runner import ModelRunner
 
@@ -23,11 +23,11 @@ class SavedText(HostDrafter):
         super().__init__(runner, gamma)
         self._texts, self._begun = texts, dict[int, int]()
 
-    def continued(self, shown: Shown) -> Guess:
-        if shown.known == 0:
-            self._begun[shown.row] = len(shown.text)
-        n_emitted = len(shown.text) - self._begun[shown.row]
-        return Guess(self._texts.get(shown.request, ())[n_emitted : n_emitted + self.gamma])
+    def continued(self, update: RowUpdate) -> Guess:
+        if update.n_seen == 0:
+            self._begun[update.row] = len(update.tokens)
+        n_emitted = len(update.tokens) - self._begun[update.row]
+        return Guess(self._texts.get(update.request_id, ())[n_emitted : n_emitted + self.gamma])
 
 
 @dataclass(frozen=True, kw_only=True)

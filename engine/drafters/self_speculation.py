@@ -12,13 +12,13 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
+from engine.drafters.base import Drafter, ModelDrafter, RowUpdate, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.runner import ModelRunner
 from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
-from kv_cache.verify_topk import Choosing
+from kv_cache.verify_topk import SelectionOps
 from models import Transformer
 from models.checkpoints.model_source import ModelSource, find_model
 from models.names import parse_layers
@@ -59,14 +59,14 @@ class SelfSpeculation(ModelDrafter):
             self._observed = cache.observer(gamma + 1, *sizes)
             self._observe()
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, known, _ in rows:
             queries = None
             if self.cache.selects and known <= self.cache.capacity:  # nothing was selected yet
                 known = 0
             if self.cache.n_queries and len(text) > self.cache.capacity and not known:
                 queries = self._target.last_queries(row, text, self.cache.n_queries)
-            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, known=known)
+            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, n_known=known)
             if self._observed is not None:
                 self._observed.forget(row)
 
@@ -87,10 +87,10 @@ class SelfSpeculation(ModelDrafter):
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
-        source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
+        source, own = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
         backend = self._target.model.backend
         backend = getattr(backend, "fallback", backend)  # which has kernels for it, where the flash kernels have none
-        how = backend if isinstance(backend, Choosing) else Choosing()
+        how = backend if isinstance(backend, SelectionOps) else SelectionOps()
         own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), how)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:

@@ -42,9 +42,9 @@ class Speculated(Drafter):
         offset = torch.arange(most + 1, device=rows.device)
         n_tokens, probs = torch.zeros_like(batch.lengths), None
         tokens = n_tokens[:, None].repeat(1, gamma + most + 1)
-        previous, current, own = batch.previous, batch.current, batch.of(self._outer.cache, gamma)
+        previous, current, own = batch.previous, batch.current, batch.view_of(self._outer.cache, gamma)
         own.in_order = False  # as positions of a block may repeat
-        cache = own if self._cache is None else WriteThroughKVCache(own, batch.of(self._cache, gamma))
+        cache = own if self._cache is None else WriteThroughKVCache(own, batch.view_of(self._cache, gamma))
         n_rounds = -(-2 * gamma // (2 + most))
         for i in range(n_rounds):
             ahead = batch.ahead(n_tokens, previous, current, gamma)

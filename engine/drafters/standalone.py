@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.base import ModelDrafter, RowUpdate
 from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
@@ -45,7 +45,7 @@ class StandaloneDraft(ModelDrafter):
             raise ConfigError("draft and target run on other ranks", where, self._runner.ranks, target.ranks, fix)
         self._vocab_size = target.vocab_size
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         behind = {}
         for row, _, text, known, *_ in rows:
             own_ids = [min(token, self._runner.vocab_size - 1) for token in text]

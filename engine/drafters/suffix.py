@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import Guess, HostDrafter, RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.runner import ModelRunner
 
@@ -69,11 +69,11 @@ class Suffix(HostDrafter):
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
 
-    def continued(self, shown: Shown) -> Guess:
-        if shown.known == 0:
-            self._rows[shown.row] = SuffixAutomaton()
-        own = self._rows[shown.row]
-        for token in shown.text[len(own.text) :]:
+    def continued(self, update: RowUpdate) -> Guess:
+        if update.n_seen == 0:
+            self._rows[update.row] = SuffixAutomaton()
+        own = self._rows[update.row]
+        for token in update.tokens[len(own.text) :]:
             own.append(token)
         (n_matched, end), n_text = own.repeated, len(own.text)
         return Guess([own.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter, Shown
+from engine.drafters import Drafter, RowUpdate
 from engine.modes import resolve_mode
 from engine.requests import check_prompt
 from engine.round import Round
@@ -49,9 +49,9 @@ def forced_acceptance(
     for row, prompt in enumerate(prompts):
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
-        drafter.follow([Shown(row, row, prompt, 0)])
+        drafter.follow([RowUpdate(row, row, prompt, 0)])
         if drafter.reads_current:
-            drafter.follow([Shown(row, row, [*prompt, continuations[row][0]], len(prompt))])
+            drafter.follow([RowUpdate(row, row, [*prompt, continuations[row][0]], len(prompt))])
     batch = Batch(n_rows, Filters.of(params), runner.device)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
@@ -70,7 +70,7 @@ def forced_acceptance(
         round_.forward(books[:, start : start + gamma + 1])
         n_written = gamma + 1 if drafter.reads_current and drafter.verification_cache is not None else 0
         ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
-        shown = [Shown(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
+        shown = [RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
         for part in (drafter,) if drafter.reads_current else drafter.parts or (drafter,):
             if part.verification_cache is None or part.reads_current:
                 part.follow(shown)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from kv_cache.over import Slots
+from kv_cache.views import Slots
 
 # Tokens per row up to which a block is decoded, drafted or verified; a longer one is a prefill chunk.
 MAX_BLOCK = 16

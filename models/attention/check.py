@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.say import dtype_name
 from kv_cache import KV, FullKVCache, KVCache, QuantizedKVCache
-from kv_cache.entries import NOTED
+from kv_cache.entries import SCORE_CHUNK
 from models.attention.base import MAX_BLOCK, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 from models.attention.torch_backend import TorchAttention
@@ -85,8 +85,8 @@ def _cases_of(
     def compute(backend: Any, spec: AttentionSpec = spec, q: Tensor = q, kv: KV = kv) -> Results:
         if in_4_bits or n_token > MAX_BLOCK:
             return (attend(backend, spec, q, kv),)
-        noted = torch.full((4, n_token, 2, capacity // NOTED), -1.0, device=device)
-        return attend(backend, spec, q, kv._replace(noted=noted)), noted
+        noted = torch.full((4, n_token, 2, capacity // SCORE_CHUNK), -1.0, device=device)
+        return attend(backend, spec, q, kv._replace(chunk_scores=noted)), noted
 
     def differs(backend: Any) -> Results:
         alone = [attend(backend, spec, q, kv, slice(token, token + 1)) for token in range(n_token)]

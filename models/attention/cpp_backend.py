@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.verify_topk import Choosing, VerifyTopKCache
+from kv_cache.verify_topk import SelectionOps, VerifyTopKCache
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     slots: Tensor  # their positions `[B, C]`
 
 
-class CppAttention(Choosing):
+class CppAttention(SelectionOps):
     """Blocks of any length over entries of any kind in ENTRIES, and of 4 bits beside them. A row's result does not
     depend, to the last bit, on the other rows, the other tokens of the block, or the capacity. Errors: BuildError if it
     cannot be built here.
@@ -70,7 +70,7 @@ class CppAttention(Choosing):
         sizes = [batch, n_kv_head, n_slot, n_token, n_head // n_kv_head, *q.stride()[:3], q.dtype == torch.bfloat16]
         scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
         sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-        sizes += [PART, prepared.window, *((0, 0, 0) if kv.noted is None else kv.noted.stride()[:3])]
+        sizes += [PART, prepared.window, *((0, 0, 0) if kv.chunk_scores is None else kv.chunk_scores.stride()[:3])]
         of_packed: tuple[Tensor | None, ...] = (None,) * 5
         if kv.packed is None:
             sizes += [0] * 14
@@ -87,7 +87,7 @@ class CppAttention(Choosing):
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         layout, kinds = (ctypes.c_int64 * len(sizes))(*sizes), (head_dim, ENTRIES.index(kv.keys.dtype))
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
-        tensors = map(_pointer, (*read, *of_packed, partials, out, kv.noted))
+        tensors = map(_pointer, (*read, *of_packed, partials, out, kv.chunk_scores))
         threads = ctypes.c_int(torch.get_num_threads())
         failed = self._kernel.foretoken_attend(layout, *map(ctypes.c_int64, kinds), *tensors, threads)
         assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
@@ -104,7 +104,7 @@ class CppAttention(Choosing):
     def copy_chosen(
         self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """As of `Choosing`; where nothing is quantised anew, of what `to` lacks."""
+        """As of `SelectionOps`; where nothing is quantised anew, of what `to` lacks."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)

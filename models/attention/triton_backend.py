@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of
 from kv_cache.base import KVCache
-from kv_cache.entries import KV, NOTED, Packed
-from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
+from kv_cache.entries import KV, SCORE_CHUNK, Packed
+from kv_cache.verify_topk import Choice, SelectionOps, VerifyTopKCache
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
 from models.attention.triton_kernels import choose, combine, note, split_kv
@@ -141,7 +141,7 @@ def plan(
         chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, shortest))
         counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
     n_chunk = sum(counts)
-    is_split, is_noted = n_chunk > 1, kv.noted is not None
+    is_split, is_noted = n_chunk > 1, kv.chunk_scores is not None
     out = partial = log_sums = kept = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
         partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
@@ -149,7 +149,7 @@ def plan(
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     if is_noted:
         assert block.slots.in_order and kv.packed is None, "noted by position"
-        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, NOTED), dtype=torch.float32)
+        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, SCORE_CHUNK), dtype=torch.float32)
     window = block.spec.sliding_window
     others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
@@ -157,7 +157,7 @@ def plan(
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
     variant = {
         "MAPPED": kv.rows is not None,
-        "NOTED": NOTED * is_noted,
+        "NOTED": SCORE_CHUNK * is_noted,
         "WINDOWED": window is not None,
         "SPLIT": is_split,
     }
@@ -176,13 +176,13 @@ def plan(
         arguments = {"partial": partial, "log_sums": log_sums, "out": out, "n_chunk": n_chunk}
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
-    if kv.noted is not None:
+    if kv.chunk_scores is not None:
         names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "NOTED", "MAPPED", "WINDOWED", "n_slot", *numbers
         arguments = {name: launches[0].arguments[name] for name in names}
-        row, token, head, _ = kv.noted.stride()
-        arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
+        row, token, head, _ = kv.chunk_scores.stride()
+        arguments |= {"noted": kv.chunk_scores, "noted_row": row, "noted_token": token, "noted_head": head}
         arguments |= {"SCORES": NOTE_SCORES, "CHUNKS": NOTE_CHUNKS}
-        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * NOTED)
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * SCORE_CHUNK)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
 
@@ -190,7 +190,7 @@ def plan(
 def plan_choice(
     to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
 ) -> Launch:
-    """Plan the launch that does what `Choosing.choose` does, between entries of one dtype or without scales."""
+    """Plan the launch that does what `SelectionOps.choose` does, between entries of one dtype or without scales."""
     n_kv_head, n_chosen = to.held.shape[2:]
     read, written = source.entries[from_layer], to.entries[to_layer]
     n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
@@ -243,7 +243,7 @@ def _packed(packed: Packed) -> dict[str, Any]:
     return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
 
 
-class TritonAttention(Choosing):
+class TritonAttention(SelectionOps):
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
     `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
 

@@ -296,7 +296,7 @@ def choose(
     """Choose `n_chosen` entries of a row and KV head by the attention of its chunks of TOGETHER, and copy them, where
     `is_new [B]`; grid `[B * n_kv_head]`.
 
-    The result is that of `kv_cache.verify_topk.Choosing.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
+    The result is that of `verify_topk.SelectionOps.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
     the first entries are chosen. `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
     those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
     scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.

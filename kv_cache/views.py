@@ -32,13 +32,13 @@ class ReadOnlyKVCache:
         return self._read(layer)
 
 
-class Observed:
+class VerificationScores:
     """What a cache chooses its entries by, of the last block that was verified in each row, in tensors that stay where
     they are; a shorter block fills the first tokens.
 
     starts: the position of its first token, `[max_batch]` int64, beyond any length where there was none. noted: its
     queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what `KV.noted` takes of each layer,
-    `[n_layer, max_batch, n_token, n_kv_head, capacity / NOTED]`.
+    `[n_layer, max_batch, n_token, n_kv_head, capacity / SCORE_CHUNK]`.
     """
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:
@@ -56,12 +56,12 @@ class Observed:
     def see(self, layer: int, rows: torch.Tensor, queries: torch.Tensor, kv: KV) -> KV:
         """What a layer of those rows reads with `queries [B, T, n_head, head_dim]`, with which it is observed."""
         if self._as_shares:
-            return kv._replace(noted=self.noted[layer])
+            return kv._replace(chunk_scores=self.noted[layer])
         self.noted[layer][rows, : queries.shape[1]] = queries
         return kv
 
 
-class BlockAlone:
+class NoCache:
     """No cache: the forward's own tokens are all that it sees, and gradients flow through them."""
 
     in_order, block_ends_view, rows = True, True, None
@@ -100,7 +100,7 @@ class WriteThroughKVCache:
         target: KVCache | WriteThroughKVCache,
         draft: KVCache,
         layers: Sequence[int] | None = None,
-        observed: Observed | None = None,
+        observed: VerificationScores | None = None,
     ) -> None:
         self.target, self.draft, self.layers, self.observed = target, draft, layers, observed
         self.in_order, self.block_ends_view, self.rows = target.in_order, target.block_ends_view, target.rows
@@ -141,4 +141,4 @@ class WriteThroughKVCache:
 
 
 # What a forward claims slots in once, then writes and reads in every layer.
-Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache | BlockAlone
+Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache | NoCache
