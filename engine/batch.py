@@ -56,6 +56,10 @@ class Batch:
         rows = slice(None) if self._is_whole else self.rows
         return cache.view(rows, None if gamma is None else self.extent(gamma))
 
+    def positions(self, n_token: int) -> torch.Tensor:
+        """Return the positions `[B, n_token]` of each row's current token and those behind it."""
+        return self.lengths[:, None] + torch.arange(n_token, device=self.lengths.device)
+
     def extent(self, gamma: int) -> int | None:
         """What all positions of a round of `gamma` drafts are below; None where rounds keep the cache's whole shape."""
         return self._longest + gamma + 1 if self.narrows else None

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from common.errors import ConfigError
-from engine.drafters import Drafter, RowUpdate
+from engine.drafters import Drafter, HostDrafter, RowUpdate
+from engine.drafters.model_drafter import ModelDrafter
 from engine.modes import GREEDY, resolve_mode
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
@@ -205,13 +206,13 @@ class Decoder:
             n_held, n_run = self._rows.advance(row, n_tokens), n_run + n_tokens
             if most is not None:
                 last = self._last_choice.drafter
-                if last is not None and self._pacing.drafters[last].follows_parts:
+                if last is not None and self._follows_parts(last):
                     self._show(last, [(row, request, n_held)])
                 if n_held < len(request.prompt):
                     return
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        reuses, drafters = self._reuses == "prefixes", self._pacing.drafters
+        reuses = self._reuses == "prefixes"
         row = self._rows.place_for(request.prompt, reuses)
         if self._reuses == "nothing":
             self._runner.cache.prefilled.pop(row, None)
@@ -220,7 +221,7 @@ class Decoder:
         known = {
             index: min(n, request.n_reused)
             for index, n in self._rows.followed[row].items()
-            if reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
+            if reuses and self._follows_parts(index) and n - request.n_reused <= self._pacing.max_gamma + 1
         }
         self._rows.begin(row, request.n_reused, known)
         return row, request, chunks
@@ -243,7 +244,7 @@ class Decoder:
 
     def _introduce(self, index: int) -> bool:
         """Show a drafter prompts that it does not know, until every rank is done; returns whether it can draft then."""
-        began, follows_parts = time.perf_counter(), self._pacing.drafters[index].follows_parts
+        began, follows_parts = time.perf_counter(), self._follows_parts(index)
         unknown, is_all = self._rows.catch_up_plan(index, self._prefill_tokens if follows_parts else None)
         if n_shown := self._show(index, unknown):
             self._progress.prefilled(n_shown)
@@ -251,6 +252,10 @@ class Decoder:
             self._runner.ranks.gathered(None)
         self.draft_prefill_seconds += time.perf_counter() - began
         return is_all
+
+    def _follows_parts(self, index: int) -> bool:
+        drafter = self._pacing.drafters[index]
+        return isinstance(drafter, ModelDrafter) and drafter.follows_parts
 
     def _show(self, index: int, rows: Sequence[tuple[int, Request, int]]) -> int:
         """Let a drafter follow requests in their rows up to those lengths; returns how many tokens it had not."""
@@ -270,7 +275,7 @@ class Decoder:
         round_ = self._rounds.make_round(choice, batch, mode)
         with self._phase("resume"):
             if choice.drafter is not None:
-                n_ahead = self._pacing.drafters[choice.drafter].reads_current
+                n_ahead = isinstance(self._pacing.drafters[choice.drafter], HostDrafter)
                 self._show(choice.drafter, [(row, request, request.length + n_ahead) for row, request in busy])
         with self._phase("draft"):
             if choice.drafter is not None:

@@ -20,7 +20,6 @@ from engine.pacing import Choice
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
-from kv_cache import KVCache, WriteThroughKVCache
 
 
 class Outcome(NamedTuple):
@@ -40,9 +39,12 @@ def captured_part(
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            observed = verifies and getattr(self.verification_cache, "is_observed", False)
-            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
-            outputs = self._captured(method.__name__, of, part, verifies) if self._captured else part()
+            kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+            outputs = (
+                self._captured(method.__name__, kind, partial(method, self), verifies)
+                if self._captured
+                else method(self)
+            )
             if result is not None:
                 setattr(self, result, outputs)
 
@@ -85,6 +87,7 @@ class Round:
         """The drafter's tokens, now and then by what it has chosen anew, in a `phase` "refresh"; nothing to call
         without a drafter."""
         assert self.drafter is not None
+        self.drafter.n_rounds += 1
         if self.drafter.is_due():
             with phase("refresh"):
                 self.refresh()
@@ -102,9 +105,9 @@ class Round:
         return self.drafter.propose(self.batch, verification, self.gamma), verification
 
     @property
-    def verification_cache(self) -> KVCache | WriteThroughKVCache:
-        """What the target verifies through."""
-        return (self.drafter and self.drafter.verification_cache) or self.runner.cache
+    def observes(self) -> bool:
+        """True if the drafter observes this verification, to begin its next round with `refresh`."""
+        return self.drafter is not None and self.drafter.is_due(ahead=1)
 
     @captured_part("logits", verifies=True)
     def verify(self) -> Tensor:
@@ -113,14 +116,9 @@ class Round:
 
     def forward(self, block: Tensor) -> Tensor:
         """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
-        positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
-        own = self.batch.view_of(self.verification_cache, self.gamma)
-        observer = self.drafter.observer if self.drafter else None
-        if observer is None:
-            return self.runner.step(block, positions, own)
-        hidden, states = self.runner.model.hidden_states(block, positions, own, observer.layers)
-        observer.observe(self.batch, block, states)
-        return self.runner.model.logits(hidden)
+        if self.drafter is None:
+            return self.runner.verify(self.batch, block, self.gamma)
+        return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
 
     @captured_part("decided", verifies=True)
     def accept(self) -> Tensor:

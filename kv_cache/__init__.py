@@ -9,5 +9,5 @@ from kv_cache.retrieval import Retrieval, RetrievalKVCache
 from kv_cache.scored import ScoredKVCache, ScoredPolicy
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming, StreamingKVCache
-from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
-from kv_cache.views import ReadOnlyKVCache, VerificationScores, WriteThroughKVCache
+from kv_cache.verify_topk import VerificationScores, VerifyTopK, VerifyTopKCache
+from kv_cache.views import ReadOnlyKVCache, WriteThroughKVCache

@@ -72,7 +72,7 @@ def joined(codes: torch.Tensor) -> torch.Tensor:
 class KV(NamedTuple):
     """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
 
-    Entries of int8 or float8_e4m3fn hold `stored * scale`, with a scale per token and head, `[B, C, n_kv_head]` float32;
+    Entries of int8 or float8_e4m3fn mean `stored * scale`, a scale per token and head, `[B, C, n_kv_head]` float32;
     without scales they are the values. rows: `[B']` int64, the row of the entries that each row of queries attends to;
     None: row by row. packed: older tokens in 4 bits, where positions are those of all tokens; `unpacked` serves a
     backend that cannot read them. chunk_scores: a buffer `[max_batch, >= T, n_kv_head, >= C / SCORE_CHUNK]` float32

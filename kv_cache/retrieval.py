@@ -12,8 +12,7 @@ from common.errors import ConfigError, flag, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Choice, Refreshed, SelectionOps, VerifyTopKCache, entries_of
-from kv_cache.views import VerificationScores
+from kv_cache.verify_topk import Choice, Refreshed, SelectionOps, VerificationScores, VerifyTopKCache, entries_of
 
 
 class RetrievalKVCache(VerifyTopKCache):
@@ -77,7 +76,7 @@ class RetrievalKVCache(VerifyTopKCache):
         ops: SelectionOps,
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
-        n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
+        n_standing, most = lengths - observed.starts[rows], observed.seen.shape[2]
         newest = (n_standing - 1).clamp(min=0, max=most - 1)
         is_new = (n_standing > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
@@ -92,7 +91,7 @@ class RetrievalKVCache(VerifyTopKCache):
             keys = dequantize(source.keys[from_layer][named, :, slots], scales, self.means.dtype)
             self.means[to_layer][named, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
             if extent > self.capacity:
-                queries = observed.noted[to_layer][rows, newest][:, :, None]
+                queries = observed.seen[to_layer][rows, newest][:, :, None]
                 # A copy of rows by name, which no variable keeps while entries are copied.
                 share = attention_received(queries, self.means[to_layer][self.own_rows, :, :whole], is_hidden)
                 ops.choose(self, to_layer, source, from_layer, share[:, None], choice)

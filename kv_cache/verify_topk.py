@@ -4,16 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from common.errors import require_at_least
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import SCORE_CHUNK, stored_as
+from kv_cache.entries import KV, SCORE_CHUNK, stored_as
 from kv_cache.scored import ScoredKVCache
 from kv_cache.snapkv import SnapKV
-from kv_cache.views import VerificationScores
+from kv_cache.views import WriteThroughKVCache
+
+
+class VerificationScores:
+    """What a cache selects its entries by, of the last block that was verified in each row, in tensors that stay where
+    they are; a shorter block fills the first tokens.
+
+    starts: the position of the block's first token, `[max_batch]` int64, beyond any length where there was none.
+    seen: its queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what `KV.chunk_scores`
+    takes of each layer, `[n_layer, max_batch, n_token, n_kv_head, capacity / SCORE_CHUNK]`.
+    """
+
+    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:
+        self.starts = torch.empty(shape[1], device=device, dtype=torch.int64)
+        self.seen, self.as_shares = torch.empty(*shape, device=device, dtype=dtype), as_shares
+        self.forget()
+
+    def forget(self, row: int | slice = slice(None)) -> None:
+        self.starts[row], self.seen[:, row] = torch.iinfo(torch.int64).max, 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.starts.nbytes + self.seen.nbytes
+
+
+class ObservingKVCache(WriteThroughKVCache):
+    """A write-through view that also records, in `scores`, what the draft's cache will select its entries by."""
+
+    def __init__(self, through: WriteThroughKVCache, scores: VerificationScores) -> None:
+        super().__init__(through.target, through.draft, through.layers)
+        self.scores = scores
+
+    def begin(self, positions: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        self.scores.starts[self.draft.row_indices] = positions[:, 0]
+        return super().begin(positions)
+
+    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
+        kv = super().read(layer, queries)
+        if queries is None or layer not in self._draft_layer:
+            return kv
+        seen = self.scores.seen[self._draft_layer[layer]]
+        if self.scores.as_shares:
+            return kv._replace(chunk_scores=seen)
+        seen[self.draft.row_indices, : queries.shape[1]] = queries
+        return kv
+
+    def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> ObservingKVCache:
+        return ObservingKVCache(super().view(rows, extent), self.scores)
 
 
 class Choice(NamedTuple):
@@ -137,14 +184,14 @@ class VerifyTopKCache(ScoredKVCache):
         rows = self.row_indices
         n_standing = (lengths - observed.starts[rows])[:, None]
         is_new = (n_standing[:, 0] > 0) & (lengths > self.capacity)
-        most = observed.noted.shape[2]
+        most = observed.seen.shape[2]
         which = torch.arange(most, device=self.device)[:: max(1, most - 1) if self._by_ends else 1]
         which = torch.minimum(which, n_standing - 1).clamp(min=0)
         # How often each token is among them: shares are summed by a product.
         counts = (which[..., None] == torch.arange(most, device=self.device)).sum(dim=1).float()
         choice = Choice(self.own_rows, counts, lengths - self.window, is_new)
         for to_layer, from_layer in enumerate(layers):
-            ops.choose(self, to_layer, source, from_layer, observed.noted[to_layer], choice)
+            ops.choose(self, to_layer, source, from_layer, observed.seen[to_layer], choice)
 
 
 @dataclass(frozen=True)

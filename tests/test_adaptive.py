@@ -84,7 +84,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     """In a third of the rounds that it missed. A draft model runs what it missed, which takes longer the more that is,
     and never pays where a verification grows so much with every token; what copies the target's entries does not mind.
     """
-    runs, copies = (SimpleNamespace(runs_missed=runs) for runs in (True, False))
+    runs, copies = (SimpleNamespace(is_written_through=copies) for copies in (False, True))
 
     def rounds_without(drafter: Any, verify: tuple[float, float]) -> list[int]:
         """How many plain ones come in between, twice; it drafts at first, and in the round behind one that it drafted.

@@ -280,8 +280,8 @@ def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
     """Greedy rows are verified greedily again behind one that sampled, and filters go with those that asked."""
     target, rounds = counting(2), []
     decoder = Decoder(target, verification="coupled")
-    of = decoder._rounds.of
-    decoder._rounds.of = lambda choice, batch, mode: (
+    of = decoder._rounds.make_round
+    decoder._rounds.make_round = lambda choice, batch, mode: (
         rounds.append((mode, batch.distribution.filters)) or of(choice, batch, mode)
     )
     requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
@@ -298,8 +298,8 @@ def test_no_round_is_kept_for_the_next_request():
     """Each holds its logits, and clients sample in hundreds of ways."""
     target, rounds = counting(2), []
     decoder = Decoder(target, verification="coupled")
-    of = decoder._rounds.of
-    decoder._rounds.of = lambda *given: rounds.append(weakref.ref(made := of(*given))) or made
+    of = decoder._rounds.make_round
+    decoder._rounds.make_round = lambda *given: rounds.append(weakref.ref(made := of(*given))) or made
     for i in range(8):
         decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
         decoder.step()

@@ -8,8 +8,9 @@ from tiny import TINY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from kv_cache import FullKVCache, Streaming, StreamingKVCache, VerificationScores, WriteThroughKVCache
+from kv_cache import FullKVCache, Streaming, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
+from kv_cache.verify_topk import ObservingKVCache, VerificationScores
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
@@ -96,9 +97,9 @@ def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
 def test_queries_of_rows_by_name_are_noted_in_those():
     target, draft = FullKVCache(TINY, 3, 8), FullKVCache(TINY, 3, 8)
     observed = VerificationScores((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32, as_shares=False)
-    through = WriteThroughKVCache(target, draft, observed=observed).view(torch.tensor([2, 0]))
+    through = ObservingKVCache(WriteThroughKVCache(target, draft), observed).view(torch.tensor([2, 0]))
     through.begin(torch.tensor([[5, 6], [3, 4]]))
     queries = torch.randn(2, 2, TINY.n_head, TINY.head_dim)
     through.read(1, queries)
-    assert torch.equal(observed.noted[1, [2, 0], :2], queries) and not observed.noted[:, 1].any()
+    assert torch.equal(observed.seen[1, [2, 0], :2], queries) and not observed.seen[:, 1].any()
     assert observed.starts[[2, 0]].tolist() == [5, 3] and observed.starts[1] > 8

@@ -108,7 +108,7 @@ def medians(runs: Sequence[dict]) -> Costs:
 def score(rule: str, scenario: Scenario, all_costs: Sequence[Costs], seed: int) -> float:
     """Tokens per ms as a share of the oracle's."""
     rng, copies = random.Random(seed), tuple(scenario.size) != PAIR
-    stand_in = SimpleNamespace(gamma=3, runs_missed=not copies)
+    stand_in = SimpleNamespace(gamma=3, is_written_through=copies)
     n_drafters = len(scenario.stretches[0][1])
     costs = [replace(one, draft_ms=one.draft_ms * scenario.draft_share) for one in all_costs[:n_drafters]]
     given = [replace(one, acceptance=scenario.seen(index, rng)) for index, one in enumerate(costs)]

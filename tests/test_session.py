@@ -115,7 +115,7 @@ def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatc
     (drafter,) = session.variant(draft=replace(draft, policy=Streaming(24))).drafters()
     session.generate(drafter)
     assert drafter._inner._kept
-    drafter.keep_no_prompts()
+    drop_kept_prompts([drafter])
     assert not drafter._inner._kept, "as a server asks"
 
 

@@ -1,6 +1,6 @@
 """Drafters: what proposes the tokens that the target verifies. One protocol, one file each."""
 
-from engine.drafters.base import Drafter, HostDrafter, RowUpdate, check_gamma
+from engine.drafters.base import Drafter, RowUpdate, check_gamma
 from engine.drafters.combined import Combined
 from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.eagle import Eagle, EagleConfig
@@ -12,3 +12,4 @@ from engine.drafters.saved_text import OracleConfig, SavedText
 from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
 from engine.drafters.standalone import StandaloneConfig, StandaloneDraft
 from engine.drafters.suffix import Suffix, SuffixConfig
+from engine.drafters.text_drafter import Guess, HostDrafter, TextDrafter

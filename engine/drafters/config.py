@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from common.flags import Common
-from engine.drafters.base import Drafter, HostDrafter, check_gamma
+from engine.drafters.base import Drafter, check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
+from engine.drafters.text_drafter import HostDrafter
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
 from kv_cache.policy import BudgetedPolicy, Policy, registered

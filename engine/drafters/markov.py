@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import ConfigError, DataError, flag
-from engine.drafters.base import Guess, HostDrafter, RowUpdate
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common.errors import require_at_least
 from engine.batch import Batch
-from engine.drafters.base import RowUpdate, TextDrafter
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.text_drafter import TextDrafter
 from engine.runner import ModelRunner
 
 Match: TypeAlias = Literal["longest", "first", "last"]

@@ -11,9 +11,10 @@ from common.errors import UserError, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
-from engine.drafters.base import Guess, HostDrafter, RowUpdate
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.markov import NGramTable
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
 

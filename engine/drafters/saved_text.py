@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, RowUpdate
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, RowUpdate
+from engine.drafters.base import Drafter, RowUpdate
 from engine.drafters.config import ModelDrafterConfig, Parts
+from engine.drafters.model_drafter import ModelDrafter
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
 from models.checkpoints.model_source import ModelSource, find_model
@@ -35,8 +36,8 @@ class StandaloneDraft(ModelDrafter):
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
         super().__init__(runner, gamma)
         self.follows_parts = runner.cache is None or not runner.cache.selects
-        self._vocab_size, self._keeps_prompts = runner.vocab_size, keeps_prompts
-        self._kept: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self._vocab_size, self.keeps_prompts = runner.vocab_size, keeps_prompts
+        self.kept: dict[int, tuple[list[int], list[Tensor]]] = {}
 
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)
@@ -56,20 +57,17 @@ class StandaloneDraft(ModelDrafter):
         if behind:
             self._runner.extend_rows(behind)
 
-    def keep_no_prompts(self) -> None:
-        self._keeps_prompts, self._kept = False, {}
-
     def _fill(self, row: int, prompt: list[int]) -> None:
         """Run the prompt, or put back what running it has left in that row."""
         held = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
-        kept, copies = self._kept.get(row, ([], []))
+        kept, copies = self.kept.get(row, ([], []))
         if kept == prompt:
             for x, copy in zip(held, copies, strict=True):
                 x.copy_(copy)
         else:
             self._runner.fill_row(row, prompt)
-            if self._keeps_prompts:
-                self._kept[row] = prompt, [x.clone() for x in held]
+            if self.keeps_prompts:
+                self.kept[row] = prompt, [x.clone() for x in held]
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         last, position = tokens[:, None], batch.lengths[:, None] + i
@@ -79,6 +77,14 @@ class StandaloneDraft(ModelDrafter):
         logits = self._runner.last_logits(last.clamp(max=self._runner.vocab_size - 1), position.clamp(min=0), cache)
         # Over the target's ids: those that only the draft has are cut, one that it lacks is impossible.
         return torch.nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
+
+
+def drop_kept_prompts(drafters: Iterable[Drafter]) -> None:
+    """Drop prompt states that were kept for measuring costs, of these drafters and of their parts."""
+    for drafter in drafters:
+        if isinstance(drafter, StandaloneDraft):
+            drafter.keeps_prompts, drafter.kept = False, {}
+        drop_kept_prompts(getattr(drafter, "parts", ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +108,11 @@ class StandaloneConfig(ModelDrafterConfig):
         return find_model(self.draft_model, load_format, None, flag("draft_model"), verify)
 
     def build(self, parts: Parts) -> StandaloneDraft:
-        own: ModelRunner | RemoteRunner = (
+        runner: ModelRunner | RemoteRunner = (
             parts.remote()
             if parts.model is None
             else ModelRunner(parts.model, parts.new_cache(parts.model.config), ranks=parts.runner.ranks)
         )
-        drafter = StandaloneDraft(own, parts.gamma, parts.rehearses)
+        drafter = StandaloneDraft(runner, parts.gamma, parts.rehearses)
         drafter.follows_parts = not self.policy.selects  # also on ranks without a cache
         return drafter

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, RowUpdate
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
 # How many of the suffixes that end at a token are noted to have ended there.

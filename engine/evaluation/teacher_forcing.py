@@ -6,7 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter, RowUpdate
+from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.modes import resolve_mode
 from engine.requests import check_prompt
 from engine.round import Round
@@ -33,7 +33,7 @@ def forced_acceptance(
     Returns: what each row's rounds drafted, verified and accepted.
     Errors: ConfigError for another number of prompts, or continuations that are not one length, or too short.
     """
-    gamma, n_rows = drafter.gamma, runner.max_batch
+    gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, isinstance(drafter, HostDrafter)
     n_token = min(map(len, continuations), default=0)
     shape = len(prompts), len(continuations), max(map(len, continuations), default=0)
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
@@ -50,7 +50,7 @@ def forced_acceptance(
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow([RowUpdate(row, row, prompt, 0)])
-        if drafter.reads_current:
+        if reads_current:
             drafter.follow([RowUpdate(row, row, [*prompt, continuations[row][0]], len(prompt))])
     batch = Batch(n_rows, Filters.of(params), runner.device)
     batch.set_rows(params, range(n_rows))
@@ -68,11 +68,9 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
-        n_written = gamma + 1 if drafter.reads_current and drafter.verification_cache is not None else 0
-        ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
-        shown = [RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
-        for part in (drafter,) if drafter.reads_current else drafter.parts or (drafter,):
-            if part.verification_cache is None or part.reads_current:
-                part.follow(shown)
+        n_written = gamma + 1 if getattr(drafter, "is_written_through", False) else 0
+        if reads_current or not n_written:
+            ends = [(text, n, n + gamma + 1 + reads_current) for text, n in known]
+            drafter.follow([RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)])
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts
