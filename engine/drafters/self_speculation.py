@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
+from common.launch import triton_reads
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
@@ -54,10 +55,14 @@ class SelfSpeculation(ModelDrafter):
         self._target, self.cache, self.layers = runner, cache, layers
         self.refresh_every = cache.refresh_every
         self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
-        self._scores = None
+        self._scores, self._ops = None, SelectionOps()
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self._scores = cache.observer(gamma + 1, *sizes)
+            if triton_reads(cache.entries):
+                from kv_cache.choosing import TritonSelectionOps
+
+                self._ops = TritonSelectionOps()
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, n_seen, _ in rows:
@@ -80,8 +85,7 @@ class SelfSpeculation(ModelDrafter):
         source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
         assert isinstance(view, VerifyTopKCache) and self._scores is not None
         backend = self._target.model.backend
-        backend = getattr(backend, "fallback", backend)  # which has kernels for it, where the flash kernels have none
-        ops = backend if isinstance(backend, SelectionOps) else SelectionOps()
+        ops = backend if isinstance(backend, SelectionOps) else self._ops
         view.choose(source, batch.lengths, self._scores, self.layers or range(len(view.entries)), ops)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:

@@ -44,7 +44,12 @@ def copy_rate(device: str) -> float:
 
 @torch.inference_mode()
 def attention(
-    device: str, backend: str, shapes: Sequence, tokens: Sequence[int], kv: Sequence[str] = ("same",), noted=False
+    device: str,
+    backend: str,
+    shapes: Sequence,
+    tokens: Sequence[int],
+    kv: Sequence[str] = ("same",),
+    noted=False,
 ) -> Record:
     """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
     head_dim, rows, entries a row. kv: how these are stored. noted: the scores of chunks are noted, too."""
