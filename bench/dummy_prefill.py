@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner import ModelRunner, Prefilled
+from engine.runner import ModelRunner
 from kv_cache import KVCache
+from kv_cache.base import Prefilled
 from models.llama import logits_dtype
 
 

@@ -18,7 +18,9 @@ from common.launch import missing_launcher
 from common.process import local_world_size
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
-from kv_cache import FullKVCache, KVCache, QuantizedKVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.verify_topk import VerifyTopKCache
 from models import ModelConfig
 from models.heads.loading import HeadSource
 from models.packed_linear import can_pack

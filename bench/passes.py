@@ -132,7 +132,7 @@ def prefill(session: Session) -> float:
     started = time.perf_counter()
     with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            for n_tokens in runner.prefilling(row, prompt)[1]:
+            for n_tokens in runner.start_prefill(row, prompt)[1]:
                 bar.update(n_tokens)
     synchronize(runner.device)
     return max(session.processes.gathered(time.perf_counter() - started))

@@ -216,7 +216,7 @@ class Decoder:
         row = self._rows.place_for(request.prompt, reuses)
         if self._reuses == "nothing":
             self._runner.cache.prefilled.pop(row, None)
-        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, reuses)
+        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses)
         # One that has to take back more than a round's drafts may lack what its cache held before those.
         known = {
             index: min(n, request.n_reused)

@@ -59,7 +59,7 @@ class Rows:
         self._clock += 1
         self._left_at[row] = self._clock
         if request.error is None:
-            self._runner.note_answer(row, request.tokens[:-1])
+            self._runner.keep_answer(row, request.tokens[:-1])
 
     def begin(self, row: int, n_held: int, followed: dict[int, int]) -> None:
         """The row takes another prompt, of which it holds so many tokens, and drafters have followed so many."""

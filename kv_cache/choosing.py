@@ -1,4 +1,4 @@
-"""The Triton kernel that chooses entries and copies them, as `kv_cache.verify_topk` does in PyTorch."""
+"""The Triton kernel that chooses entries and copies them, as `kv_cache.refreshed` does in PyTorch."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of, works
 from kv_cache.base import KVCache
-from kv_cache.verify_topk import Choice, SelectionOps, VerifyTopKCache
+from kv_cache.refreshed import Choice, RefreshedKVCache, SelectionOps
 
 CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
 CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
@@ -111,7 +111,7 @@ def choose(
 
 
 def plan_choice(
-    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
 ) -> Launch:
     """Plan the launch that does what `SelectionOps.choose` does, between entries of one dtype or without scales."""
     n_kv_head, n_chosen = to.held.shape[2:]
@@ -144,7 +144,7 @@ class TritonSelectionOps(SelectionOps):
     _runs = True
 
     def choose(
-        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
     ) -> None:
         given = to, to_layer, source, from_layer, shares, choice
         if self._runs and (to.scales is source.scales is None or to.entries.dtype == source.entries.dtype):

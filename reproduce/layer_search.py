@@ -28,7 +28,8 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
-from engine.drafters import RowUpdate, SelfSpeculation
+from engine.drafters import RowUpdate
+from engine.drafters.self_speculation import SelfSpeculation
 from engine.sampling import logits_to_probs
 from models.llama import select_layers
 from reproduce.paper.columns import of

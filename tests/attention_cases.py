@@ -9,8 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kv_cache import KV, FullKVCache, QuantizedKVCache
-from kv_cache.entries import SCORE_CHUNK, largest, quantize
+from kv_cache import FullKVCache
+from kv_cache.entries import KV, SCORE_CHUNK, largest, quantize
+from kv_cache.quantized import QuantizedKVCache
 from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention
 from models.attention.torch_backend import visibility

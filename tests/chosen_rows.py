@@ -8,7 +8,8 @@ from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.round import Round
 from engine.sampling import Filters
-from kv_cache import Retrieval, RetrievalKVCache, VerifyTopK, VerifyTopKCache
+from kv_cache.retrieval import Retrieval, RetrievalKVCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 GAMMA, WINDOW, BUDGET, N_FIRST, CHUNK = 3, 6, 16, 2, 3
 CHOSEN, LONGEST = BUDGET - WINDOW, 100

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.drafters import RowUpdate, SavedText
+from engine.drafters import RowUpdate
+from engine.drafters.saved_text import SavedText
 from engine.noise import Stream, uniform
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")

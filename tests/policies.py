@@ -13,17 +13,13 @@ from tiny import TINY
 from engine import ModelRunner, generate
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
-from kv_cache import (
-    FullKVCache,
-    KVCache,
-    QuantizedKVCache,
-    Retrieval,
-    ScoredPolicy,
-    SnapKV,
-    StreamingKVCache,
-    VerifyTopK,
-)
+from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.base import KVShape
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.retrieval import Retrieval
+from kv_cache.scored import ScoredPolicy
+from kv_cache.snapkv import SnapKV
+from kv_cache.verify_topk import VerifyTopK
 
 
 @dataclass(frozen=True)

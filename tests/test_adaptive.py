@@ -11,8 +11,8 @@ import pytest
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
-from engine import NGram
 from engine.counts import AcceptanceRate
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
 
 GAMMAS = range(7)

@@ -12,8 +12,9 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache

@@ -10,7 +10,9 @@ from tiny import TINY, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import SelfSpeculation, generate
-from kv_cache import Retrieval, SnapKV, VerifyTopK
+from kv_cache.retrieval import Retrieval
+from kv_cache.snapkv import SnapKV
+from kv_cache.verify_topk import VerifyTopK
 from models.llama import select_layers
 
 of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from attention_cases import Case, FakeSlots, make_case, packed_case
 
-from kv_cache import KV, FullKVCache
-from kv_cache.entries import largest
-from kv_cache.verify_topk import SelectionOps, VerifyTopK, VerifyTopKCache
+from kv_cache import FullKVCache
+from kv_cache.entries import KV, largest
+from kv_cache.refreshed import SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention

@@ -12,10 +12,12 @@ from tiny import continue_by_recomputing, decode, full_cache, random_prompts, se
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice, Fixed
 from engine.requests import Progress
-from kv_cache import FullKVCache, Streaming, StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.streaming import Streaming
 
 ROOM, GAMMA = 64, 3
 SCRIPT = (PLAIN, Choice(0, 3), Choice(1, 2), Choice(1, 3), Choice(2, 3), PLAIN, Choice(0, 1))

@@ -8,12 +8,16 @@ from published_heads import random_eagle
 from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, decoding, generate
-from engine.drafters import Drafter, Eagle, Suffix
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, decoding, generate
+from engine.drafters import Drafter
+from engine.drafters.eagle import Eagle
+from engine.drafters.ngram import NGram
+from engine.drafters.suffix import Suffix
 from engine.pacing import Choice, Fixed
 from engine.runner import run_through
 from engine.sampling import Filters, logits_to_probs, logprobs_of
-from kv_cache import FullKVCache, Streaming, StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.streaming import Streaming
 
 
 class Counting(ModelRunner):
@@ -177,7 +181,7 @@ def test_a_row_holds_nothing_behind_its_prompt():
     target = counting(1)
     [prompt] = random_prompts([20])
     target.prefill_row(0, prompt)
-    n_shared, chunks = target.prefilling(0, [*prompt[:7], 1], reuses=True)
+    n_shared, chunks = target.start_prefill(0, [*prompt[:7], 1], reuses=True)
     run_through(chunks)
     assert n_shared == 7 and target.cache.positions[0].tolist() == [*range(8)] + [-1] * (target.cache.capacity - 8)
 

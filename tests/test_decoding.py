@@ -9,7 +9,9 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny
 from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, generate
+from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine.drafters.ngram import NGram
+from engine.drafters.saved_text import SavedText
 from engine.requests import Progress
 from engine.runner import finite_rows
 from kv_cache import FullKVCache, StreamingKVCache

@@ -14,7 +14,8 @@ from engine.drafters import RowUpdate
 from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
 from engine.sampling import Filters
-from kv_cache import EMPTY, StreamingKVCache
+from kv_cache import StreamingKVCache
+from kv_cache.base import EMPTY
 from models import ModelConfig
 from models.llama import select_layers
 

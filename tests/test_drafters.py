@@ -9,9 +9,10 @@ from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 from witness import WitnessModel
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SavedText, generate
+from engine import ModelRunner, generate
 from engine.drafters import RowUpdate, check_gamma
-from engine.drafters.ngram import find_ngram
+from engine.drafters.ngram import NGram, find_ngram
+from engine.drafters.saved_text import SavedText
 from engine.modes import Greedy
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache

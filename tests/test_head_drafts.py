@@ -22,10 +22,13 @@ from published_heads import (
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, generate
-from engine.drafters import Eagle, Medusa
+from engine import ModelRunner, SamplingParams, generate
+from engine.drafters.eagle import Eagle
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
-from kv_cache import EMPTY, FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.base import EMPTY
 from models.heads.loading import find_head
 
 DEEP = replace(TINY, n_layer=7)

@@ -17,7 +17,11 @@ from torch import Tensor
 from witness import FakeConfig, FakeModel
 
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Drafter, Eagle, Medusa, NGram, SavedText
+from engine.drafters import Drafter
+from engine.drafters.eagle import Eagle
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
+from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice

@@ -8,9 +8,10 @@ from tiny import TINY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from kv_cache import FullKVCache, Streaming, StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
-from kv_cache.verify_topk import ObservingKVCache, VerificationScores
+from kv_cache.refreshed import ObservingKVCache, VerificationScores
+from kv_cache.streaming import Streaming
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])

@@ -12,8 +12,12 @@ from tiny import TINY
 
 from bench.dummy_prefill import randomise
 from bench.memory import Footprint
-from kv_cache import FullKVCache, QuantizedKVCache, Retrieval, SnapKV, StreamingKVCache, VerifyTopK
-from kv_cache.verify_topk import SelectionOps
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import SelectionOps
+from kv_cache.retrieval import Retrieval
+from kv_cache.snapkv import SnapKV
+from kv_cache.verify_topk import VerifyTopK
 
 
 def always(n_token: int, group: int | None) -> bool:

@@ -9,7 +9,7 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.drafters import RowUpdate
-from kv_cache import EMPTY
+from kv_cache.base import EMPTY
 from kv_cache.policy import policies
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)

@@ -7,9 +7,9 @@ import torch
 from tiny import TINY
 
 from common.errors import ConfigError
-from kv_cache import FullKVCache, QuantizedKVCache
+from kv_cache import FullKVCache
 from kv_cache.entries import stored_as
-from kv_cache.quantized import Quantized
+from kv_cache.quantized import Quantized, QuantizedKVCache
 
 GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
 RING = WINDOW + 3 * GROUP

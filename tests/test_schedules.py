@@ -9,14 +9,15 @@ from pacings import SCHEDULES, scheduled
 from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
 from bench.draft_flags import draft_flags
-from engine import ModelRunner, NGram, generate
+from engine import ModelRunner, generate
 from engine.batch import Batch
 from engine.drafters import Drafter
+from engine.drafters.ngram import NGram
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts, Greedy
 from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
-from kv_cache import Streaming
+from kv_cache.streaming import Streaming
 
 CPU, GAMMA = torch.device("cpu"), 4
 WRONG = 9  # no draft of these tests

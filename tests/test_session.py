@@ -20,10 +20,10 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.standalone import StandaloneConfig, drop_kept_prompts
 from engine.modes import MODES
 from engine.runner import ModelRunner
-from kv_cache import QuantizedKVCache, StreamingKVCache
+from kv_cache import StreamingKVCache
 from kv_cache.full import Full
 from kv_cache.policy import BudgetedPolicy
-from kv_cache.quantized import Quantized
+from kv_cache.quantized import Quantized, QuantizedKVCache
 from kv_cache.retrieval import Retrieval
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming

@@ -11,8 +11,9 @@ from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_
 from common.errors import ConfigError
 from engine import ModelRunner, StandaloneDraft, generate
 from engine.drafters import RowUpdate
-from kv_cache import EMPTY, FullKVCache, SnapKV
-from kv_cache.snapkv import POOL, attention_received
+from kv_cache import FullKVCache
+from kv_cache.base import EMPTY
+from kv_cache.snapkv import POOL, SnapKV, attention_received
 
 WINDOW, BUDGET = 6, 16
 SELECTED = BUDGET - WINDOW

@@ -8,15 +8,17 @@ from pacings import Scripted
 from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
 from engine.batch import Batch
 from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
 from engine.pacing import PLAIN, Choice
 from engine.sampling import Filters
-from kv_cache import Streaming, StreamingKVCache
+from kv_cache import StreamingKVCache
+from kv_cache.streaming import Streaming
 
 LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]

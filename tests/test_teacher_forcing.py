@@ -14,12 +14,16 @@ from tiny import (
 )
 
 from common.errors import UserError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Combined, Suffix
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.combined import Combined
+from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import total
-from kv_cache import SnapKV, Streaming, VerifyTopK, VerifyTopKCache
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)

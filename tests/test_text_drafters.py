@@ -12,10 +12,11 @@ from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Combined, Markov, NGramCache, NGramCacheConfig, RowUpdate, Suffix
-from engine.drafters.base import Guess, HostDrafter
-from engine.drafters.markov import NGramTable
-from engine.drafters.suffix import SuffixAutomaton
+from engine.drafters import Guess, HostDrafter, RowUpdate
+from engine.drafters.combined import Combined
+from engine.drafters.markov import Markov, NGramTable
+from engine.drafters.ngram_cache import NGramCache, NGramCacheConfig
+from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice

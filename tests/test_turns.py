@@ -9,9 +9,10 @@ from test_decoder import GAMMA, ROOM, drafters_of
 from tiny import random_prompts, tiny_model
 
 from bench.passes import TURN, take_turns
-from engine import ModelRunner, NGram, SamplingParams
+from engine import ModelRunner, SamplingParams
 from engine.decoding import Generation
 from engine.drafters import Drafter
+from engine.drafters.ngram import NGram
 from engine.requests import Progress
 from kv_cache import FullKVCache
 

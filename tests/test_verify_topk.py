@@ -9,9 +9,9 @@ from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import VerifyTopK, VerifyTopKCache
 from kv_cache.entries import SCORE_CHUNK
-from kv_cache.verify_topk import SelectionOps
+from kv_cache.refreshed import SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.attention import TorchAttention
 
 

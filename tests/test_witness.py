@@ -4,7 +4,7 @@ import os
 
 import pytest
 from scenarios import run_scenarios
-from witness import WitnessModel, continue_plainly
+from witness import WitnessModel, next_logits
 
 SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "600"))
 BATCHES = 40
@@ -14,7 +14,7 @@ class WitnessWorld:
     model = WitnessModel()
     kv_dtype = model.dtype
     drafters = ()
-    continue_plainly = staticmethod(continue_plainly)
+    next_logits = staticmethod(next_logits)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

@@ -15,10 +15,12 @@ from attention_cases import Case, make_case, packed_case
 from torch import Tensor
 
 from common.launch import launch_on
-from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
+from kv_cache import FullKVCache, packing
 from kv_cache.choosing import TritonSelectionOps
 from kv_cache.entries import KV, dequantize, largest
-from kv_cache.verify_topk import Choice, SelectionOps
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import Choice, SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported

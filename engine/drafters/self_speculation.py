@@ -19,8 +19,9 @@ from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.runner import ModelRunner
-from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
-from kv_cache.verify_topk import ObservingKVCache, SelectionOps
+from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
+from kv_cache.streaming import Streaming
 from models import Transformer
 from models.checkpoints.model_source import ModelSource, find_model
 from models.names import parse_layers
@@ -56,7 +57,7 @@ class SelfSpeculation(ModelDrafter):
         self.refresh_every = cache.refresh_every
         self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
         self._scores, self._ops = None, SelectionOps()
-        if isinstance(cache, VerifyTopKCache):
+        if isinstance(cache, RefreshedKVCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self._scores = cache.observer(gamma + 1, *sizes)
             if triton_reads(cache.entries):
@@ -83,7 +84,7 @@ class SelfSpeculation(ModelDrafter):
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
-        assert isinstance(view, VerifyTopKCache) and self._scores is not None
+        assert isinstance(view, RefreshedKVCache) and self._scores is not None
         backend = self._target.model.backend
         ops = backend if isinstance(backend, SelectionOps) else self._ops
         view.choose(source, batch.lengths, self._scores, self.layers or range(len(view.entries)), ops)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from common.say import dtype_name
-from kv_cache import KV, FullKVCache, KVCache, QuantizedKVCache
-from kv_cache.entries import SCORE_CHUNK
+from kv_cache import FullKVCache, KVCache
+from kv_cache.entries import KV, SCORE_CHUNK
+from kv_cache.quantized import QuantizedKVCache
 from models.attention.base import MAX_BLOCK, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 from models.attention.torch_backend import TorchAttention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.verify_topk import SelectionOps, VerifyTopKCache
+from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -102,7 +102,7 @@ class CppAttention(SelectionOps):
         return chosen
 
     def copy_chosen(
-        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
         """As of `SelectionOps`; where nothing is quantised anew, of what `to` lacks."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
