@@ -20,17 +20,18 @@ from models.checkpoints.model_source import ModelSource, find_model
 
 
 class StandaloneDraft(ModelDrafter):
-    """A smaller model with the target's vocabulary (Leviathan et al. 2023, arXiv 2211.17192, section 2.1).
+    """Drafts with a smaller model of the target's vocabulary (Leviathan et al. 2023, arXiv 2211.17192, section 2.1).
 
     A round starts by running the last *two* committed tokens of each row: the first of them is new to the cache where
-    all drafts of the last round were accepted, and is written over by itself elsewhere, so the step's shape never
-    changes. A draft whose trained context is shorter than the text wants a streaming cache with `rotate_on_read`.
+    all drafts of the last round were accepted, and rewrites itself elsewhere, so the step's shape never changes. A
+    draft whose trained context is shorter than the text needs a streaming cache with `rotate_on_read`.
 
     The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are never
-    proposed; one that only the target has is shown to the draft as its last id, which costs a draft its quality, and
-    no emitted token anything. keeps_prompts: of each row, in a copy, what its last prompt left, which is run once then
-    however often the row begins with it. follows_parts: not over a cache that selects its entries by a prompt's end.
-    Errors: ConfigError if a round does not fit the window.
+    proposed; an id that only the target has is shown to the draft as its last id, which costs acceptance only.
+
+    keeps_prompts: keep copies of what each row's last prompt left, for measuring costs, so that the prompt runs once.
+    follows_parts: False over a cache that selects by a prompt's end. Errors: ConfigError if a round does not fit
+    the window.
     """
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
@@ -47,27 +48,27 @@ class StandaloneDraft(ModelDrafter):
         self._vocab_size = target.vocab_size
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
-        behind = {}
-        for row, _, text, known, *_ in rows:
-            own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
-            if known == 0:
-                self._fill(row, own_ids)
-            else:  # the last known token once more: it may never have been run (see `logits`)
-                behind[row] = own_ids, known - 1
-        if behind:
-            self._runner.extend_rows(behind)
+        prompts, behind = {}, {}
+        for row, _, text, n_seen, *_ in rows:
+            draft_ids = [min(token, self._runner.vocab_size - 1) for token in text]
+            if n_seen:  # the last seen token once more: it may never have run (see `logits`)
+                behind[row] = draft_ids, n_seen - 1
+            else:
+                prompts[row] = draft_ids
+        self._fill(prompts)
+        self._runner.extend_rows(behind)
 
-    def _fill(self, row: int, prompt: list[int]) -> None:
-        """Run the prompt, or put back what running it has left in that row."""
-        held = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
-        kept, copies = self.kept.get(row, ([], []))
-        if kept == prompt:
-            for x, copy in zip(held, copies, strict=True):
-                x.copy_(copy)
-        else:
-            self._runner.fill_row(row, prompt)
-            if self.keeps_prompts:
-                self.kept[row] = prompt, [x.clone() for x in held]
+    def _fill(self, prompts: dict[int, list[int]]) -> None:
+        """Run the prompts, or put back what running them has left in their rows."""
+        missing = {row: prompt for row, prompt in prompts.items() if self.kept.get(row, ([],))[0] != prompt}
+        self._runner.fill_rows(missing)
+        for row, prompt in prompts.items() if self.keeps_prompts else ():
+            tensors = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
+            if row in missing:
+                self.kept[row] = prompt, [x.clone() for x in tensors]
+            else:
+                for x, copy in zip(tensors, self.kept[row][1], strict=True):
+                    x.copy_(copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         last, position = tokens[:, None], batch.lengths[:, None] + i
