@@ -306,7 +306,7 @@ class Decoder:
 
 
 class Generation:
-    """Prompts on their way through a `Decoder`, step by step; it takes arguments of `make_requests` and of `Decoder`."""
+    """Prompts on their way through a `Decoder`, step by step. Takes arguments of `make_requests` and `Decoder`."""
 
     def __init__(
         self,
