@@ -13,8 +13,8 @@ import psutil
 
 # Shorter passes are not judged: single interruptions decide.
 LEAST_SECONDS = 2.0
-# Threads waiting plus processors stolen, on average. Passes of 4 and 2 threads on a quiet machine of 4 processors showed
-# 0.02 at most, also beside work on other processors; a thread that shared its processor with another showed 0.5.
+# Threads waiting plus processors stolen, on average. Passes on a quiet machine of 4 processors showed 0.02 at most,
+# also beside work on other processors; a thread that shared its processor with another showed 0.5.
 QUIET = 0.1
 # Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, 0.004 where another
 # thread has it.

@@ -15,9 +15,9 @@ from engine.runner import ModelRunner
 class SavedText(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
-    It goes by position alone: where the target has left the text, its drafts are verified as any. Behind the end of a
-    text, and for a request without one, it proposes nothing. In rejection mode a text must be independent of the run's
-    random numbers: not what that mode emitted for the same seed and request.
+    It goes by position alone, also where the target has left the text. Behind the end of a text, and for a request
+    without a text, it proposes nothing. In rejection mode a text must be independent of the run's random numbers: not
+    what that mode emitted for the same seed and request.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:

@@ -1,4 +1,4 @@
-"""Acceptance on a given text: whatever is accepted, every round goes on from the text's own tokens."""
+"""Teacher forcing: acceptance on a given text, whose tokens every round goes on from, whatever is accepted."""
 
 from collections.abc import Sequence
 
@@ -24,14 +24,12 @@ def forced_acceptance(
     sampling: SamplingParams | None = None,
     verification: str = "auto",
 ) -> list[Counts]:
-    """How many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
+    """Count how many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
 
-    A model that is left to itself loops sooner or later, and a loop is easy to draft; a book does not. Row b
-    begins with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` are run in place
-    of what the round emitted. One prompt for each of the runner's rows, and continuations of the same length.
-
-    Returns: what each row's rounds drafted, verified and accepted.
-    Errors: ConfigError for another number of prompts, or continuations that are not one length, or too short.
+    A model that is left to itself loops sooner or later, and a loop is easy to draft; a book does not. Row b begins
+    with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of what the
+    round emitted. Returns what each row's rounds drafted, verified and accepted. Errors: ConfigError unless there is a
+    prompt and a continuation per row, and continuations have one length of gamma + 2 or more.
     """
     gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, isinstance(drafter, HostDrafter)
     n_token = min(map(len, continuations), default=0)
