@@ -35,8 +35,8 @@ def blocks_per_pass(device: torch.device) -> int:
 
 
 class Stream(IntEnum):
-    """The purpose of a number. Two purposes never share numbers, except where sharing is the method (COUPLED). A round's
-    i-th draft is a purpose of its own: DRAFT + len(Stream) * i."""
+    """The purpose of a number. Purposes never share numbers, except where sharing is the method (COUPLED). A round's
+    i-th draft has the purpose DRAFT + len(Stream) * i."""
 
     COUPLED = 0
     DRAFT = 1

@@ -23,8 +23,8 @@ from certificate_cases import (
 )
 from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
 
-from common.errors import ConfigError, UserError
-from engine import ModelRunner, SamplingParams, generate
+from common.errors import UserError
+from engine import ModelRunner, generate
 from engine.evaluation.certificate import Replay, calibrate, certify, replay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,10 +124,3 @@ def test_logits_that_are_not_finite_certify_nothing():
         calibrate(model, cache, prompts, text, GAMMA + 1)
     with pytest.raises(UserError, match=f"reference.*\n.*row 1, the token at position {LENGTHS[1] + 5}"):
         replay(model, cache, prompts, text)
-
-
-@pytest.mark.parametrize("filtered", [{"top_k": 5}, {"top_p": 0.9}])
-def test_filters_are_refused(filtered):
-    model = tiny_model()
-    with pytest.raises(ConfigError, match="does not cover filters"):
-        replay(model, full_cache(model, 3), PROMPTS, torch.zeros(3, 4).long(), SamplingParams(0.8, **filtered))

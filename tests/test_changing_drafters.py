@@ -1,7 +1,5 @@
 """Drafters that take turns: what fell behind catches up, and no token changes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +11,8 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
-from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
 
 
@@ -68,38 +64,6 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
     out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
     assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
-
-
-def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
-    """A draft model that is first asked behind plain rounds runs the prompts then; all ranks wait for those that do."""
-    now, admitted = ["no phase"], []
-
-    class Waiting(Ranks):
-        def gathered(self, value: Any) -> list[Any]:
-            admitted.append("all ranks")
-            return super().gathered(value)
-
-    ranks = Waiting()
-    runner, prompts = two_rows(30, 11, ranks=ranks)
-    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2), ranks=ranks), gamma=3)
-    follow = own.follow
-
-    def watched(rows: Sequence[RowUpdate]) -> None:
-        admitted.extend(now[0] for one in rows if one.n_seen == 0)  # a prompt
-        follow(rows)
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        now[0] = name
-        yield
-        now[0] = "no phase"
-
-    own.follow = watched  # type: ignore[method-assign]
-    pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
-    out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
-    assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
-    assert admitted == ["no phase"] * 2 + ["all ranks"] and out.stats.draft_prefill_seconds > 0
-    assert out.tokens == recomputed(runner.model, prompts, 20)
 
 
 def test_a_pacing_can_end_the_decode():

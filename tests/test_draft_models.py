@@ -50,17 +50,6 @@ def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
     assert compared > 20
 
 
-def test_a_draft_of_all_layers_is_the_model():
-    model = tiny_model(DEEP)
-    tokens, positions = torch.tensor(random_prompts([9, 9])), torch.arange(9).expand(2, -1)
-    whole = model(tokens, positions, full_cache(model, 2))
-    for layers in ([0, 1, 2, 3], [1, 3]):
-        some = select_layers(model, layers)
-        logits = some(tokens, positions, full_cache(some, 2))
-        assert torch.equal(logits, whole) == (len(layers) == 4)
-    assert len(model.layers) == model.config.n_layer == 4, "the model itself is as it was"
-
-
 def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
     """What it will have proposed in every round for each row, and behind which length."""
     rounds, propose = [], drafter.propose

@@ -10,7 +10,7 @@ from witness import WitnessModel
 
 from common.errors import ConfigError
 from engine import ModelRunner, generate
-from engine.drafters import RowUpdate, check_gamma
+from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram, find_ngram
 from engine.drafters.saved_text import SavedText
 from engine.modes import Greedy
@@ -101,12 +101,6 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4, 20], 4)])
     drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("room,advice", [(1, "a longer window"), (2, "a lower --gamma")])
-def test_a_lower_gamma_is_advised_where_any_has_room(room, advice):
-    with pytest.raises(ConfigError, match=f"{advice}$"):
-        check_gamma(3, room)
 
 
 def test_drafters_draft_for_their_own_runner_alone():

@@ -121,14 +121,6 @@ def test_slots_hold_what_the_policy_retains(policy):
         assert len(set(block.tolist())) == len(block)
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name].sample.n_queries])
-def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
-    source, cache = full_cache(tiny_model(), SIZE.n_rows), POLICIES[policy].make(TINY, SIZE)
-    cache.fill_row(0, source, cache.capacity)
-    with pytest.raises(ConfigError, match="has not got them"):
-        cache.fill_row(1, source, cache.capacity + 1)
-
-
 @pytest.mark.parametrize(
     "score", [lambda keys: keys[0, :, 0], lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]]
 )

@@ -12,13 +12,11 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram
-from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
 from engine.pacing import PLAIN, Choice
 from engine.sampling import Filters
 from kv_cache import StreamingKVCache
-from kv_cache.streaming import Streaming
 
 LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
@@ -136,13 +134,6 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
     assert 0 < out.stats.accepted < out.stats.drafted
     again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
     assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}
-
-
-@pytest.mark.parametrize(("gammas", "field"), [((3, 70), "inner_gamma"), ((70, 3), "gamma")])
-def test_a_budget_without_room_names_the_longer_of_both_rounds(gammas, field):
-    config = SelfConfig(gamma=gammas[0], inner_gamma=gammas[1], draft_of_draft="streaming", policy=Streaming(512))
-    with pytest.raises(ConfigError, match=rf"gamma \(--{field}\) and --inner_budget[^$]*gamma 70, room for 60"):
-        config.check()
 
 
 def test_a_window_that_no_round_fits_is_refused():

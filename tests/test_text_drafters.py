@@ -211,27 +211,3 @@ def test_a_cache_is_kept_when_its_drafter_goes(tmp_path: Path):
     assert guesses(NGramCache(runner, 3, path=path), RowUpdate(0, 0, [1], 0)) == [2, 3]
     with pytest.raises(ConfigError, match="cannot be written"):
         NGramCacheConfig(ngram_cache=str(tmp_path / "none" / "cache.json")).check()
-
-
-class Reading(HostDrafter):
-    """Guesses nothing, and keeps the lists that it is given."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner, gamma=2)
-        self.texts: dict[int, list[int]] = {}
-        self.n_lists = Counter[int]()
-
-    def continued(self, shown: RowUpdate) -> Guess:
-        if self.texts.get(shown.row) is not shown.tokens:
-            self.n_lists[shown.row] += 1
-        self.texts[shown.row] = shown.tokens
-        return Guess()
-
-
-def test_texts_that_are_read_every_round_are_not_copied():
-    """A copy of every prompt at first; then one list a row, which the rounds let grow."""
-    runner, prompts = runner_of(2), random_prompts([9, 14])
-    drafter = Reading(runner)
-    tokens = generate(runner, prompts, drafter=drafter, max_new_tokens=8).tokens
-    assert drafter.n_lists == {0: 2, 1: 2}
-    assert [drafter.texts[row] for row in range(2)] == [[*prompts[row], *tokens[row]] for row in range(2)]

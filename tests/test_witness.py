@@ -6,8 +6,8 @@ import pytest
 from scenarios import run_scenarios
 from witness import WitnessModel, next_logits
 
-SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "600"))
-BATCHES = 40
+SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "400"))
+BATCHES = 8
 
 
 class WitnessWorld:

@@ -20,8 +20,8 @@ VERSION = 1
 
 
 class NGramTable:
-    """Counts of what followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is dropped. drawn:
-    the random numbers (`Request.draws`) that drew any of the texts."""
+    """Counts of what followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is dropped.
+    drawn: the random numbers (`Request.draws`) that drew any of the texts."""
 
     def __init__(self, order: int, size: int | None = None) -> None:
         self.order, self._size = order, size
