@@ -1,6 +1,6 @@
 """The distribution of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
 
-Target and draft go through the same functions. Greedy is a mode of its own, not a small temperature:
+Target and draft go through the same functions. Greedy is a separate mode, not a small temperature:
 its distribution is a point mass on the lowest id among the largest logits.
 """
 
@@ -22,7 +22,7 @@ from engine.noise import triton_kernels
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # of a vocabulary
 WHOLE = 2.0**62  # the mass of all ids
-DIGIT = 11  # bits of a value that a search for the last one kept looks at together
+DIGIT = 11  # bits of a value that the search for the last kept value looks at together
 
 
 @dataclass(frozen=True)

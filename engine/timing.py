@@ -1,4 +1,4 @@
-"""Phase times, measured in a pass of their own because synchronising around phases inflates totals."""
+"""Phase times: measured in a separate pass, because synchronising around phases inflates totals."""
 
 import time
 from collections import defaultdict

@@ -136,7 +136,7 @@ class RefreshedKVCache(ScoredKVCache):
         require_at_least("refresh", policy.refresh, 1)
         super().__init__(config, max_batch, policy, device, dtype)
         self.n_first, self.refresh_every, self.chunk = policy.n_first, policy.refresh, policy.n_together
-        # The slot that each chosen entry came from, for a copy that leaves those in place that are chosen again.
+        # The slot that each chosen entry came from, so that a copy can leave entries in place that are chosen again.
         self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
     def reset_row(self, row: int) -> None:

@@ -64,9 +64,9 @@ def find_ngram(
     matches = position < last
     matched = torch.zeros_like(text)
     for back in range(min(max_ngram, text.shape[1])):
-        wanted = text.gather(1, (last - back).clamp(min=0))
+        last_tokens = text.gather(1, (last - back).clamp(min=0))
         same = torch.zeros_like(matches)
-        same[:, back:] = text[:, : text.shape[1] - back] == wanted
+        same[:, back:] = text[:, : text.shape[1] - back] == last_tokens
         matches = matches & same & (last >= back)
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)

@@ -1,4 +1,4 @@
-"""StandaloneDraft: a smaller model drafts, over a cache of its own that it fills itself."""
+"""StandaloneDraft: a smaller model drafts, over a cache that it fills itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StandaloneDraft(ModelDrafter):
             last, position = torch.cat([batch.previous[:, None], last], 1), torch.cat([position - 1, position], 1)
         # A row that was never admitted idles at position 0, with nothing before it.
         logits = self._runner.last_logits(last.clamp(max=self._runner.vocab_size - 1), position.clamp(min=0), cache)
-        # Over the target's ids: those that only the draft has are cut, one that it lacks is impossible.
+        # Over the target's ids: ids that only the draft has are cut, and an id that it lacks is impossible.
         return torch.nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
 
 

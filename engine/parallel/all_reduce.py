@@ -52,8 +52,8 @@ class SymmetricAllReduce(AllReduce):
 
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
     """Choose symmetric memory for GPUs of one machine if it gives right sums on all of them, else the group."""
-    wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if group is None or device.type != "cuda" or not wanted:
+    is_allowed = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
+    if group is None or device.type != "cuda" or not is_allowed:
         return AllReduce(group)
     # GROUP_RANK is the number of a rank's machine.
     machines: list[str | None] = [None] * group.size()
