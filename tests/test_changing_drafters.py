@@ -85,5 +85,3 @@ def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
     (drafter, *_) = drafters_of(runner)
     with pytest.raises(ConfigError, match="more than its drafter can"):
         generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
-    with pytest.raises(ConfigError, match="brings its own drafters"):
-        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [PLAIN]), drafter=drafter)

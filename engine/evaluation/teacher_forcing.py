@@ -66,9 +66,12 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
-        n_written = gamma + 1 if getattr(drafter, "is_written_through", False) else 0
-        if reads_current or not n_written:
-            ends = [(text, n, n + gamma + 1 + reads_current) for text, n in known]
-            drafter.follow([RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)])
+        # Written-through drafters have the block's entries already.
+        n_written = gamma + 1 if getattr(drafter, "is_written_through", False) and reads_current else 0
+        ends = [(text, n, n + gamma + 1 + reads_current) for text, n in known]
+        updates = [RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
+        for part in (drafter,) if reads_current else getattr(drafter, "parts", (drafter,)):
+            if reads_current or not getattr(part, "is_written_through", False):
+                part.follow(updates)
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts
