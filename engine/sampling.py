@@ -54,7 +54,7 @@ class SamplingParams:
                 where, fix = f"SamplingParams.{name} ({flag(name)})", f"choose another {name}"
                 raise ConfigError(f"{name} is out of range", where, repr(value), required, fix)
             if kind is Integral:  # numpy's integers have no bit_length
-                object.__setattr__(self, name, int(value))
+                object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:

@@ -49,7 +49,8 @@ class NoCache:
         self._new = new
 
     def read(self, layer: int, queries: torch.Tensor) -> KV:
-        return KV(*self._new.unbind(2))
+        keys, values = self._new.unbind(2)
+        return KV(keys, values)
 
 
 class WriteThroughKVCache:

@@ -80,7 +80,7 @@ def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy
     draft = SelfConfig(gamma="auto", policy=replace(policy, draft_budget=AUTO), draft_dtype="same")
     session = Session.open(replace(config, draft=draft), TEXTS)
     drafters = session.drafters()
-    held = sum(one.cache.n_bytes + one._observed.n_bytes for one in drafters)
+    held = sum(one.cache.n_bytes + one._scores.n_bytes for one in drafters)
     assert len(drafters) > 1 and held == session.n_rows * memory_plan(session.plan).per_row["draft KV"]
 
 
