@@ -42,10 +42,6 @@ class Policy(ABC):
         """The most tokens of a round that fit beside entries that always stay."""
         return sys.maxsize
 
-    def for_block(self, n_token: int) -> dict[str, int]:
-        """Return the options that `room` depends on, with their least values for `n_token` tokens."""
-        return {}
-
     @property
     def in_cache_positions(self) -> bool:
         """True if keys are rotated as they are read, by their slot."""
@@ -95,9 +91,6 @@ class BudgetedPolicy(Policy):
     def reserved(self) -> int:
         """Entries that always stay, such as sinks; `auto` tries budgets of more than twice as many."""
         return 0
-
-    def for_block(self, n_token: int) -> dict[str, int]:
-        return {"draft_budget": self.budget - self.room + n_token}
 
     def with_entries(self, n: int) -> BudgetedPolicy:
         return replace(self, draft_budget=n)

@@ -238,9 +238,5 @@ class Quantized(Full):
     def holds_all(self, length: int) -> bool:
         return self.quant_window >= length
 
-    def for_block(self, n_token: int) -> dict[str, int]:
-        group = -(-n_token // 16) * 16  # what the CPU's kernel reads as it is
-        return {"quant_group": group} | ({"quant_window": group} if self.quant_window < group else {})
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

@@ -115,8 +115,5 @@ class Retrieval(Refreshed):
     def n_queries(self) -> int:
         return 1
 
-    def for_block(self, n_token: int) -> dict[str, int]:
-        return super().for_block(max(n_token, self.chunk))
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return RetrievalKVCache(config, max_batch, length, self, device, dtype)

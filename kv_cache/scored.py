@@ -86,9 +86,5 @@ class ScoredPolicy(BudgetedPolicy):
         """The number of a text's first entries that always stay, in whole chunks."""
         return 0
 
-    def for_block(self, n_token: int) -> dict[str, int]:
-        least = self.n_first + n_token + 1
-        return {"snapkv_window": n_token} | ({"draft_budget": least} if self.budget < least else {})
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return ScoredKVCache(config, max_batch, self, device, dtype)

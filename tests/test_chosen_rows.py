@@ -90,18 +90,6 @@ def test_the_least_budget_that_it_names_is_the_least_that_works(policy):
         policy.with_entries(least - 1).check()
 
 
-@pytest.mark.parametrize("kind", [SnapKV, VerifyTopK, Retrieval])
-@pytest.mark.parametrize("budget,n_token", [(8, 9), (512, 9), (512, 5)])
-def test_what_it_names_for_a_longer_round_works(kind, budget, n_token):
-    """A larger window, which a chunk fits, and a budget that holds it, where that is too small."""
-    policy = kind(budget, snapkv_window=4)
-    named = policy.for_block(n_token)
-    assert policy.room < n_token and ("draft_budget" in named) == (budget == 8)
-    larger = replace(policy, **named)
-    larger.check()
-    assert larger.room >= n_token
-
-
 def test_a_text_beyond_the_longest_is_refused():
     runner = tiny_runner(len(LENGTHS))
     drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)

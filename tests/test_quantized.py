@@ -1,7 +1,5 @@
 """QuantizedKVCache against quantisation on plain numbers: what is in 4 bits, what is not yet, and what stays."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny import TINY
@@ -235,18 +233,6 @@ def test_what_cannot_work_is_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"use --{named} or more$"):
             QuantizedKVCache(TINY, 1, 50, group, window)
-
-
-@pytest.mark.parametrize(
-    "n_token,window,named", [(17, 64, {"quant_group": 32}), (101, 64, dict.fromkeys(OPTIONS, 112))]
-)
-def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
-    """Groups that the CPU's kernel reads as they are, and a window that they fit; what it names works."""
-    policy = Quantized(quant_window=window)
-    assert policy.room < n_token and policy.for_block(n_token) == named
-    larger = replace(policy, **named)
-    larger.check()
-    assert larger.room >= n_token
 
 
 def test_a_window_that_holds_the_whole_text_is_known_to():

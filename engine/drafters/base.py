@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -86,16 +86,13 @@ def require_same_cache(drafter: Drafter, cache: KVCache, target: ModelRunner) ->
         raise ConfigError("the drafter was built on another runner", "generate: drafter", seen, required, fix)
 
 
-def check_gamma(gamma: int, window: int, least: Mapping[str, int] | None = None, field: str = "gamma") -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window.
-
-    least: values of options with which it would fit. field: the option that gamma comes from.
-    """
+def check_gamma(gamma: int, window: int, field: str = "gamma") -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window. field: names
+    the option of that gamma."""
     if gamma + 1 > window:
-        names = [*map(flag, least or ())]
-        where = " and ".join([f"gamma ({flag(field)})", *(names or ["the draft's cache"])])
-        raised = " and ".join(f"{name} {n} or more" for name, n in zip(names, (least or {}).values(), strict=True))
-        fix = f"use {raised or 'a cache with a longer window'}" + f", or a lower {flag(field)}" * (window > 1)
-        seen = f"gamma {gamma}, room for {max(window, 0)} tokens"
-        what = "the draft's cache has no room for a verification block"
-        raise ConfigError(what, where, seen, "gamma + 1 tokens", fix)
+        what, seen = (
+            "the draft's cache has no room for a verification block",
+            f"gamma {gamma}, room for {window} tokens",
+        )
+        fix = f"lower {flag(field)}, or use a cache with a longer window, or a larger budget"
+        raise ConfigError(what, f"gamma ({flag(field)}) and the draft's cache", seen, "gamma + 1 tokens", fix)

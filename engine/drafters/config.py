@@ -164,7 +164,7 @@ class ModelDrafterConfig(DrafterConfig):
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
                 if self.gamma != "auto":  # first, as it asks for more of the budget
-                    check_gamma(self.gamma, policy.room, policy.for_block(self.gamma + 1))
+                    check_gamma(self.gamma, policy.room)
                 policy.check()
 
 

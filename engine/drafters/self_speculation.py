@@ -149,9 +149,8 @@ class SelfConfig(ModelDrafterConfig):
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
         if seen != "ngram":
             gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
-            longest, inner = max(gammas, key=gammas.__getitem__), Streaming(self.inner_budget)
-            least = inner.n_sink + gammas[longest] + 1
-            check_gamma(gammas[longest], inner.room, {"inner_budget": least}, longest)
+            longest = max(gammas, key=gammas.__getitem__)
+            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest)
         if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
             what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
             required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"
