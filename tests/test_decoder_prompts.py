@@ -12,8 +12,8 @@ from engine.drafters.eagle import Eagle
 from engine.drafters.ngram import NGram
 from engine.drafters.suffix import Suffix
 from engine.pacing import Choice, Fixed
-from engine.sampling import Filters, logits_to_probs
-from kv_cache import FullKVCache, StreamingKVCache
+from engine.sampling import logits_to_probs
+from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
 
 
@@ -173,31 +173,6 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     assert row_of([2, 2, 2]) == (1, 2)
 
 
-def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
-    """The next prompt shares the beginning of the text that the row holds, of which the draft's cache holds the end."""
-    own = ModelRunner(tiny_model(seed=5), StreamingKVCache(TINY, 1, 12, 2, dtype=torch.float64))
-    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses="prefixes")
-    [prompt] = random_prompts([60])
-    for text in (prompt, [*prompt[:40], 1]):
-        decode(decoder, request := Request(text, 2))
-        held = own.cache.positions[0]
-        n_behind = int(((held >= 2) & (held < len(text))).sum())
-        assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
-
-
-def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
-    target = counting(1)
-    decoder = Decoder(target, prefill_tokens=8)
-    first, second = (Request(prompt, 4) for prompt in random_prompts([30, 10]))
-    for request in (first, second):
-        decoder.submit(request)
-    assert decoder.step() is None and not decoder.idle
-    decoder.cancel(first)
-    decode(decoder)
-    assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
-    assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_logprobs_are_the_models_own(sampling, drafts):
@@ -247,21 +222,3 @@ def test_a_request_can_ask_for_plain_rounds():
     choices += [decoder.step().choice.drafter for _ in range(5)]
     assert choices == [Choice(0, 3), *[None] * 5] and second.finish_reason == "length"
     assert decoder.step().choice == Choice(0, 3)
-
-
-def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
-    """Greedy rows are verified greedily again behind one that sampled, and filters go with those that asked."""
-    target, rounds = counting(2), []
-    decoder = Decoder(target, verification="coupled")
-    of = decoder._rounds.make_round
-    decoder._rounds.make_round = lambda choice, batch, mode: (
-        rounds.append((mode, batch.distribution.filters)) or of(choice, batch, mode)
-    )
-    requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
-    requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
-    decode(decoder, *requests)
-    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=5)
-    assert rounds[:2] == [("coupled", filtered)] * 2
-    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=9))
-    assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
-    assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)

@@ -10,7 +10,6 @@ from witness import VOCAB, WitnessModel, continue_plainly, cut
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.drafters.ngram import NGram
 from engine.drafters.saved_text import SavedText
 from engine.requests import Progress
 from engine.runner import finite_rows
@@ -197,17 +196,6 @@ def test_seed_and_request_id_both_matter(model, prompts, mode):
 
     assert len({tuple(row) for seed in (3, 4, 3 + 2**32) for row in run(seed)}) == 12
     assert run(3) == run(3)
-
-
-def test_without_drafts_rejection_is_plain_decoding(model, prompts):
-    """With a gamma of 0, and with a drafter that has nothing to propose."""
-    runner = ModelRunner(model, full_cache(model, 2))
-    shadow = SelfSpeculation(runner, full_cache(model, 2), 0)
-    outputs = [
-        generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, sampling=SamplingParams(2.0, top_k=30)).tokens
-        for drafter in (None, shadow, NGram(runner, 0), SavedText(runner, {}, 0), SavedText(runner, {}, 3))
-    ]
-    assert all(output == outputs[0] for output in outputs)
 
 
 def test_a_cache_of_another_dtype_or_shape_is_refused(model):

@@ -4,16 +4,14 @@ import random
 
 import pytest
 import torch
-from no_host_reads import NoHostReads
 from pacings import SCHEDULES, scheduled
 from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
 from engine import ModelRunner, generate
 from engine.batch import Batch
 from engine.drafters import Drafter
-from engine.drafters.ngram import NGram
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
-from engine.modes import Drafts, Greedy
+from engine.modes import Drafts
 from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
 from kv_cache.streaming import Streaming
@@ -181,20 +179,6 @@ def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):
     of_requests = [key for key in seen if key[0]]  # rows that idle draw the same numbers round by round
     assert len(of_requests) == len(set(of_requests)) >= out.stats.drafted
     assert out.stats.drafted > out.stats.counts.verified, "drafts that nobody verified"
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rounds_that_keep_their_shape_read_nothing_back(schedule):
-    """As captured ones do: all columns are drafted then, and lengths say which are meant."""
-    for make in (lambda runner: runner_and_drafter(schedule)[1], lambda runner: NGram(runner, 5)):
-        runner, _ = runner_and_drafter("")
-        drafter = scheduled(make(runner), schedule, 2)
-        batch = Batch(2, Filters(), narrows=False)
-        batch.set_state([7, 4], [1, 2], [3, 4])
-        with torch.inference_mode(), NoHostReads():
-            drafts = drafter.propose(batch, Greedy(), 5)
-            drafter.rollback(batch)
-        assert drafts.tokens.shape == (2, 5)
 
 
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"

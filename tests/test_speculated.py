@@ -7,7 +7,6 @@ import torch
 from pacings import Scripted
 from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
-from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
 from engine.batch import Batch
 from engine.drafters import RowUpdate
@@ -134,8 +133,3 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
     assert 0 < out.stats.accepted < out.stats.drafted
     again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
     assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}
-
-
-def test_a_window_that_no_round_fits_is_refused():
-    with pytest.raises(ConfigError, match="no room for a verification block"):
-        drafters("streaming", gamma=4, inner_gamma=2, budget=6)
