@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
 from kv_cache.refreshed import Choice, Refreshed, RefreshedKVCache, SelectionOps, VerificationScores, entries_of
@@ -27,14 +27,10 @@ class RetrievalKVCache(RefreshedKVCache):
     def __init__(
         self, config: KVShape, max_batch: int, longest: int, policy: Retrieval, device: Device, dtype: torch.dtype
     ) -> None:
-        chunk, window = policy.chunk, policy.snapkv_window
+        chunk = policy.chunk
         require_at_least("chunk", chunk, 1)
-        require_at_least("snapkv_window", window, 1)  # first, since chunks are compared with it
         # Every token before the window has to lie in a chunk that the text fills.
-        if chunk > window:
-            what = "a chunk has no place in the draft's recent tokens"
-            where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
-            raise ConfigError(what, where, seen, "chunk <= window", f"use {flag('chunk')} {window} or less")
+        require_at_least("snapkv_window", policy.snapkv_window, chunk)
         super().__init__(config, max_batch, policy, device, dtype)
         self._longest = longest
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.streaming import StreamingKVCache
@@ -30,14 +30,9 @@ class ScoredKVCache(StreamingKVCache):
     ) -> None:
         budget, window = policy.budget, policy.snapkv_window
         require_at_least("snapkv_window", window, 1)
-        if budget < (least := policy.n_first + window + 1):
-            what = "the draft's KV budget has no room for chosen entries beside its sinks and its window"
-            sizes = "draft_budget", "snapkv_window", "n_sink", "chunk"
-            where = ", ".join(flag(name) for name in sizes if hasattr(policy, name))
-            seen = f"budget {budget}, {policy.n_first} entries for sinks, window {window}"
-            raise ConfigError(what, where, seen, "budget > sinks + window", f"raise the budget to {least} or more")
-        # A prompt that is selected from may be only one token longer than the budget.
-        require_at_least("draft_budget", budget, policy.n_queries)
+        # Room for a selected entry beside sinks and window; and a prompt that is selected from may be only one token
+        # longer than the budget.
+        require_at_least("draft_budget", budget, max(policy.n_first + window + 1, policy.n_queries))
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_queries, self._score = policy.n_queries, policy.score
 

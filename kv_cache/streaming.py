@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
 
@@ -37,12 +37,7 @@ class StreamingKVCache(KVCache):
         rotate_on_read: bool = False,
     ) -> None:
         require_at_least("n_sink", n_sink, 0)
-        if budget < n_sink + 1:
-            what = "the draft's KV budget has no room for a window behind its attention sinks"
-            where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
-            seen, required = f"budget {budget}, n_sink {n_sink}", "budget >= n_sink + 1"
-            fix = f"raise the budget to {n_sink + 1} or more (256 is usual)" + ", or lower n_sink" * (budget > 0)
-            raise ConfigError(what, where, seen, required, fix)
+        require_at_least("draft_budget", budget, n_sink + 1)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read
 

@@ -177,23 +177,20 @@ def check_replicas(n_replicas: int, n_ranks: int) -> int:
     """Return the number of ranks of each replica. Errors: ConfigError unless all have as many."""
     require_at_least("data_parallel", n_replicas, 1)
     if n_ranks % n_replicas:
-        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} rank{'s' if n_ranks > 1 else ''}"
+        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} ranks"
         fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {where}"
         raise ConfigError("the ranks cannot be divided evenly", where, seen, f"a multiple of {n_replicas} ranks", fix)
     return n_ranks // n_replicas
 
 
-def check_rank_group(group: Sequence[int] | None, size: int, n_replicas: int = 1) -> tuple[int, ...]:
+def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """Return the ranks of a replica that hold the target, in shard order. Errors: ConfigError unless all do."""
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        what, where = "the rank group is not the ranks that run", flag("rank_group")
-        ranks = "ranks that torchrun started" if n_replicas == 1 else f"ranks of each of {n_replicas} replicas"
-        required = f"each of the {size} {ranks}, once: {_listed(range(size))}"
-        more = f"start it with torchrun --nproc_per_node={n_replicas * len(group)}, or "
-        fix = f"{more if group and sorted(group) == list(range(len(group))) else ''}leave out {where}"
-        raise ConfigError(what, where, _listed(group), required, fix)
+        what, where, required = "the rank group is not the ranks that run", flag("rank_group"), [*range(size)]
+        fix = f"leave out {where}, or start other ranks with torchrun --nproc_per_node"
+        raise ConfigError(what, where, [*group], f"each rank of a replica once: {required}", fix)
     return tuple(group)
 
 
@@ -203,10 +200,6 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
         what, where = "the draft's ranks are not ranks of the target, each named once", flag("draft_ranks")
-        required, fix = f"some of {_listed(group)}, each once", f"name ranks of {flag('rank_group')}, none twice"
-        raise ConfigError(what, where, _listed(draft_ranks), required, fix)
+        required, fix = f"some of {[*group]}, each once", f"name ranks of {flag('rank_group')}, none twice"
+        raise ConfigError(what, where, [*draft_ranks], required, fix)
     return tuple(draft_ranks)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return " ".join(map(str, ranks))
