@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -237,10 +237,14 @@ def run_scenarios(world: World, seeds: Iterable[int], name: str, record_property
     record_property(f"count: {name} scenarios in rejection mode, equal in another batch", counts["rejection"])
 
 
-def run_scenario(world: World, seed: int) -> str:
-    """One random scenario in that world, run and compared; returns its mode."""
+def run_scenario(world: World, seed: int, referenced: str | None = None) -> str:
+    """Run a random scenario in that world and compare it; return its mode. referenced: a drafter to run instead, in
+    rejection mode."""
     rng = random.Random(seed)
     scenario = Scenario.random(rng, world.model.config.vocab_size, (*DRAFTERS, *world.drafters))
+    if referenced:
+        samplings = [random_sampling(rng) for _ in scenario.prompts]
+        scenario = replace(scenario, drafter=referenced, mode="rejection", samplings=samplings, schedule="")
     given = list(range(len(scenario.prompts)))
     futures = scenario.futures(world)
     n_slots = rng.randint(1, 4)

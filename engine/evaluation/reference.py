@@ -57,24 +57,24 @@ def decode_round(
         log_probs = law.logprobs(logits[None])[0]
         return int(log_probs.argmax()) if mode == "greedy" else draw(log_probs, position, Stream.COUPLED)
 
+    # Draft x_1 .. x_gamma from q.
     x: list[int] = []
     q: list[Tensor] = []
     for i in range(gamma):
-        logits = draft(text + x)
+        logits, position, stream = draft(text + x), len(text) + i, Stream.DRAFT + len(Stream) * i
         q.append(law.probs(logits[None])[0])
-        position, stream = len(text) + i, Stream.DRAFT + len(Stream) * i
         x.append(draw(q[i].log(), position, stream) if mode == "rejection" else choose(logits, position))
 
-    for i in range(gamma + 1):
-        position, logits = len(text) + i, target(text + x[:i])
-        if mode == "rejection":
-            p = residual = law.probs(logits[None])[0]
-            if i < gamma:
-                if uniform(*keys, torch.tensor(position), Stream.ACCEPT) * q[i][x[i]].double() < p[x[i]].double():
-                    continue
-                residual = (p - q[i]).clamp(min=0)
-            log_probs = (residual if residual.sum() > 0 else p).log()
-            return [*x[:i], draw(log_probs, len(text), Stream.RESAMPLE)]
-        if i == gamma or x[i] != choose(logits, position):
-            return [*x[:i], choose(logits, position)]
-    raise AssertionError("a round always ends with a token of the target")
+    # Verify them by p behind 0 .. gamma drafts: one forward in the engine.
+    verified = [target(text + x[:i]) for i in range(gamma + 1)]
+    if mode != "rejection":
+        choices = [choose(logits, len(text) + i) for i, logits in enumerate(verified)]
+        n_accepted = next((i for i in range(gamma) if x[i] != choices[i]), gamma)
+        return [*x[:n_accepted], choices[n_accepted]]
+    p = [law.probs(logits[None])[0] for logits in verified]
+    u = [uniform(*keys, torch.tensor(len(text) + i), Stream.ACCEPT) for i in range(gamma)]
+    n = next((i for i in range(gamma) if not u[i] * q[i][x[i]].double() < p[i][x[i]].double()), gamma)
+    residual = (p[n] - q[n]).clamp(min=0) if n < gamma else p[n]
+    if residual.sum() == 0:  # by rounding only
+        residual = p[n]
+    return [*x[:n], draw(residual.log(), len(text), Stream.RESAMPLE)]
