@@ -106,7 +106,7 @@ class Round:
     def forward(self, block: Tensor) -> Tensor:
         """Return the target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1, whose entries are stored."""
         if self.drafter is None:
-            return self.runner.verify(self.batch, block, self.gamma)
+            return self.batch.verify(self.runner, block, self.gamma)
         return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
 
     @captured_part("decided", verifies=True)

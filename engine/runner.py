@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UserError, flag
-from engine.batch import Batch
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
@@ -265,14 +264,6 @@ class ModelRunner:
         view = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
         _, states = self.model.hidden_states(tokens, positions, view, layers)
         return states, view.queries
-
-    def verify(
-        self, batch: Batch, block: Tensor, gamma: int, cache: KVCache | WriteThroughKVCache | None = None
-    ) -> Tensor:
-        """Return the logits `[B, T, V]` of `block [B, T]`, each row's current token and drafts; T <= gamma + 1. cache:
-        a view of the runner's cache that writes elsewhere, too."""
-        view = batch.view_of(self.cache if cache is None else cache, gamma)
-        return self.step(block, batch.positions(block.shape[1]), view)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Return logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that

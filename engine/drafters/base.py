@@ -65,7 +65,7 @@ class Drafter(ABC):
     def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
         """Run the target over `block [B, T]` behind each row's text; return its logits `[B, T, V]`. A drafter that
         learns from the target's forward overrides this. observe: True in the last round before a `refresh`."""
-        return target.verify(batch, block, gamma)
+        return batch.verify(target, block, gamma)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         """Choose anew what drafts read, by what was verified last; may be captured, as `propose`."""

@@ -80,7 +80,7 @@ class SelfSpeculation(ModelDrafter):
         through = self.write_through
         if observe and self._scores is not None:
             through = ObservingKVCache(through, self._scores)
-        return target.verify(batch, block, gamma, through)
+        return batch.verify(target, block, gamma, through)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
