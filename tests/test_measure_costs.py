@@ -198,7 +198,7 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
     follow = own.follow
 
     def slow(rows: Sequence[RowUpdate]) -> None:
-        time.sleep(0.4 * sum(one.known == 0 for one in rows))
+        time.sleep(0.4 * sum(one.n_seen == 0 for one in rows))
         follow(rows)
 
     own.follow = slow  # type: ignore[method-assign]

@@ -86,13 +86,13 @@ def require_same_cache(drafter: Drafter, cache: KVCache, target: ModelRunner) ->
         raise ConfigError("the drafter was built on another runner", "generate: drafter", seen, required, fix)
 
 
-def check_gamma(gamma: int, window: int, field: str = "gamma") -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window. field: names
-    the option of that gamma."""
+def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "draft_budget") -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window. field, budget:
+    the options of that gamma and that cache."""
     if gamma + 1 > window:
         what, seen = (
             "the draft's cache has no room for a verification block",
             f"gamma {gamma}, room for {window} tokens",
         )
-        fix = f"lower {flag(field)}, or use a cache with a longer window, or a larger budget"
-        raise ConfigError(what, f"gamma ({flag(field)}) and the draft's cache", seen, "gamma + 1 tokens", fix)
+        fix = f"lower {flag(field)}, or use a larger {flag(budget)} or a longer window"
+        raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, "gamma + 1 tokens", fix)

@@ -150,7 +150,7 @@ class SelfConfig(ModelDrafterConfig):
         if seen != "ngram":
             gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
             longest = max(gammas, key=gammas.__getitem__)
-            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest)
+            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
         if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
             what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
             required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"
