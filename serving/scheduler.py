@@ -25,6 +25,7 @@ from common.errors import UserError, require_at_least
 from common.flags import Common
 from engine.decoding import Decoder
 from engine.drafters import Drafter
+from engine.drafters.standalone import drop_kept_prompts
 from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
 from engine.sampling import SamplingParams
@@ -198,9 +199,8 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
         warm_up(noise, drafters)
     lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
-    session.runner.cache.notes.clear()  # no request begins with what was rehearsed
-    for drafter in drafters:
-        drafter.keep_no_prompts()
+    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
+    drop_kept_prompts(drafters)
     return session, make_pacing(noise, drafters, *costs)
 
 

@@ -33,7 +33,7 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert {saved["key"]["context"] for saved in costs} == {25, 9}  # 80 and 5 tokens
     assert all(saved["key"]["rows"] == 4 and saved["costs"].keys() == {"2", "4"} for saved in costs)
     assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
-    assert not session.runner.cache.notes  # and no request goes on behind it
+    assert not session.runner.cache.prefilled  # and no request goes on behind it
     open_session(flags.config(), flags.batch)
     assert {*costs_folder.iterdir()} == kept
 
