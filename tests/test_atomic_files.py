@@ -2,14 +2,12 @@
 
 import errno
 import fcntl
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pytest
 from programs import ROOT
 
 from models.checkpoints.manifest import atomic_path, write_text
@@ -58,37 +56,6 @@ def test_two_writers_at_once_both_write_a_whole_file(tmp_path: Path):
             quick.write_text("quick")
         assert path.read_text() == "quick" and slow.read_text() == "half"
     assert path.read_text() == "half" and [*tmp_path.iterdir()] == [path]
-
-
-def removes(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def makes_anew(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / ".lock").touch()
-
-
-def locks(folder: Path) -> None:
-    raise BlockingIOError
-
-
-@pytest.mark.parametrize("meanwhile", [removes, makes_anew, locks])
-def test_a_folder_that_another_writer_takes_for_left_over_is_made_again(tmp_path: Path, monkeypatch, meanwhile):
-    folders, flock = [], fcntl.flock
-
-    def late(file: BinaryIO, how: int) -> None:
-        folders.append(Path(file.name).parent)
-        if len(folders) == 1:
-            meanwhile(folders[0])
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with atomic_path(tmp_path / "file.txt") as partial:
-        assert partial.parent == folders[1] != folders[0]
-        partial.write_text("whole")
-    assert [file.name for file in tmp_path.iterdir()] == ["file.txt"]
 
 
 def test_without_locks_files_are_written_and_nothing_is_taken_for_left_over(tmp_path: Path, monkeypatch):

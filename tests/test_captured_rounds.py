@@ -3,11 +3,10 @@
 import gc
 import weakref
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
-from fake_cuda_graphs import FakeCuda, Garbage, collecting
+from fake_cuda_graphs import FakeCuda
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
@@ -15,7 +14,6 @@ from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, 
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from common.errors import ConfigError
 from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
 from engine.drafters.speculated import Speculated
@@ -165,32 +163,6 @@ def test_dropping_the_graphs_of_one_runner_leaves_those_of_others_valid(monkeypa
     again, out = one.capture(plus_one(x))  # into a pool that is alive
     again()
     assert out.tolist() == [5, 5]
-
-
-def test_nothing_is_collected_while_capturing(monkeypatch):
-    """Garbage may hold another graph, whose destruction would break the capture."""
-    FakeCuda(monkeypatch)
-    first, second = CudaGraphs(CPU), CudaGraphs(CPU)
-    first.capture(plus_one(torch.ones(2)))
-    Garbage(first._graphs.pop())
-    replay, out = second.capture(collecting(plus_one(torch.ones(2))))
-    assert gc.isenabled()
-    replay()
-    assert out.tolist() == [2, 2]
-
-
-@pytest.mark.parametrize(
-    "error,raised,said",
-    [
-        ("operation not permitted when stream is capturing", ConfigError, "--no_cuda_graphs"),
-        ("Connection closed by peer", RuntimeError, "closed by peer"),
-    ],
-)
-def test_what_cannot_be_captured_is_one_error(monkeypatch, error, raised, said):
-    """Capturing is the default on a GPU: whatever does not bear it has to say how to do without."""
-    monkeypatch.setattr(RecordedGraphs, "capture", Mock(side_effect=RuntimeError(error)))
-    with pytest.raises(raised, match=said):
-        run("none", "greedy", RecordedGraphs)
 
 
 def test_graphs_go_with_their_runner_and_with_their_drafter():

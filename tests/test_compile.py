@@ -73,22 +73,3 @@ def test_compiled_functions_compute_the_same(dtype, tolerance):
         got = parts.round_to_uint8(x)
         assert (got[0].int() - wanted[0].int()).abs().max() <= 1  # a tie may round either way
         torch.testing.assert_close(got[1], wanted[1])
-
-
-def test_a_model_of_another_width_leaves_the_first_one_s_kernels_as_they_are():
-    """Only the number of tokens is a variable in them: a target beside a smaller draft keeps its constants."""
-    inputs: list[list] = []
-
-    def watching(graph, example_inputs):
-        inputs.append([tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in example_inputs])
-        return graph.forward
-
-    with torch.inference_mode():
-        parts = {dim: compiled(watching, sizes=(dim,)) for dim in (96, 64)}
-        for dim in (96, 64, 96):
-            for n in (8, 4, 1):
-                parts[dim].swiglu(torch.ones(n, 2 * dim))
-                parts[dim].add_norm(torch.ones(n, dim), torch.ones(n, dim), torch.ones(dim), 1e-5)
-    assert len(inputs) == 2 * 2 * 3
-    widths = [shape[1] for shapes in inputs for shape in shapes if isinstance(shape, tuple) and len(shape) == 2]
-    assert widths and all(isinstance(width, int) for width in widths), inputs

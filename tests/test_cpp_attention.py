@@ -7,7 +7,6 @@ import torch
 from attention_cases import Case, FakeSlots, make_case, packed_case
 
 from kv_cache import KV, FullKVCache
-from kv_cache.entries import largest
 from kv_cache.verify_topk import Choosing, VerifyTopK, VerifyTopKCache
 from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
@@ -123,24 +122,6 @@ def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
     assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()
 
 
-def test_every_finite_float8_is_read_as_pytorch_reads_it(backend):
-    """Subnormals too: one token that sees one slot gets that slot's values, to the bit."""
-    codes = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
-    values = torch.cat([codes, codes[:2]]).view(4, 1, 1, 64)
-    ones = torch.ones(4, 1, 1)
-    spec = AttentionSpec(1, 1, 64, None, torch.float32)
-    slots = torch.zeros(4, 1, dtype=torch.int64)
-    case = Case(spec, torch.randn(4, 1, 1, 64), KV(values, values, ones, ones), slots, FakeSlots(slots))
-    assert torch.equal(case.run(backend), values.float())
-
-
-@pytest.mark.parametrize("n_token", [1, 16, 17, 33])
-@pytest.mark.parametrize("storage", largest())
-def test_8_bit_entries_are_never_dequantised(backend, n_token, storage):
-    case = make_case([40, 33], n_token, storage=storage)
-    assert not case.dequantizes(backend) and not backend.dequantizes(n_token)
-
-
 def test_a_model_that_the_kernel_does_not_have_runs_on_torch(backend):
     for head_dim, dtype, said in ((80, torch.float32, "head_dim 80"), (64, torch.float64, "float64")):
         chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, head_dim, None, dtype))
@@ -161,29 +142,6 @@ def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp
     assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
 
 
-def test_a_user_without_a_home_folder_uses_torch(nothing_built, monkeypatch):
-    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpp_build.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home folder")))
-    chosen, why = select_backend("auto", "cpu", SPEC)
-    assert isinstance(chosen, TorchAttention) and "no home folder" in why
-
-
-def test_the_default_dtype_of_pytorch_does_not_matter(backend):
-    case = make_case([90, 33], 4)
-    wanted = case.run(backend)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(case.run(backend), wanted)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("entries", [None, *ENTRIES])
-def test_auto_is_the_kernel_whatever_the_entries_are(backend, entries):
-    assert select_backend("auto", "cpu", SPEC, entries).backend.name == "cpp"
-
-
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("head_dim,group", [(64, 16), (64, 48), (128, 32)])
 def test_reads_4_bits_as_they_are(backend, monkeypatch, storage, head_dim, group):
@@ -197,10 +155,3 @@ def test_reads_4_bits_as_they_are(backend, monkeypatch, storage, head_dim, group
             found = case.run(backend)
         tolerance = 2e-4 if storage == torch.int8 else 5e-6
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("group", [8, 24])
-def test_unpacks_4_bits_in_groups_that_no_vector_is_of(backend, group):
-    case = packed_case(1, 64, group)
-    torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
-    assert backend.dequantizes(1, group)

@@ -15,12 +15,11 @@ from tiny import full_cache, random_prompts, tiny_model
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import StreamingKVCache
 from models.attention.base import MAX_BLOCK
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, split_count
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour
 from models.attention.torch_backend import TorchAttention
 
 PACKAGES = {"fa3": FA3, "fa3_fwd": FA3_FWD, "fa2": FA2}
 CAPACITY, HEAD_DIM = 40, 16
-HALVES = (torch.float16, torch.bfloat16)
 with_each_package = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 
 
@@ -37,14 +36,6 @@ def make_backend(package, dtypes=(torch.float32,), n_processor=132):
     module, fallback = fake_package(package), Mock(wraps=TorchAttention())
     backend = FlashAttention(Flavour(package, module.flash_attn_with_kvcache, n_processor), fallback)
     return backend, fallback, module.calls
-
-
-def call_of(case, package, **options):
-    """The one call that the stand-in gets of a case."""
-    backend, _, calls = make_backend(package, **options)
-    case.run(backend)
-    (call,) = calls
-    return call
 
 
 def assert_equals_reference(case, out):
@@ -75,44 +66,6 @@ def test_equals_the_reference_on_ragged_rows(package, n_token, group):
 @with_each_package
 def test_a_chunk_that_ends_its_view_runs_on_flash(package):
     assert_runs_on_flash(make_case(24, 3, starts=(CAPACITY - 24,) * 2, block_ends_view=True), package)
-
-
-@with_each_package
-def test_half_precision_comes_back_in_its_own_dtype(package):
-    case = make_case(4, 1, dtype=torch.bfloat16)
-    backend, _, calls = make_backend(package, dtypes=HALVES)
-    out = case.run(backend)
-    assert out.dtype == torch.bfloat16 and calls
-    torch.testing.assert_close(out.double(), case.reference(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("n_token,group", [(1, 4), (8, 1)])
-def test_fa2_runs_what_it_reads_once(n_token, group):
-    """It packs a single token's heads, and single heads need no packing."""
-    case = make_case(n_token, group)
-    call = call_of(case, FA2)
-    assert call["q"] == case.q.shape and call["causal"]
-    assert call["lengths"].tolist() == (case.queries[:, -1] + 1).tolist()
-
-
-@pytest.mark.parametrize("package", [FA3, FA3_FWD], ids=["fa3", "fa3_fwd"])
-@pytest.mark.parametrize("group", [1, 4])
-def test_fa3_is_asked_to_pack_and_how_to_split(package, group):
-    case = make_case(4, group, capacity=4096)
-    call = call_of(case, package)
-    assert call["q"] == case.q.shape and call["causal"] and call["pack_gqa"] == (group > 1)
-    assert call["num_splits"] == 132 // (4 * 2)
-
-
-def test_splits_fill_the_device_once_and_stay_within_the_keys():
-    for n_tile, n_slot, wanted in ((1, 1 << 20, 128), (8, 1 << 20, 16), (8, 1024, 4), (8, 100, 1), (500, 1 << 20, 1)):
-        assert split_count(n_tile, n_slot, n_processor=132) == wanted
-
-
-def test_a_tile_holds_the_rows_of_several_tokens():
-    """64 tokens of 4 query heads are two tiles for each of the two KV heads."""
-    case = make_case(64, 4, starts=(2048 - 64,), capacity=2048, block_ends_view=True)
-    assert call_of(case, FA3, n_processor=16)["num_splits"] == 4
 
 
 @with_each_package
@@ -176,9 +129,3 @@ def test_what_flash_cannot_express_goes_to_the_fallback(reason):
         for _ in range(2):
             assert_equals_reference(case, backend.attend(case.q, case.kv, prepared))
         assert (fallback.prepare.call_count, fallback.attend.call_count) == (1, 2) and not calls
-
-
-def test_8_bit_entries_are_dequantised_as_the_fallback_does():
-    backend, fallback, _ = make_backend(FA3)
-    fallback.dequantizes = lambda n_token, group: n_token > 3
-    assert [backend.dequantizes(n_token) for n_token in (3, 4)] == [False, True]

@@ -1,22 +1,19 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from gguf_files import TINY, TOKENS, convert_tiny_gguf, finish, write_tiny_gguf
+from gguf_files import TINY, TOKENS, convert_tiny_gguf, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError, UserError
 from convert_hf_checkpoint import convert
-from models.checkpoints.convert import read_stacked, source_parts
+from models.checkpoints.convert import source_parts
 from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
@@ -93,13 +90,6 @@ def test_metadata_that_changes_the_result_is_refused_by_name(tmp_path: Path, key
         convert_tiny_gguf(tmp_path, metadata={f"llama.{key}": CHANGES_THE_RESULT[key]})
 
 
-def test_metadata_without_effect_is_passed_over(tmp_path: Path) -> None:
-    neutral: dict[str, Any] = {"expert_count": 0, "attention.causal": True, "vocab_size": len(TOKENS)}
-    neutral |= {"rope.scaling.finetuned": False, "attention.value_length": TINY.head_dim, "tensor_data_layout": "any"}
-    convert_tiny_gguf(tmp_path, metadata={f"llama.{key}": value for key, value in neutral.items()})
-    assert read_checkpoint(tmp_path)[0] == TINY
-
-
 FAR = {"metadata": {"llama.rope.freq_base": 500000.0}}
 FREQS = {"extra_tensor": "rope_freqs.weight"}
 # By case: keys of the config.json, options of the GGUF, and what a refusal names.
@@ -132,20 +122,6 @@ def test_a_config_beside_the_file_is_of_its_model(tmp_path: Path, case: str) -> 
             convert(folder, folder)
 
 
-BIG_ENDIAN = {"endianess": gguf.GGUFEndian.BIG, "quantization": Quantization.Q8_0}
-
-
-@pytest.mark.parametrize("options,named", [({"metadata": {"split.count": 3}}, "split"), (BIG_ENDIAN, "big-endian")])
-def test_split_and_big_endian_files_are_named_as_such(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    write_tiny_gguf(tmp_path, **options)
-    (tmp_path / "tiny.gguf").rename(tmp_path / "tiny-00001-of-00003.gguf")
-    with pytest.raises(CheckpointError, match=f"{named}[\\s\\S]*tiny-00001-of-00003"):
-        convert(tmp_path, tmp_path)
-    shutil.copyfile(tmp_path / "tiny-00001-of-00003.gguf", tmp_path / "tiny-00002-of-00003.gguf")
-    with pytest.raises(CheckpointError, match=named):
-        convert(tmp_path, tmp_path)
-
-
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -169,15 +145,6 @@ def test_unsupported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any],
     with pytest.raises(UserError, match=named):
         convert_tiny_gguf(tmp_path, **changes)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
-
-
-def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_tensor("blk.0.attn_q.weight", np.ones((2, 8), np.int32))
-    finish(writer)
-    tensor = read_gguf(tmp_path / "tiny.gguf")[1]["blk.0.attn_q.weight"]
-    with pytest.raises(CheckpointError, match=r"unsupported GGUF quantisation[\s\S]*tiny\.gguf[\s\S]*I32"):
-        read_stacked("wq", (tensor,), None)
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:

@@ -74,13 +74,6 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
         assert published(heads).keys() == tensors.keys()
 
 
-def test_medusa_heads_without_output_layers_give_hidden_states(tmp_path):
-    tensors = {name: x for name, x in medusa_tensors(TINY).items() if "linear" in name}
-    path = save_head(tmp_path, tensors, {"medusa_num_heads": 4, "medusa_num_layers": 2}, "medusa_lm_head.pt")
-    heads = find_head(path, "medusa", TINY).load(**FLOAT64)
-    assert heads[1](torch.zeros(1, TINY.dim, dtype=torch.float64)).shape == (1, TINY.dim)
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("kind", EAGLES)
 def test_an_eagle_head_computes_what_was_published(tmp_path, kind, file):
@@ -217,38 +210,6 @@ def test_a_missing_tensor_is_named_with_its_file_before_any_size(tmp_path, name)
     with pytest.raises(UserError) as refused:
         find_head(path, "eagle", target)
     assert name in str(refused.value) and f"{tmp_path}/model.safetensors" in str(refused.value)
-
-
-CONTRADICTIONS = {
-    "another id": put("t2d", lambda t: t["t2d"].roll(1)),
-    "one id more": put("t2d", lambda t: t["t2d"].index_fill(0, (~t["t2d"]).nonzero()[0], True)),
-    "another id of the target's": put("d2t", lambda t: torch.cat([(~t["t2d"]).nonzero()[0], t["d2t"][1:]])),
-    "fewer ids than the target has": put("t2d", lambda t: t["t2d"][:-1].clone()),
-}
-
-
-@pytest.mark.parametrize("bad", CONTRADICTIONS)
-def test_maps_of_ids_that_contradict_each_other_are_refused(tmp_path, bad):
-    tensors = eagle_tensors(DEEP, n_draft=20)
-    path = save_head(tmp_path, CONTRADICTIONS[bad](tensors), eagle_config(DEEP, draft_vocab_size=20))
-    with pytest.raises(UserError, match=r"model\.safetensors(.|\n)*t2d"):
-        find_head(path, "eagle", DEEP)
-
-
-def test_a_map_of_some_ids_is_refused_where_the_head_has_all(tmp_path):
-    all_ids = torch.ones(DEEP.vocab_size, dtype=torch.bool)
-    whole = save_head(tmp_path / "whole", eagle_tensors(DEEP) | {"t2d": all_ids}, eagle_config(DEEP))
-    assert find_head(whole, "eagle", DEEP).load(**FLOAT64).target_ids is None
-    part = save_head(tmp_path / "part", eagle_tensors(DEEP) | {"t2d": all_ids.cumsum(0) > 5}, eagle_config(DEEP))
-    with pytest.raises(UserError, match="t2d"):
-        find_head(part, "eagle", DEEP)
-
-
-def test_a_tensor_under_two_names_is_refused(tmp_path):
-    tensors = eagle_tensors(DEEP)
-    path = save_head(tmp_path, tensors | {"model.fc.weight": tensors["fc.weight"] + 1}, eagle_config(DEEP))
-    with pytest.raises(UserError, match="twice"):
-        find_head(path, "eagle", DEEP)
 
 
 @pytest.mark.parametrize("bad", MAPPED)

@@ -17,7 +17,7 @@ from programs import ROOT, Ended, python
 from wrong_kernels import BUGS, compile_source, expected, write_source
 
 from models import cpp_build, pointwise_cpp
-from models.attention import AttentionSpec, cpp_backend, gpu_check, select_backend
+from models.attention import gpu_check
 
 pytestmark = needs_cpp_compiler
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"
@@ -74,40 +74,7 @@ def test_what_cannot_be_used_is_replaced_by_the_next_build(pointwise, monkeypatc
     assert {path.suffix for path in cpp_build.cache_folder().iterdir()} == {".so", ".json", ".lock"}
 
 
-def test_without_a_right_build_functions_run_eagerly(pointwise, monkeypatch, capfd):
-    """A refusal is remembered, too."""
-    pointwise({"wrong": ("-DBUG=5",)})
-    for _ in range(2):
-        with pytest.raises(cpp_build.BuildError, match=r"^wrong: wrong results \(bfloat16, swiglu: an error of"):
-            pointwise_cpp.cpp()
-        monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
-
-
 ROW = {"what": "", "error": 0.0, "allowed": 1.0}
-
-
-@pytest.mark.parametrize(
-    "times,used,said",
-    [
-        ({"native": [1, 9], "AVX2": [2, 1, 9]}, "native", ""),
-        ({"native": [1, 9], "AVX2": [0.95, 1, 9]}, "native", ""),
-        ({"native": [2, 9], "AVX2": [1, 2, 9], "plain": [3, 1, 9]}, "AVX2", "native: AVX2 is 2.0 times as fast"),
-        ({"native": [2, 9], "AVX2": [1, 2, 9], "plain": [0.5, 1, 9]}, "plain", "AVX2: plain is 2.0 times as fast"),
-        ({"native": [3, 1], "AVX2": [4, 3, 1]}, None, "native: PyTorch is 3.0 times as fast"),
-    ],
-)
-def test_a_build_is_replaced_by_a_faster_one(monkeypatch, tmp_path, times, used, said):
-    """Attention is then PyTorch's, which is said where backends are chosen."""
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    cpp_backend.load_kernel.cache_clear()
-    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: tmp_path / build)
-    of = {str(tmp_path / build): [ROW | {"ms": ms}] for build, ms in times.items()}
-    monkeypatch.setattr(cpp_build, "check", lambda module, *libraries: (of[libraries[0]], None))
-    choice = cpp_build.choose("attention")
-    assert choice.build == used and (choice.refused or [""])[-1] == said and [*choice.checked] == [*times]
-    if used is None:
-        spec = AttentionSpec(6, 2, 64, None, torch.float32)
-        assert select_backend("auto", "cpu", spec).why == f"cpp is not available: {said}"
 
 
 @pytest.mark.parametrize("build", ["AVX2", "plain"])
@@ -117,11 +84,6 @@ def test_other_builds_are_right(name, build):
     checked = suite(name)
     candidate = checked.candidate(library)
     assert [case.what for case in checked.cases() if not case.error(candidate) <= case.allowed] == []
-
-
-def test_the_command_prints_what_was_found():
-    ended = python("-m", "models.attention")
-    assert ended.code == 0 and "attention: the " in ended.out.splitlines()[-4], ended.err
 
 
 @pytest.fixture
@@ -145,11 +107,6 @@ def shapes(tmp_path) -> Callable[..., Ended]:
 def test_sanitizers_find_nothing(shapes, build, n_shape):
     ended = shapes(n_shape, build)
     assert ended.code == 0, ended.err[-3000:]
-
-
-@pytest.mark.slow
-def test_sanitizers_find_a_kernel_that_reads_too_far(shapes):
-    assert "AddressSanitizer: heap-buffer-overflow" in shapes(12, "native", 1 + [*BUGS["attention"]].index("tail")).err
 
 
 def test_wrong_kernels_for_a_gpu_are_found_and_right_ones_are_not():

@@ -147,16 +147,6 @@ def test_what_is_not_finite_stays_in_its_row_as_in_the_eager_function(kernel, no
             assert torch.equal(mine[others], before[others])
 
 
-ENDS = torch.tensor([88.0, 88.5, 88.7, 88.8, 90, 200, 1e30, 86, 17, 1e-3, 1e-30, 0])
-GATES = torch.cat([ENDS, -ENDS])
-
-
-def test_the_ends_of_a_range(kernel, no_fallback):
-    """The exponential is infinite, is about to be, and is nothing beside 1; small values stay what they are."""
-    for got, wanted in pairs(kernel, "swiglu", (torch.cat([GATES, torch.ones_like(GATES)])[None],)):
-        assert_rounded_alike("swiglu", 0, got, wanted)
-
-
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_the_kernel_cannot_read_runs_eagerly(kernel, name):
@@ -188,18 +178,6 @@ def test_stored_entries_are_those_of_the_eager_function(kernel, dtype, storage, 
         with monkeypatch.context() as patch:
             patch.setattr(pointwise_cpp, "EAGER", Pointwise(store=partial(pytest.fail, "store ran eagerly")))
             assert all(map(torch.equal, stored(new, storage, kernel), wanted))
-
-
-@pytest.mark.parametrize(("dtype", "storage"), [(torch.float64, torch.float64), (torch.float32, torch.bfloat16)])
-def test_entries_that_the_kernel_cannot_store_are_stored_eagerly(kernel, dtype, storage):
-    new = torch.randn(2, 3, 2, 1, 64, dtype=dtype)
-    assert all(map(torch.equal, stored(new, storage, kernel), stored(new, storage, EAGER)))
-
-
-def test_they_are_chosen_beside_attention_in_cpp_only(kernel):
-    assert pointwise_beside(TorchAttention()) == EAGER
-    chosen = pointwise_beside(CppNamed())
-    assert all(getattr(chosen, name) is not getattr(EAGER, name) for name in FUNCTIONS)
 
 
 def test_a_machine_without_a_compiler_uses_the_eager_functions(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, SmallestKeys, generate_selecting, new_cache
+from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -64,18 +64,6 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
             assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
 
 
-def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
-    """As if it were filled at once: nothing was selected while the whole text was kept."""
-    text = random_prompts([90])[0]
-    for policy in (name for name in OF_SELF_DRAFTS if POLICIES[name].sample.selects):
-        runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
-        runner.prefill_row(0, text)
-        for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
-            for n, known in parts:
-                SelfSpeculation(runner, cache, GAMMA).follow([Shown(0, 0, text[:n], known)])
-        assert torch.equal(caches[0].keys[:, 0], caches[1].keys[:, 0])
-
-
 @pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
     """Rows are filled twice, with longer prompts or shorter ones."""
@@ -127,28 +115,6 @@ def test_a_policy_that_lacks_the_queries_it_selects_by_says_so(policy):
     cache.fill_row(0, source, cache.capacity)
     with pytest.raises(ConfigError, match="has not got them"):
         cache.fill_row(1, source, cache.capacity + 1)
-
-
-@pytest.mark.parametrize(
-    "score", [lambda keys: keys[0, :, 0], lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]]
-)
-def test_scores_of_another_shape_are_refused(score):
-    class OtherShape(SmallestKeys):
-        def score(self, keys, queries):
-            return score(keys)
-
-    source = full_cache(tiny_model(), 1)
-    with pytest.raises(ConfigError, match="not one for each entry"):
-        new_cache(OtherShape(24, 8), TINY, SIZE).fill_row(0, source, 30)
-
-
-def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
-    class ManyQueries(SmallestKeys):
-        n_queries = 25
-
-    assert ManyQueries(25, 8).selects
-    with pytest.raises(ConfigError, match="more queries than it keeps entries"):
-        ManyQueries(24, 8).check()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])

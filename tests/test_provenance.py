@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.errors import ConfigError, UserError
-from common.jsonl import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
+from common.errors import ConfigError
+from common.jsonl import append_record, publish, read_lines, require_appendable
 from common.provenance import git_commit
 
 N_RECORDS = 400
@@ -65,14 +65,6 @@ def test_behind_a_torn_line_a_new_one_begins(path, cut):
     assert list(read_lines(path)) == [(1, {"a": 1}), *whole, (3, {"d": 4})]
 
 
-def test_every_beginning_of_a_record_is_known_as_torn():
-    record = {"text": '} "quoted" {{ \\', "nested": {"empty": {}, "x": [{"y": -1.5e-7}]}, "\u20ac": None}
-    whole = json.dumps(record).encode()
-    assert all(is_torn(whole[:cut]) for cut in range(1, len(whole)))
-    for damaged in (whole, b"", b"[]", b"time,speedup", b"{1}", whole[1:], whole.replace(b":", b";")):
-        assert not is_torn(damaged)
-
-
 @pytest.mark.parametrize("content", [b"time,speedup\n1,2", b"\x89PNG\r\n\x1a\n\0", b"[1]"])
 def test_a_file_of_another_kind_is_refused(path, content):
     path.write_bytes(content)
@@ -110,18 +102,6 @@ def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error):
     with pytest.raises(type(error)):
         publish(str(path), {"a": 1}, "a table")
     assert records(path) == [{"a": 1}]
-
-
-def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(path, capsys):
-    put_off: list[UserError] = []
-    for number in range(3):
-        append_or_put_off("/dev/full", {"row": number}, put_off)
-    said = capsys.readouterr()
-    assert [json.loads(line) for line in said.out.splitlines()] == [{"row": number} for number in range(3)]
-    assert said.err.count("could not be appended") == 1
-    with pytest.raises(UserError) as raised:
-        publish(str(path), {"a": 1}, put_off=put_off)
-    assert raised.value is put_off[0] and records(path) == [{"a": 1}]
 
 
 def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):

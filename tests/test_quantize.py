@@ -10,8 +10,6 @@ from machine import needs_vnni
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
 from models import linear_cpp, load_model, quantize
-from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from models.checkpoints.loading import read_checkpoint
 from models.config import ModelConfig
 from models.packed_linear import PackedLinear
 from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
@@ -99,12 +97,6 @@ def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
     assert (constant == 0).all() and (low == 0.25).all()
 
 
-def test_packing_for_a_gpu_gives_its_kernel_bytes():
-    """The shape rules of the CUDA operator, which its meta kernel checks without a GPU."""
-    packed = quantize.pack_for_cuda(torch.zeros(128, 192, dtype=torch.int32, device="meta"))
-    assert packed.dtype == torch.int32 and packed.numel() * 8 == 128 * 192
-
-
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
 def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""
@@ -123,16 +115,6 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     assert relative_error(many, Int4Linear(weight, bias)(x)) < 2.5e-2, "a CPU may round activations to 8 bits"
 
 
-def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch):
-    weight, x = weight_and_input(64, 96, MOST_TINYGEMM_ROWS + 1, torch.float32)
-    with cuda_linears(monkeypatch) as expected:
-        wanted = Int4Linear(weight, None)(x)
-    with cuda_linears(monkeypatch, mirrored=True) as other:
-        got = Int4Linear(weight, None)(x)
-    assert (expected, other) == ([], [len(x)])
-    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
-
-
 CONFIG = ModelConfig(
     vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
 )
@@ -149,16 +131,6 @@ def model_and_logits(blocks, dtype=torch.float32, scheme=None):
 
 
 @both_schemes
-def test_a_model_quantised_for_a_gpu_is_that_of_the_cpu(monkeypatch, scheme):
-    """A prefill of more rows than tinygemm gets and a step of two; both schemes have the head in int8."""
-    with cuda_linears(monkeypatch) as kernel_rows:
-        _, got = model_and_logits([100, 1], scheme=scheme)
-    assert kernel_rows == ([2] * 8 if scheme == "int4" else [])
-    _, wanted = model_and_logits([100, 1], scheme=scheme)
-    assert (got - wanted).norm() / wanted.norm() < 0.02
-
-
-@both_schemes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_model_is_close(scheme, dtype):
     """Every linear layer was replaced, the head in int8."""
@@ -169,23 +141,6 @@ def test_a_quantised_model_is_close(scheme, dtype):
     assert "Linear" not in kinds and "PackedLinear" not in kinds
     _, wanted = model_and_logits([5], dtype)
     assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
-
-
-def test_shapes_that_the_kernels_do_not_take_stay_as_they_are():
-    assert quantize.quantized_linear(torch.ones(64, 40), None, "int4") is None
-    assert quantize.quantized_linear(torch.ones(63, 64), None, "int8") is None
-
-
-@pytest.mark.slow
-def test_the_default_model_gets_its_own_4_bits_back():
-    """Its checkpoint is a Q4_1 file, expanded: every group's grid is found again, exactly."""
-    if not (DEFAULT_CHECKPOINT / "model.pth").exists():
-        pytest.skip("the default model has not been fetched")
-    _, weights = read_checkpoint(DEFAULT_CHECKPOINT)
-    linear = [name for name in weights if name.endswith(("wqkv.weight", "wo.weight", "w13.weight", "w2.weight"))]
-    assert len(linear) == 120
-    for name in linear:
-        assert torch.equal(grid_of(weights[name])[0], weights[name]), name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

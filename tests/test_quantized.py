@@ -1,7 +1,5 @@
 """QuantizedKVCache against quantisation on plain numbers: what is in 4 bits, what is not yet, and what stays."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny import TINY
@@ -9,11 +7,9 @@ from tiny import TINY
 from common.errors import ConfigError
 from kv_cache import FullKVCache, QuantizedKVCache
 from kv_cache.entries import stored_as
-from kv_cache.quantized import Quantized
 
 GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
 RING = WINDOW + 3 * GROUP
-OPTIONS = ("quant_group", "quant_window")
 LAYERS, HEADS, DIM = TINY.n_layer, TINY.n_kv_head, TINY.head_dim
 
 
@@ -139,17 +135,6 @@ def test_entries_of_8_bits_are_quantised_from_what_they_mean(target, own):
         torch.testing.assert_close(found, packed, rtol=1e-5, atol=1e-5)
 
 
-def test_what_came_back_from_further_on_leaves_its_codes():
-    """A row that is cut far back has lost what the ring held there: what was in 4 bits stays as it is."""
-    cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
-    write(source, entries, [0] * N_ROWS, LONGEST)
-    cache.fill_row(0, source, 80)
-    codes = cache._value_codes.clone()
-    cache.rollback(torch.tensor([45, 0, 0]))
-    write(cache.view(slice(0, 1)), entries, [45], 2)
-    assert torch.equal(cache._value_codes, codes)
-
-
 @pytest.mark.parametrize("known,length", [(30, 33), (30, 80), (9, 60), (3, 20), (60, 61)])
 @pytest.mark.parametrize("n", [1, GROUP])
 def test_a_row_takes_over_what_it_missed(known, length, n):
@@ -188,31 +173,6 @@ def test_a_row_that_is_put_back_goes_on_as_before(n_prompt):
     assert all(map(torch.equal, put_back.tensors, other.tensors))
 
 
-def test_what_a_row_held_before_leaves_no_trace():
-    """A ring is coarser than the target's entries: what was quantised of these is not quantised of that again."""
-    source, entries = FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
-    write(source, entries, [0] * N_ROWS, 40)
-    new, used = quantized(torch.int8), quantized(torch.int8)
-    used.fill_row(1, source, 40)
-    write(used.view(torch.tensor([1])), entries, [40], 1)
-    for cache in (new, used):
-        cache.fill_row(1, source, 40)
-        write(cache.view(torch.tensor([1])), entries, [40], 3)
-    assert torch.equal(new._value_codes[:, 1], used._value_codes[:, 1])
-    assert torch.equal(new._key_codes[:, 1], used._key_codes[:, 1])
-
-
-@pytest.mark.parametrize("at_once", [1, 7])
-def test_a_row_is_filled_by_parts(at_once, monkeypatch):
-    source = FullKVCache(TINY, N_ROWS, LONGEST)
-    write(source, entries_of(LONGEST), [0] * N_ROWS, LONGEST)
-    whole, by_parts = quantized(), quantized()
-    whole.fill_row(1, source, LONGEST - 5)
-    monkeypatch.setattr("kv_cache.quantized.FILLED_AT_ONCE", at_once)
-    by_parts.fill_row(1, source, LONGEST - 5)
-    assert all(map(torch.equal, whole.tensors, by_parts.tensors)) and whole._value_codes.any()
-
-
 def test_what_is_written_anew_further_back_is_quantised_again():
     cache, entries, others = quantized(), entries_of(LONGEST), entries_of(LONGEST, seed=1)
     rows = cache.view(slice(0, 2))
@@ -235,19 +195,3 @@ def test_what_cannot_work_is_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"use --{named} or more$"):
             QuantizedKVCache(TINY, 1, 50, group, window)
-
-
-@pytest.mark.parametrize(
-    "n_token,window,named", [(17, 64, {"quant_group": 32}), (101, 64, dict.fromkeys(OPTIONS, 112))]
-)
-def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
-    """Groups that the CPU's kernel reads as they are, and a window that they fit; what it names works."""
-    policy = Quantized(quant_window=window)
-    assert policy.room < n_token and policy.for_block(n_token) == named
-    larger = replace(policy, **named)
-    larger.check()
-    assert larger.room >= n_token
-
-
-def test_a_window_that_holds_the_whole_text_is_known_to():
-    assert Quantized(quant_window=70).holds_all(70) and not Quantized(quant_window=70).holds_all(71)

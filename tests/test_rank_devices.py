@@ -8,17 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from recorded_graph import RecordedGraphs
-from tiny import TINY, random_prompts, tiny_runner
+from tiny import random_prompts, tiny_runner
 from torch.cuda._utils import _get_device_index
 
 from bench.resolved import resolve_device
 from common.errors import ConfigError
-from engine import ModelRunner, generate
+from engine import generate
 from engine.parallel.launch import LOST_RANK
 from engine.parallel.ranks import Ranks, start_ranks
 from engine.timing import PhaseTimer
-from kv_cache import FullKVCache, StreamingKVCache
-from models.llama import Transformer
 
 
 @pytest.fixture
@@ -79,17 +77,6 @@ def test_a_device_that_is_not_there_is_refused(machine, name):
     machine(4 if name == "cuda:4" else 0, 1, 0, 1)
     with pytest.raises(ConfigError, match="not available"):
         resolve_device(name)
-
-
-def test_a_gpu_prefills_in_larger_chunks_than_a_cpu():
-    """Of 64 prompts of 16000 tokens, 256 forwards instead of 2048; a ring still takes half its window at most."""
-    with torch.device("meta"):
-        model = Transformer(TINY)
-        on_gpu = ModelRunner(model, FullKVCache(TINY, 1, 16_000, device="meta"))
-        in_ring = ModelRunner(model, StreamingKVCache(TINY, 1, 260, device="meta"))
-    assert 64 * -(-16_000 // on_gpu.prefill_chunk) == 256
-    assert in_ring.prefill_chunk == 128
-    assert ModelRunner(model, FullKVCache(TINY, 1, 16_000)).prefill_chunk == 512
 
 
 def test_a_round_that_a_lost_rank_never_ends_is_given_up(monkeypatch):

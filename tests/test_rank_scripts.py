@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from programs import benchmark
 from rank_jobs import Job, Models, on_two_ranks, read_rows, results, started
-from rank_script_cases import BUG, DAMAGE
+from rank_script_cases import BUG
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
@@ -26,14 +26,6 @@ def test_what_all_ranks_refuse_is_said_once(models: Models, tmp_path: Path) -> N
     # By the leader, unless it starts seconds later than the other and has not come to speak yet.
     assert len(re.findall(r"error(?: on rank 1)?: ", said)) == 1, ended.err
     assert said.count("gamma 3, room for 0 tokens") == 1
-
-
-def test_what_only_the_leader_finds_is_said_once(models: Models, tmp_path: Path) -> None:
-    """It reads the text, while the other rank waits for its prompts."""
-    ended = on_two_ranks(tmp_path, "baseline", models.arguments("baseline", "--dataset nowhere.txt"))
-    said = ended.message("0", 2)
-    assert said.count("error: ") == said.count("nowhere.txt") == 1
-    assert "error on rank" not in said and "lost another rank" not in said
 
 
 @contextmanager
@@ -100,13 +92,6 @@ def test_a_bug_of_one_rank_is_named(models: Models, tmp_path: Path) -> None:
     assert f"IndexError: {BUG}" in ended.first_to_fail
     assert f"IndexError: {BUG}" in ended.ours and "in broken" in ended.ours
     assert "rank 1 lost" not in ended.err
-
-
-@pytest.mark.slow
-def test_what_only_another_rank_refuses_is_said_with_its_number(models: Models, tmp_path: Path) -> None:
-    ended = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec"), "refuse_the_checkpoint")
-    said = ended.message("1", 2)
-    assert said.count("error") == said.count(f"error on rank 1: {DAMAGE}") == 1, ended.err
 
 
 def test_check_ranks_stops_ranks_that_disagree(models: Models, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from filter_cases import FILTERS, kept_by_sorting, scaled_logits
@@ -169,18 +168,3 @@ def test_a_parameter_out_of_range_is_refused_by_name(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=rf"{field} is out of range(.|\n)*--{field}"):
             SamplingParams(**{field: value})
-
-
-def test_numbers_of_numpy_are_numbers():
-    own = SamplingParams(np.float32(0.5), np.int64(5), np.float64(0.9), np.uint32(7))
-    assert own == SamplingParams(0.5, 5, 0.9, 7)
-    logits = torch.linspace(-2, 3, 16)[None]
-    same = [Distribution.of([one]).probs(logits).tolist() for one in (own, SamplingParams(0.5, 5, 0.9, 7))]
-    assert same[0] == same[1]
-
-
-def test_top_p_is_not_rounded_to_float32():
-    """0.9 in float32 is less than 0.9, and would exclude the second id."""
-    p = torch.tensor([[0.89999999, 0.10000001]], dtype=torch.float64)
-    assert Distribution.of([SamplingParams(1.0, top_p=0.9)]).probs(p.log()).gt(0).all()
-    assert Distribution.of([SamplingParams(1.0, top_p=0.89999998)]).probs(p.log()).tolist() == [[1.0, 0.0]]

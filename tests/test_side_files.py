@@ -98,17 +98,3 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
     (out / "special_tokens_map.json").write_text("{}")
     convert(source, out, force=True)
     assert (out / "special_tokens_map.json").exists()
-
-
-def test_nothing_of_an_earlier_source_stays_elsewhere(tmp_path: Path) -> None:
-    first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
-    for folder, extra in ((first, "generation_config.json"), (second, "tokenizer_config.json")):
-        write_source(folder)
-        (folder / extra).write_text("{}")
-        convert(folder, out)
-        written = {"model.pth", "config.json", "tokenizer.json", "manifest.json", extra}
-        assert {path.name for path in out.iterdir()} == written
-    (second / "tokenizer.json").write_text((second / "tokenizer.json").read_text().replace('"th"', '"TH"'))
-    convert(second, out)
-    assert load_tokenizer(out).pieces()[256] == "TH"
-    load_model(out)

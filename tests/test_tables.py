@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.tables import Column, console, markdown
-from engine.counts import AcceptanceRate, Counts, acceptance_standard_error, acceptance_text, total
+from engine.counts import AcceptanceRate, Counts, acceptance_standard_error, total
 
 COLUMNS = [
     Column("model", "model", align="<"),
@@ -32,11 +32,6 @@ def test_in_markdown_a_bar_ends_no_cell():
     ]
 
 
-def test_without_rows_there_are_heads():
-    assert console([], COLUMNS) == "  model  speedup  twice  a|b"
-    assert markdown([], COLUMNS).count("\n") == 1
-
-
 def rows_that_differ(n: int, rng: np.random.Generator) -> list[Counts]:
     """Rows of 5 to 60 verified drafts, each with a probability of its own that one is accepted."""
     verified, alphas = rng.integers(5, 61, n), rng.beta(4, 2, n)
@@ -51,21 +46,6 @@ def test_the_standard_error_of_two_rows_by_hand():
     assert acceptance_standard_error([one, one]) == 0
 
 
-def test_the_standard_error_needs_two_rows_that_verified_drafts():
-    one, nothing = Counts(verified_at=[10], accepted_at=[8]), Counts(verified_at=[0], accepted_at=[0])
-    assert [acceptance_standard_error(rows) for rows in ([], [one], [nothing] * 2, [one, nothing])] == [None] * 4
-    other = Counts(verified_at=[30], accepted_at=[12])
-    assert acceptance_standard_error([one, nothing, other]) == acceptance_standard_error([one, other])
-
-
-def test_the_standard_error_is_that_of_leaving_out_each_row_in_turn():
-    """The jackknife, which estimates the same variance without the formula."""
-    rows = rows_that_differ(60, np.random.default_rng(1))
-    without = np.array([total([*rows[:i], *rows[i + 1 :]]).acceptance_rate for i in range(len(rows))])
-    jackknife = np.sqrt((len(rows) - 1) * np.var(without))
-    assert acceptance_standard_error(rows) == pytest.approx(jackknife, rel=0.05)
-
-
 def test_the_standard_error_is_the_spread_of_repeated_samples():
     """Drafts of a row are alike: as if all drafts were independent, the spread would be less than half of it."""
     rng = np.random.default_rng(2)
@@ -76,11 +56,3 @@ def test_the_standard_error_is_the_spread_of_repeated_samples():
         [AcceptanceRate(total(rows).acceptance_rate, total(rows).verified).standard_error for rows in samples]
     )
     assert mean_error == pytest.approx(np.std(rates), rel=0.1) and independent < mean_error / 2
-
-
-def test_an_acceptance_rate_is_shown_with_its_standard_error():
-    record = {"acceptance_rate": 0.8124, "acceptance_standard_error": 0.0131}
-    assert acceptance_text(record) == "0.812 ± 0.013"
-    assert acceptance_text(record | {"acceptance_standard_error": None}) == "0.812"
-    assert acceptance_text({"acceptance_rate": 0.8124}) == "0.812", "older records have none"
-    assert acceptance_text({"acceptance_rate": None}) is acceptance_text({}) is None

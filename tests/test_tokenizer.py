@@ -44,14 +44,6 @@ def test_round_trip_and_bos(tmp_path: Path, name: str, bos: bool) -> None:
     assert all(isinstance(token, int) for token in plain)
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_ids_without_a_token_have_no_text(tmp_path: Path, name: str) -> None:
-    WRITERS[name](tmp_path, True)
-    tokenizer = load_tokenizer(tmp_path)
-    ids, n = tokenizer.encode("naïve", add_bos=False), len(tokenizer.pieces())
-    assert tokenizer.decode([*ids, n, n + 60]) == "naïve" and tokenizer.decode([n]) == ""
-
-
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("name", WRITERS)
 def test_tokens_have_their_places_in_the_text(tmp_path: Path, name: str, bos: bool) -> None:

@@ -9,7 +9,7 @@ from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import VerifyTopK, VerifyTopKCache
+from kv_cache import VerifyTopKCache
 from kv_cache.entries import NOTED
 from kv_cache.verify_topk import Choosing
 
@@ -81,13 +81,6 @@ def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is
             assert chosen[row, head].tolist()[: len(entries)] == entries[:n_chosen]
 
 
-def test_a_row_that_holds_its_whole_text_keeps_it_in_order():
-    rows = Rows(VerifyTopKCache(TINY, len(LENGTHS), VerifyTopK(40, WINDOW), "cpu", torch.float64))
-    before = rows.cache.entries[:, :, 2, :, : LENGTHS[2]].clone()
-    rows.round([1, 1, 1, 1])
-    assert torch.equal(rows.cache.entries[:, :, 2, :, : LENGTHS[2]], before)
-
-
 def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
     """Not even where these were no numbers, and blocks are shorter now."""
     chosen = []
@@ -101,19 +94,6 @@ def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
     assert torch.equal(*chosen)
 
 
-def test_a_row_that_was_filled_anew_keeps_what_its_prompt_chose():
-    rows = Rows(topk_cache())
-    rows.round([1, 1, 1, 1])
-    rows.texts[2] = random_prompts([44], seed=7)[0]
-    rows.fill(2)
-    after_prompt, others = rows.cache.entries[:, :, 2].clone(), rows.cache.entries[:, :, 0].clone()
-    batch = rows.batch
-    batch.set_state([len(text) for text in rows.texts], [0] * 4, [1] * 4)
-    rows.drafter.refresh(batch, GAMMA)
-    assert torch.equal(rows.cache.entries[:, :, 2], after_prompt)
-    assert torch.equal(rows.cache.entries[:, :, 0], others), "chosen again by the same queries, it is the same"
-
-
 @pytest.mark.parametrize("refresh,n_choices", [(1, 12), (3, 4), (7, 2)])
 def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkeypatch):
     runner, chosen = tiny_runner(1), []
@@ -125,17 +105,3 @@ def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkey
         out = generate(runner, random_prompts([40], seed=rounds), max_new_tokens=2, drafter=drafter)
         rounds += len(out.stats.rounds)
     assert rounds == 12 and len(chosen) == n_choices
-
-
-def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
-    runner, n_noted = tiny_runner(2), []
-    choose = VerifyTopKCache.choose
-
-    def watched(own, source, lengths, noted, *others):
-        n_noted.extend((lengths - noted.starts[own.row_indices]).tolist())
-        choose(own, source, lengths, noted, *others)
-
-    monkeypatch.setattr(VerifyTopKCache, "choose", watched)
-    drafter = SelfSpeculation(runner, topk_cache(n_rows=2, refresh=3), GAMMA)
-    generate(runner, random_prompts([40, 25]), max_new_tokens=60, drafter=drafter)
-    assert len(n_noted) > 10 and {*n_noted} <= {*range(GAMMA + 2)}  # 0 of a row that idles

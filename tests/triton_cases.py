@@ -50,27 +50,12 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
-@pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
-def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
-    case, backend = make_case([40, 33], n_token, storage=torch.int8), TritonAttention()
-    assert case.dequantizes(backend) == backend.dequantizes(n_token) == (n_token > MAX_BLOCK)
-
-
 @pytest.mark.parametrize(
     "n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (4, 4, 128), (5, 3, 128), (8, 1, 64), (16, 8, 64)]
 )
 def test_ragged_rows_in_order(n_token, group, head_dim):
     # A row of nothing but its queries, one up to a chunk's border, one to the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
-
-
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_lengths_around_the_borders_of_tiles_and_chunks(shift, monkeypatch):
-    """A chunk of two tiles: lengths end a tile, a chunk, a chunk and a tile, two chunks."""
-    monkeypatch.setattr("models.attention.triton_backend.NOTE_CHUNKS", 2)
-    n_token = 4
-    lengths = [border * CHUNK - n_token + shift for border in (1, 2, 3, 4)]
-    check(after(lengths, n_token, 5 * CHUNK - 9, group=4), min_chunk=2 * CHUNK)
 
 
 @pytest.mark.parametrize("dtype,ring,n_token,group", [(torch.float16, False, 5, 4), (torch.float32, True, 1, 1)])
@@ -98,12 +83,6 @@ def test_queries_that_do_not_follow_each_other(in_order):
     check(replace(case, queries=queries, slots=replace(case.slots, in_order=in_order)))
 
 
-@over_both_caches
-def test_one_chunk_needs_no_merge(ring):
-    for storage in (None, torch.int8):
-        check(after([0, 90, 141], 4, 150, n_kv_head=2, storage=storage, ring=ring), min_chunk=256)
-
-
 @pytest.mark.parametrize(
     "head_dim,quant_group,storage,dtype",
     [
@@ -125,16 +104,6 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group,
             patch.setattr(KV, "unpacked", lambda *_: pytest.fail("it is read as it is"))
             found = case.run(backend)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
-
-
-@over_both_caches
-def test_a_block_that_is_a_view_of_more_rows_and_slots(ring):
-    """A row's positions, and its queries, need not lie where those of whole tensors would."""
-    case = after([0, 120], 2, 150, n_kv_head=2, ring=ring)
-    positions = case.slots.positions
-    wide = torch.cat([positions, positions.flip(1)], 1).repeat_interleave(2, 0)[::2, :150]
-    queries = torch.stack([case.queries, case.queries], 2).flatten(1)[:, ::2]
-    check(replace(case, queries=queries, slots=replace(case.slots, positions=wide)))
 
 
 @pytest.mark.parametrize(
