@@ -1,4 +1,4 @@
-"""Run kernels over random shapes beside the reference: LIBRARIES (in the order of KERNELS), N_SHAPES and a BUG or none.
+"""Run kernels over random shapes beside the reference: LIBRARIES (in the order of KERNELS) and N_SHAPES.
 
 The libraries are built with sanitizers, whose runtimes are preloaded: what they find ends the process. Tensors come
 from the sanitizer's malloc, so a kernel that reads one number too many is found.
@@ -28,8 +28,6 @@ from models.pointwise_cpp import cpp
 
 library, *others = map(ctypes.CDLL, sys.argv[1:5])
 attention, pointwise, draw = CppAttention(library), cpp(others[0]), drawn_by(others[2])
-for number in map(int, sys.argv[6:]):
-    ctypes.c_int.in_dll(library, "foretoken_bug").value = number
 any_of, size = random.choice, random.randint
 for seed in range(int(sys.argv[5])):
     random.seed(seed)

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda_graphs import FakeCuda
 from pacings import SCHEDULES, scheduled
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
@@ -140,29 +139,6 @@ def test_what_is_captured_without_filters_goes_once_a_request_brings_one():
         assert request.tokens == continue_by_recomputing(model, [1, 2, 3], 20, sampling)
         assert sum(not graph.is_destroyed for graph in graphs) == 4
         assert len(graphs) == (8 if i else 4)
-
-
-CPU = torch.device("cpu")
-
-
-def plus_one(x: torch.Tensor):
-    return lambda: x + 1
-
-
-def test_dropping_the_graphs_of_one_runner_leaves_those_of_others_valid(monkeypatch):
-    """On a stream that two owners shared, the first to go would free the other's cuBLAS workspace."""
-    cuda = FakeCuda(monkeypatch)
-    one, other = CudaGraphs(CPU), CudaGraphs(CPU)
-    x = torch.ones(2)
-    (_, _), (replay, out) = one.capture(plus_one(x)), other.capture(plus_one(x))
-    one.close()
-    assert cuda.n_destroyed == 1
-    x.fill_(4)
-    replay()
-    assert out.tolist() == [5, 5]
-    again, out = one.capture(plus_one(x))  # into a pool that is alive
-    again()
-    assert out.tolist() == [5, 5]
 
 
 def test_graphs_go_with_their_runner_and_with_their_drafter():

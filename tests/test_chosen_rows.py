@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chosen_rows import CHOSEN, GAMMA, LENGTHS, LONGEST, WINDOW, Rows, retrieval_cache, topk_cache
+from chosen_rows import CHOSEN, GAMMA, LENGTHS, LONGEST, Rows, retrieval_cache, topk_cache
 from tiny import TINY, tiny_model, tiny_runner
 
 from common.errors import ConfigError
@@ -62,17 +62,6 @@ def test_a_draft_of_some_layers_chooses_by_those(new_cache):
         rows.round([2, 2, 2, 2])
     assert torch.equal(some.cache.entries, every.cache.entries[[1, 3]])
     assert torch.equal(means(some), means(every)[[1, 3]])
-
-
-@of_both_policies
-def test_what_cannot_work_is_refused(new_cache):
-    options = [({"refresh": 0}, "refresh"), ({"n_sink": -1}, "n_sink is too small")]
-    options += [({"n_sink": CHOSEN}, "no room for chosen entries"), ({"snapkv_window": 0}, "snapkv_window is too")]
-    if new_cache is retrieval_cache:
-        options += [({"chunk": 0}, "chunk is too small"), ({"chunk": WINDOW + 1}, "a chunk has no place")]
-    for option, message in options:
-        with pytest.raises(ConfigError, match=message):
-            new_cache(**option)
 
 
 def test_a_text_beyond_the_longest_is_refused():

@@ -51,11 +51,6 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_policy_and_a_drafter_are_one_file_and_one_row_each() -> None:
-    files = {name for name in blocks() if name not in TABLES}
-    assert files == {"kv_cache/key_norm.py", "engine/drafters/bigram.py"} and len(blocks()) == 4
-
-
 DRAFTS = {
     "--draft_policy key_norm --norm_order 1 --snapkv_window 8 --draft_budget 24 --draft_dtype same": {
         "draft_policy": "key_norm",
@@ -77,16 +72,6 @@ def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint:
     assert record["identical_sequences"] == record["sequences"] == 3
     assert 0 < record["accepted"] < record["judged"]
     assert DRAFTS[flags].items() <= record.items()
-
-
-def test_an_option_that_makes_no_sense_is_refused(extended: Path) -> None:
-    code = "from kv_cache.key_norm import KeyNorm; KeyNorm(norm_order=0).check()"
-    assert "ConfigError: --norm_order is too small" in python("-c", code, cwd=extended).err
-
-
-def test_help_lists_both(extended: Path) -> None:
-    listed = python("tests/selfspec_benchmark.py", "--help_all", cwd=extended).out
-    assert all(name in listed for name in ("key_norm", "--norm_order", "bigram", "--min_seen"))
 
 
 def test_their_rows_of_the_test_matrix_pass(extended: Path) -> None:

@@ -39,11 +39,6 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
     assert load_model(tmp_path).config == config
 
 
-def test_untied_head(tmp_path: Path) -> None:
-    weights = convert_tiny_gguf(tmp_path, tied=False)
-    assert torch.equal(read_checkpoint(tmp_path)[1]["output.weight"], weights["lm_head.weight"])
-
-
 @pytest.mark.parametrize(
     "scaling, factor",
     [

@@ -1,13 +1,9 @@
 """What is copied, viewed, written through, and stored in 8 bits. What is held: see test_cache_positions.py."""
 
-from collections import Counter
-
 import pytest
 import torch
-from tiny import TINY, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny import TINY
 
-from common.errors import ConfigError
 from kv_cache import FullKVCache, Observed, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import pack
 
@@ -33,33 +29,6 @@ def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
         assert all(torch.equal(mine, all_rows[rows]) for mine, all_rows in zip(read, stored, strict=True))
         assert torch.equal(view.positions, apart.positions[rows]) and view.max_batch == 2
         starts += n_token - 1
-
-
-def test_sizes_below_one_are_refused():
-    for max_batch, max_len in ((0, 8), (2, 0)):
-        with pytest.raises(ConfigError, match="positive"):
-            FullKVCache(TINY, max_batch, max_len)
-
-
-@pytest.mark.parametrize("dtype,n_scatter", [(torch.float32, 1), (torch.int8, 2)])
-def test_a_cache_is_written_by_one_scatter(dtype, n_scatter):
-    """Positions once; in each layer keys and values at once, and in 8 bits their scales.
-
-    What verification writes through is made finite once.
-    """
-    model = tiny_model(dtype=torch.float32)
-    target, draft = (FullKVCache(TINY, 2, 20, dtype=dtype) for _ in range(2))
-    counts: Counter[str] = Counter()
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            counts[function.name()] += 1
-            return function(*args, **(kwargs or {}))
-
-    with torch.inference_mode(), Counting():
-        model(torch.ones(2, 3, dtype=torch.int64), torch.arange(3).expand(2, 3), WriteThroughKVCache(target, draft))
-    assert counts["aten::index_put_"] == 2 * (1 + n_scatter * TINY.n_layer)
-    assert counts["aten::nan_to_num"] == TINY.n_layer
 
 
 @pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])

@@ -2,14 +2,12 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import python
 from statistics_tools import chi_square_p_value
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from engine import noise
 from engine.noise import Stream, gumbel, philox, uniform
@@ -84,16 +82,6 @@ def test_a_number_depends_neither_on_its_batch_nor_on_the_pass_size_nor_on_how_m
         assert torch.equal(uniform(seed[rows], request[rows], position[rows], Stream.ACCEPT, 11), whole[rows])
 
 
-def test_gumbel_is_minus_log_minus_log_of_the_uniforms():
-    keys = one(8), torch.arange(50), one(1)
-    u = uniform(*keys, Stream.DRAFT, 6)
-    exact = gumbel(*keys, Stream.DRAFT, 6, torch.float64)
-    assert exact.dtype == torch.float64
-    torch.testing.assert_close(exact, -torch.log(-torch.log(u)), rtol=1e-12, atol=1e-12)
-    rounded = gumbel(*keys, Stream.DRAFT, 6)
-    assert rounded.dtype == torch.float32 and torch.equal(rounded, exact.float())
-
-
 @pytest.mark.parametrize("extreme", [0.0, 2.0**-53, 1 - 2.0**-52, 1 - 2.0**-53])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gumbel_is_finite_at_both_ends_of_the_uniforms(extreme, dtype):
@@ -129,28 +117,6 @@ def test_the_triton_kernels_compile_for_hopper_without_spilling():
     own = [one for one in kernels.variants(90) if one[1].kernel in (draw_row, filter_row)]
     assert len(own) == 3
     assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in own)
-
-
-def test_on_a_gpu_the_triton_kernel_draws_whatever_is_drawn(monkeypatch):
-    monkeypatch.setattr(noise, "triton_kernels", lambda: SimpleNamespace(run=tuple, plan_draw=lambda *given: given))
-    with FakeTensorMode():
-        keys = [torch.empty(4, dtype=torch.int64, device="cuda:0") for _ in range(3)]
-    assert uniform(*keys, Stream.ACCEPT) == (*keys, Stream.ACCEPT, 1)
-    assert gumbel(*keys, Stream.DRAFT, 9) == (*keys, Stream.DRAFT, 9, torch.float32)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a GPU here")
-def test_without_a_triton_that_runs_pytorch_draws():
-    assert noise.triton_kernels() is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
-def test_a_gpu_draws_the_bits_of_the_cpu():
-    keys = torch.tensor([[3], [2**62 + 1]]), torch.tensor([[0], [2**32 - 1]]), torch.arange(5)
-    on_gpu = [key.cuda() for key in keys]
-    assert torch.equal(uniform(*keys, Stream.ACCEPT, 1001), uniform(*on_gpu, Stream.ACCEPT, 1001).cpu())
-    here, there = (gumbel(*k, Stream.DRAFT, 1001, torch.float64) for k in (keys, on_gpu))
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=1e-14)
 
 
 def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():

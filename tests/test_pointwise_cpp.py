@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from models import pointwise_cpp
-from models.attention import TorchAttention
 from models.cpp_build import BuildError
 from models.pointwise import EAGER, Pointwise
 from models.pointwise_check import stored
-from models.pointwise_cpp import cpp, pointwise_beside
+from models.pointwise_cpp import cpp
 from models.rope import Rotation, rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -20,10 +19,6 @@ ROWS, DIMS = (0, 1, 3, 8, 33), (576, 64, 100)
 N_THREADS = 3
 MANY = 700  # rows enough for every function to share them between threads
 FUNCTIONS = ("add_norm", "rotate_heads", "swiglu")
-
-
-class CppNamed(TorchAttention):
-    name = "cpp"
 
 
 @pytest.fixture(scope="module")
@@ -147,23 +142,6 @@ def test_what_is_not_finite_stays_in_its_row_as_in_the_eager_function(kernel, no
             assert torch.equal(mine[others], before[others])
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_the_kernel_cannot_read_runs_eagerly(kernel, name):
-    """Other dtypes; elements that do not lie side by side; a weight or a rotation of another dtype."""
-    cases = [inputs(name, 5, 64, dtype) for dtype in (torch.float64, torch.float16)]
-    first, *others = inputs(name, 5, 64, torch.float32)
-    spread = torch.stack([first, first], dim=-1).flatten(-2)[..., ::2]
-    cases.append((spread, *others))
-    if name == "add_norm":
-        cases += [(first, others[0].bfloat16(), *others[1:]), (first, others[0], others[1].double(), 1e-5)]
-        cases.append((first, others[0][:1], *others[1:]))
-    if name == "rotate_heads":
-        cases += [(first.bfloat16(), *others), (first, rotation(torch.arange(1), torch.ones(32), torch.float32))]
-    for arguments in cases:
-        assert all(torch.equal(got, wanted) for got, wanted in pairs(kernel, name, arguments))
-
-
 @pytest.mark.parametrize("storage", [None, torch.int8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stored_entries_are_those_of_the_eager_function(kernel, dtype, storage, monkeypatch):
@@ -178,13 +156,3 @@ def test_stored_entries_are_those_of_the_eager_function(kernel, dtype, storage, 
         with monkeypatch.context() as patch:
             patch.setattr(pointwise_cpp, "EAGER", Pointwise(store=partial(pytest.fail, "store ran eagerly")))
             assert all(map(torch.equal, stored(new, storage, kernel), wanted))
-
-
-def test_a_machine_without_a_compiler_uses_the_eager_functions(monkeypatch, tmp_path):
-    pointwise_cpp.load_kernel.cache_clear()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    assert pointwise_beside(CppNamed()) == EAGER
-    with pytest.raises(BuildError, match="/nowhere/g"):
-        cpp()
-    pointwise_cpp.load_kernel.cache_clear()

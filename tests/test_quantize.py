@@ -85,18 +85,6 @@ def test_int4_is_the_product_with_its_grid(dtype, n_row):
     assert relative_error(got, wanted) < 1.5e-2  # scales in bfloat16, activations too, or in groups of 8 bits
 
 
-def test_a_group_that_was_quantised_to_16_levels_gets_them_back():
-    """As in Q4_1: every group has its lowest and its highest level."""
-    generator = torch.Generator().manual_seed(3)
-    levels = torch.randint(16, (64, 6, GROUP), generator=generator)
-    levels[:, :, 0], levels[:, :, 1] = 0, 15
-    scale, low = torch.rand(64, 6, generator=generator) + 0.1, torch.randn(64, 6, generator=generator)
-    q, _, _ = quantize_groups((levels * scale[..., None] + low[..., None]).flatten(1))
-    assert torch.equal(q, levels.flatten(1).int())
-    constant, _, low = quantize_groups(torch.full((64, GROUP), 0.25))
-    assert (constant == 0).all() and (low == 0.25).all()
-
-
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
 def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""

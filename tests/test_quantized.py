@@ -156,41 +156,6 @@ def test_a_row_takes_over_what_it_missed(known, length, n):
     assert torch.equal(caught_up._value_codes[:, 1, :, :packed], filled._value_codes[:, 1, :, :packed])
 
 
-@pytest.mark.parametrize("n_prompt", [33, 36, 38])
-def test_a_row_that_is_put_back_goes_on_as_before(n_prompt):
-    """Behind a prompt in blocks: what is quantised first when it is decoded, after it was and was taken back."""
-    entries, (put_back, other) = entries_of(LONGEST), (quantized(), quantized())
-    for cache in (put_back, other):
-        for start in range(0, n_prompt, GROUP):
-            write(cache, entries, [start] * N_ROWS, min(GROUP, n_prompt - start))
-    left = [x.clone() for x in put_back.tensors]
-    write(put_back, entries, [n_prompt] * N_ROWS, 1)
-    for x, copy in zip(put_back.tensors, left, strict=True):
-        x.copy_(copy)
-    for cache in (put_back, other):
-        for position in range(n_prompt, n_prompt + 3 * GROUP):
-            write(cache, entries, [position] * N_ROWS, 1)
-    assert all(map(torch.equal, put_back.tensors, other.tensors))
-
-
-def test_what_is_written_anew_further_back_is_quantised_again():
-    cache, entries, others = quantized(), entries_of(LONGEST), entries_of(LONGEST, seed=1)
-    rows = cache.view(slice(0, 2))
-    for written, starts in ((others, (0, 8)), (entries, (40, 24))):
-        for i in range(0, 40, GROUP):
-            rows.rollback(torch.tensor([start + i for start in starts]))
-            write(rows, written, [start + i for start in starts], GROUP)
-    codes = cache._value_codes[:, :2].clone()
-    for row, start in enumerate((40, 24)):
-        again = quantized()
-        source = FullKVCache(TINY, N_ROWS, LONGEST)
-        write(source, entries, [0] * N_ROWS, LONGEST)
-        again.fill_row(row, source, start + 40)
-        of_new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
-        assert of_new.stop > start + GROUP
-        assert torch.equal(codes[:, row, :, of_new], again._value_codes[:, row, :, of_new])
-
-
 def test_what_cannot_work_is_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"use --{named} or more$"):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from programs import benchmark
 from rank_jobs import Job, Models, on_two_ranks, read_rows, results, started
-from rank_script_cases import BUG
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
@@ -61,37 +60,6 @@ def test_rows_survive_a_rank_that_is_killed(victim: int, models: Models, tmp_pat
     kept = read_rows(tmp_path / "rows")
     assert N_LONGER < len(kept) < len(expected), "killed in the middle of the speculation"
     assert kept == {key: expected[key] for key in kept}
-
-
-@pytest.mark.slow
-def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path) -> None:
-    """It hangs: stopped, not dead. The other gives up and ends.
-
-    Then torchrun's turn has come, whose SIGTERM a stopped process does not see. It would kill it 30 s later,
-    which nobody here waits for.
-    """
-    with speculating(models, tmp_path, "--rank_timeout 5") as job:
-        pid = job.rank(1)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        job.until(lambda: "rank 0 lost another rank" in job.err, "the message", 15)
-        job.until(lambda: job.rank(0) is None, "the end of rank 0", 20)
-        job.until(lambda: f"Sending process {pid} closing signal SIGTERM" in job.err, "torchrun's turn", 15)
-        os.kill(pid, signal.SIGCONT)
-        ended = job.end(15)
-    said = ended.message("0", 3)
-    assert said.count("error: ") == 1 and "Timed out" in said, ended.err
-    assert len(read_rows(tmp_path / "rows")) > N_LONGER
-
-
-def test_a_bug_of_one_rank_is_named(models: Models, tmp_path: Path) -> None:
-    """torchrun's summary has the rank and the exception, the rank's own output where it happened."""
-    ended = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec"), "raise_in_a_step")
-    assert ended.out == ""
-    assert re.search(r"rank +: 1 .*\s+exitcode +: 1 ", ended.first_to_fail), ended.err
-    assert f"IndexError: {BUG}" in ended.first_to_fail
-    assert f"IndexError: {BUG}" in ended.ours and "in broken" in ended.ours
-    assert "rank 1 lost" not in ended.err
 
 
 def test_check_ranks_stops_ranks_that_disagree(models: Models, tmp_path: Path) -> None:

@@ -5,15 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_folders import hf_weights, write_source, write_weights
+from checkpoint_folders import write_source
 from gguf_files import convert_tiny_gguf, llama3_factors, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
-from models.checkpoints.loading import load_model, read_checkpoint
-from models.checkpoints.manifest import describe, update_manifest
-from models.checkpoints.source_weights import open_source
+from models.checkpoints.loading import read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig, RopeScaling
 
@@ -67,20 +65,6 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
     path.unlink()
     convert(tmp_path, tmp_path, force=True)
     assert "50000.0" in path.read_text()
-
-
-def test_a_download_that_was_saved_again_is_refused_unless_forced(tmp_path: Path) -> None:
-    """Such as a checkpoint that is trained on."""
-    write_source(tmp_path)
-    update_manifest(tmp_path, describe(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
-    convert(tmp_path, tmp_path)
-    write_weights(tmp_path, hf_weights(open_source(tmp_path).config, seed=1), "safetensors")
-    with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.safetensors[\s\S]*--force"):
-        convert(tmp_path, tmp_path)
-    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + "\n")
-    convert(tmp_path, tmp_path, force=True)
-    load_model(tmp_path, verify=True)
-    convert(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])

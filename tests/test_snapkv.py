@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import ModelRunner, StandaloneDraft, generate
+from engine import ModelRunner, generate
 from engine.drafters import Shown
 from kv_cache import EMPTY, FullKVCache, SnapKV
 from kv_cache.snapkv import POOL
@@ -98,22 +98,6 @@ def test_the_window_moves_on_and_the_selection_stays():
     length = len(prompt) + len(out.tokens[0]) - 1
     recent = sorted(position for position in held[SELECTED:] if position != EMPTY)
     assert recent and recent[-1] < length and recent[0] >= length - WINDOW - 2
-
-
-def test_a_standalone_draft_selects_from_its_own_prompt():
-    """The draft's row equals what the policy keeps of a whole cache that the same model filled."""
-    draft, prompts = tiny_model(seed=4), random_prompts([37, 9, 28])
-    cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
-    drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=2)
-    whole = ModelRunner(draft, full_cache(draft, 3))
-    expected = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
-    for row, prompt in enumerate(prompts):
-        drafter.follow([Shown(row, row, prompt, 0)])
-        whole.fill_row(row, prompt)
-        queries = whole.last_queries(row, prompt, WINDOW) if len(prompt) > BUDGET else None
-        expected.fill_row(row, whole.cache, len(prompt), queries=queries)
-    assert torch.equal(cache.positions, expected.positions)
-    torch.testing.assert_close(cache.keys, expected.keys, rtol=1e-10, atol=1e-10)
 
 
 def test_selected_layers_and_8_bit_entries():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.tables import Column, console, markdown
+from common.tables import Column, console
 from engine.counts import AcceptanceRate, Counts, acceptance_standard_error, total
 
 COLUMNS = [
@@ -23,27 +23,12 @@ def test_on_the_console_columns_are_as_wide_as_what_is_in_them():
     ]
 
 
-def test_in_markdown_a_bar_ends_no_cell():
-    assert markdown(ROWS, COLUMNS).splitlines() == [
-        r"| model | speedup | twice | a\|b |",
-        "| --- | ---: | ---: | ---: |",
-        "| M | 1.26 | 8 rows | 50% |",
-        "| longer | - | 32 rows | not measured |",
-    ]
-
-
 def rows_that_differ(n: int, rng: np.random.Generator) -> list[Counts]:
     """Rows of 5 to 60 verified drafts, each with a probability of its own that one is accepted."""
     verified, alphas = rng.integers(5, 61, n), rng.beta(4, 2, n)
     accepted = rng.binomial(verified, alphas)
     pairs = zip(verified.tolist(), accepted.tolist(), strict=True)
     return [Counts(verified_at=[of], accepted_at=[taken]) for of, taken in pairs]
-
-
-def test_the_standard_error_of_two_rows_by_hand():
-    one, other = Counts(verified_at=[6, 4], accepted_at=[5, 3]), Counts(verified_at=[20, 10], accepted_at=[10, 2])
-    assert acceptance_standard_error([one, other]) == pytest.approx((2 * (3**2 + 3**2)) ** 0.5 / 40)
-    assert acceptance_standard_error([one, one]) == 0
 
 
 def test_the_standard_error_is_the_spread_of_repeated_samples():

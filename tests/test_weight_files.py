@@ -116,22 +116,6 @@ def test_uncertain_shards_are_refused(tmp_path: Path, weights: Weights, layout: 
     assert not (tmp_path / "model.pth").exists()
 
 
-@pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("beside", ["shards without an index", "a variant", "a variant in safetensors"])
-def test_what_transformers_passes_over_is_passed_over(
-    tmp_path: Path, weights: Weights, layout: str, beside: str
-) -> None:
-    stem, suffix = FORMATS[layout]
-    other = {name: tensor + 1 for name, tensor in weights.items()}
-    if beside == "shards without an index":
-        write_weights(tmp_path, other, f"sharded {layout}")
-        (tmp_path / f"{stem}{suffix}.index.json").unlink()
-    else:
-        put(tmp_path / (f"{stem}.fp16{suffix}" if beside == "a variant" else "model.fp16.safetensors"), other)
-    put(tmp_path / f"{stem}{suffix}", weights)
-    assert_as_transformers(tmp_path)
-
-
 @pytest.mark.parametrize("layout", [*FORMATS, "sharded bin"])
 @pytest.mark.parametrize("head", ["equal", "absent", "other", "of another size"])
 def test_a_tied_output_layer_is_the_embedding(tmp_path: Path, weights: Weights, layout: str, head: str) -> None:
@@ -148,10 +132,3 @@ def test_a_tied_output_layer_is_the_embedding(tmp_path: Path, weights: Weights, 
     else:
         with pytest.raises(CheckpointError, match=HEAD):
             convert(tmp_path, tmp_path)
-
-
-def test_an_output_layer_that_is_not_tied_has_to_be_there(tmp_path: Path, weights: Weights) -> None:
-    del weights[HEAD]
-    put(tmp_path / "model.safetensors", weights)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors[\s\S]*{HEAD}"):
-        convert(tmp_path, tmp_path)
