@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, python
 
-ROOMS = ("common", "kv_cache", "models", "engine", "tests")
+ROOMS = ("common", "kv_cache", "models", "engine", "bench", "tests")
 # Where a row goes, and what stands before the file's imports.
 TABLES = {"tests/policies.py": "POLICIES = {\n", "tests/scenarios.py": "TEXT_DRAFTERS = {\n"}
 FUTURE = "from __future__ import annotations\n\n"

@@ -211,3 +211,14 @@ def test_a_head_of_the_other_kind_is_refused(tmp_path):
     (tmp_path / "e" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="the folder has no weights"):
         find_head(eagle, "eagle", DEEP)
+
+
+def test_a_vocabulary_of_its_own_is_part_of_the_targets(tmp_path):
+    tensors = eagle_tensors(DEEP, n_draft=20)
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
+    head = find_head(path, "eagle", DEEP).load(**FLOAT64)
+    states = torch.randn(3, 2, head.body.config.dim, dtype=torch.float64)
+    logits, known = head.logits(states), head.draft_logits(states)
+    assert logits.shape == (3, 2, DEEP.vocab_size)
+    ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
+    assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)

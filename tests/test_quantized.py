@@ -160,3 +160,32 @@ def test_what_cannot_work_is_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"use --{named} or more$"):
             QuantizedKVCache(TINY, 1, 50, group, window)
+
+
+def test_what_came_back_from_further_on_leaves_its_codes():
+    """A row that is cut far back has lost what the ring held there: what was in 4 bits stays as it is."""
+    cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
+    write(source, entries, [0] * N_ROWS, LONGEST)
+    cache.fill_row(0, source, 80)
+    codes = cache._value_codes.clone()
+    cache.rollback(torch.tensor([45, 0, 0]))
+    write(cache.view(slice(0, 1)), entries, [45], 2)
+    assert torch.equal(cache._value_codes, codes)
+
+
+def test_what_is_written_anew_further_back_is_quantised_again():
+    cache, entries, others = quantized(), entries_of(LONGEST), entries_of(LONGEST, seed=1)
+    rows = cache.view(slice(0, 2))
+    for written, starts in ((others, (0, 8)), (entries, (40, 24))):
+        for i in range(0, 40, GROUP):
+            rows.rollback(torch.tensor([start + i for start in starts]))
+            write(rows, written, [start + i for start in starts], GROUP)
+    codes = cache._value_codes[:, :2].clone()
+    for row, start in enumerate((40, 24)):
+        again = quantized()
+        source = FullKVCache(TINY, N_ROWS, LONGEST)
+        write(source, entries, [0] * N_ROWS, LONGEST)
+        again.fill_row(row, source, start + 40)
+        of_new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
+        assert of_new.stop > start + GROUP
+        assert torch.equal(codes[:, row, :, of_new], again._value_codes[:, row, :, of_new])

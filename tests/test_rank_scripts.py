@@ -77,3 +77,24 @@ def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path
     two = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec", "--check_ranks"), "skew_sums").record
     assert results(two) == results(one)
     assert two["check_ranks"] is True
+
+
+@pytest.mark.slow
+def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path) -> None:
+    """It hangs: stopped, not dead. The other gives up and ends.
+
+    Then torchrun's turn has come, whose SIGTERM a stopped process does not see. It would kill it 30 s later,
+    which nobody here waits for.
+    """
+    with speculating(models, tmp_path, "--rank_timeout 5") as job:
+        pid = job.rank(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        job.until(lambda: "rank 0 lost another rank" in job.err, "the message", 15)
+        job.until(lambda: job.rank(0) is None, "the end of rank 0", 20)
+        job.until(lambda: f"Sending process {pid} closing signal SIGTERM" in job.err, "torchrun's turn", 15)
+        os.kill(pid, signal.SIGCONT)
+        ended = job.end(15)
+    said = ended.message("0", 3)
+    assert said.count("error: ") == 1 and "Timed out" in said, ended.err
+    assert len(read_rows(tmp_path / "rows")) > N_LONGER

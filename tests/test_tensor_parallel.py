@@ -32,8 +32,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "n_ranks,selection",
     [
-        (2, "every drafter in every mode"),
-        (4, "every drafter"),
+        (2, "every drafter"),
+        (4, "some drafters"),
         *(pytest.param(n, "every case", marks=pytest.mark.slow) for n in (2, 4)),
     ],
 )
