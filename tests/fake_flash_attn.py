@@ -12,7 +12,7 @@ MOST_SPLITS = {"flash_attn": 128, "flash_attn_interface": 256, "fa3_fwd_interfac
 
 
 def require(condition: bool, message: str) -> None:
-    """What the packages do with wrong arguments."""
+    """Raise RuntimeError, as the packages do for wrong arguments."""
     if not condition:
         raise RuntimeError(message)
 

@@ -48,7 +48,7 @@ def gguf_name(hf_name: str) -> str:
 
 
 def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter does to Q and K: from half-split to adjacent rotary pairs."""
+    """Reorder Q and K as llama.cpp's converter does: from half-split to adjacent rotary pairs."""
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -166,7 +166,7 @@ def write_tiny_gguf(
 
 
 def convert_tiny_gguf(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """In its folder."""
+    """Write `tiny.gguf`, convert it in its folder, and return its weights."""
     weights = write_tiny_gguf(folder, **options)
     convert(folder, folder)
     return weights

@@ -173,7 +173,6 @@ def _load(path: Path, config: ModelConfig, holders: ModelRanks):
 
 
 def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
-    """Of the shard's own heads; where they select, they do so for themselves."""
     return POLICIES[policy].make(config, SIZE)
 
 
@@ -196,7 +195,7 @@ def main() -> None:
 
 
 def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
-    """What is used where symmetric memory fails at each step, on the last rank alone; and where it does not."""
+    """Return the all-reduce chosen if symmetric memory fails at each step on the last rank, and if it works."""
     world = dist.group.WORLD
     assert world is not None
     chosen = {}

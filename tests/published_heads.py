@@ -92,15 +92,17 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], 
 
 
 def filled(head: Module, seed: int = 0) -> Module:
-    """The same, of random weights in float64."""
+    """Fill a head with random weights in float64."""
     shapes = {name: tuple(x.shape) for name, x in head.named_parameters()}
     head.load_state_dict(random_tensors(shapes, seed), assign=True)
     return head.eval().requires_grad_(False)
 
 
 def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
-    """For a target whose states are `dim` wide: an EAGLE-1 that borrows what it can, or an EAGLE-3 with two of every
-    three ids of the target's."""
+    """Return an EAGLE-1 that borrows the target's parts, or an EAGLE-3 with two of three of the target's ids.
+
+    dim: width of the target's states.
+    """
     sizes = {"n_layer": 1, "dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
@@ -136,7 +138,7 @@ class PlainEagle:
         self.held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
 
     def fused(self, states: Tensor) -> Tensor:
-        """Of the target's states `[n * dim]`."""
+        """Combine the target's states `[n * dim]`."""
         if self.version == 1:
             return states
         if self.options.get("norm_before_fc"):

@@ -93,11 +93,11 @@ def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], 
 
 
 class EndedOnRanks(Ended):
-    """Of torchrun."""
+    """The end of a command under torchrun."""
 
     @property
     def ours(self) -> str:
-        """What the ranks wrote before torchrun had its say; needs another exit code than 0."""
+        """Stderr of the ranks, before torchrun's summary; requires a failure."""
         assert self.code != 0, self.out
         return re.split(r"^[WE]\d{4} .*torch/distributed", self.err, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -108,7 +108,7 @@ class EndedOnRanks(Ended):
         return self.err.partition("Root Cause (first observed failure):")[2]
 
     def message(self, rank: str, exit_code: int) -> str:
-        """What the ranks wrote, none of our frames, where nothing was printed and that rank was the first to fail."""
+        """Return what the ranks wrote; requires no traceback, no output, and `rank` as the first to fail."""
         assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
         assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
         return self.ours

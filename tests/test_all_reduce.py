@@ -1,4 +1,4 @@
-"""Which all-reduce is chosen, and that symmetric memory is used only where it sums right on every rank.
+"""Symmetric memory is used only where it sums right on every rank.
 
 No GPU is needed: one gloo rank stands for the group, and a fake for PyTorch's symmetric memory.
 """

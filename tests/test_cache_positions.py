@@ -90,7 +90,7 @@ def test_logits_are_those_of_streamingllm(name, n_sink, record_property):
         both.prefill(row, prompt)
 
     def held_behind() -> int:
-        """How many of its last tokens every row can lose and keep one more, the sinks aside."""
+        """Return how many of its last tokens every row can lose and keep one more, sinks aside."""
         return min(max(0, len([p for p in row.positions if p >= row.n_sink]) - 1) for row in both.rows)
 
     for step in range(16):
@@ -105,7 +105,7 @@ def test_logits_are_those_of_streamingllm(name, n_sink, record_property):
 
 
 def test_self_speculation_refuses_positions_inside_the_cache():
-    """Its cache is filled with the target's keys, which are turned to absolute positions already."""
+    """The target's keys, which fill the cache, are rotated to absolute positions already."""
     runner = tiny_runner(2)
     for budget, n_sink in ((16, 4), (64, 0)):
         cache = StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True)

@@ -78,7 +78,7 @@ DRAFTERS = {
 
 
 def run(kind: str, mode: str, new_graphs=None, times: int = 1):
-    """What the same call gives each time."""
+    """Return the output of each of `times` equal calls."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     how = {"sampling": SAMPLED if mode != "greedy" else None, "stop_tokens": [[], [], [8], [], []]}
@@ -120,7 +120,7 @@ def test_real_graphs_give_the_same_tokens(kind, mode):
 
 
 def test_what_is_captured_without_filters_goes_once_a_request_brings_one():
-    """It would never be replayed again; and requests bring other filters as long as a server runs."""
+    """Such graphs would never be replayed again, while requests bring new filters as long as a server runs."""
     graphs: list[RecordedGraph] = []
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
@@ -133,7 +133,7 @@ def test_what_is_captured_without_filters_goes_once_a_request_brings_one():
 
 
 def test_graphs_go_with_their_runner_and_with_their_drafter():
-    """Without the garbage collector, which may come during a later capture; all of a runner's at once."""
+    """Graphs are freed without the garbage collector, which might run during a capture."""
     graphs: list[RecordedGraph] = []
     model = tiny_model()
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
@@ -179,7 +179,7 @@ WRITES = torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.defa
 
 
 class Forgetful(RecordedGraph):
-    """Its outputs stay rubbish, and so does what it writes to a cache."""
+    """Replay writes rubbish to caches and leaves outputs as they are."""
 
     def replay(self) -> None:
         self.replays += 1

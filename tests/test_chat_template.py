@@ -52,7 +52,7 @@ SYSTEM = [{"role": "system", "content": ' Say "yes".\t'}, *TALK]
 
 
 def chat(folder: Path, template: str, bos: str = BOS) -> ChatTemplate:
-    """With a byte tokenizer that knows the control tokens, and puts a BOS of its own before every text."""
+    """Return a template over a byte tokenizer with control tokens, which puts a BOS before every text."""
     save_tokenizer(folder, [BOS, *ALPHABET, "th"], [("t", "h")], adds_bos=True)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(CONTROL)

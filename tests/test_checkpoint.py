@@ -79,7 +79,6 @@ def test_weights_are_stored_and_loaded_in_the_dtype_that_is_asked_for(source: Pa
 
 
 def test_drop_layers_while_converting(source: Path, tmp_path: Path) -> None:
-    """From the command line."""
     out_dir, whole = tmp_path / "shallow", stacked(hf_weights(CONFIG))
     flags = ["--checkpoint_dir", str(source), "--out_dir", str(out_dir), "--drop_layers", "1"]
     convert_hf_checkpoint.main(cli.read(convert_hf_checkpoint.Flags, flags, "convert_hf_checkpoint.py"))

@@ -1,4 +1,4 @@
-"""What both policies that choose anew do: rows by name, entries of 8 bits, drafts of some layers, and refusals."""
+"""Policies that choose anew: rows by name, entries of 8 bits, and drafts of some layers."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_c
 
 
 def means(rows: Rows) -> torch.Tensor:
-    """Of chunks, by layer and row; of a policy without them nothing."""
+    """Return the means of chunks by layer and row, empty for a policy without chunks."""
     return getattr(rows.cache, "means", rows.cache.entries[:, 0, :, :0])
 
 
@@ -38,7 +38,7 @@ def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
 @of_both_policies
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_entries_of_8_bits_are_chosen_by_what_they_stand_for(new_cache, stored):
-    """From 8 bits to 8 bits as they are; to more bits as they read; from more bits as the prompt's are stored."""
+    """Entries are copied as they are between equal storages, and converted between others."""
     model = tiny_model(dtype=torch.float32)
     same, wide = (Rows(new_cache(dtype=dtype), model, stored) for dtype in (stored, torch.float32))
     narrow, plain = (Rows(new_cache(dtype=dtype), model) for dtype in (stored, torch.float32))

@@ -17,7 +17,7 @@ SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 
 @pytest.fixture
 def nothing_built():
-    """As in a process that has not loaded the kernel yet."""
+    """Forget the loaded kernel, before and after."""
     cpp_backend.load_kernel.cache_clear()
     yield
     cpp_backend.load_kernel.cache_clear()
@@ -85,7 +85,7 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
 @pytest.mark.parametrize("source", ENTRIES)
 @pytest.mark.parametrize("target", ENTRIES)
 def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
-    """Of rows by name, of which one is not new, into rows by name; chosen again and again, of which some stays."""
+    """Rows are named, some are refilled, and choices overlap with those before."""
     config = ModelConfig(vocab_size=8, n_layer=3, dim=64, n_head=2, n_kv_head=2, head_dim=24, ffn_dim=8, max_context=99)
     one = FullKVCache(config, 4, 50, dtype=source)
     own, again = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
@@ -112,7 +112,7 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
 
 @pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])
 def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
-    """Of texts whose end cuts a chunk, which may be among the best; of one that is too short only what there is."""
+    """A text may end inside a chunk that is among the best, or be too short for a choice."""
     share = torch.rand(5, 3, 640).pow(9)[..., :600]
     ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
     share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0

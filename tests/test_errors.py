@@ -1,4 +1,4 @@
-"""How a program ends: one message for a user's error, quietly where nobody reads on."""
+"""Programs end with one message for a user's error, and quietly where nobody reads on."""
 
 import os
 import subprocess

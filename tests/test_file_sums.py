@@ -74,7 +74,7 @@ def test_a_file_is_read_once_for_each_version(folder: Path, read: list[str]) -> 
 
 
 def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
-    """As after a disk has changed a bit by itself: the file's times are those that the sum is remembered for."""
+    """A disk may change a bit by itself: the file's times are then those of the remembered sum."""
     whole = json.loads((folder / "manifest.json").read_text())["files"]["model.pth"]["sha256"]
     zero(folder / "model.pth")
     with pytest.raises(CheckpointError):

@@ -1,7 +1,7 @@
-"""What has to hold on a device holds on this machine's: a GPU where there is one, with real graphs, or else the CPU.
+"""Attention, random numbers, quantised layers and graphs are right on this machine's device: a GPU, or else the CPU.
 
-`reproduce/gpu.py` runs them as its steps. Errors are the largest |out - exact| / (1 + |exact|), exact in float64 over
-the same entries.
+`reproduce/gpu.py` runs these tests as its steps. Errors are the largest |out - exact| / (1 + |exact|), exact in
+float64 over the same entries.
 """
 
 import math
@@ -80,7 +80,7 @@ def error_of(backend, case: Case) -> float:
 
 
 def on_device(case: Case) -> Case:
-    """The same case with its tensors there, in the same layout."""
+    """Return the case with its tensors on the device, in the same layout."""
     packed = case.kv.packed and Packed(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in case.kv.packed))
     kv = KV(*(None if x is None else x.to(DEVICE) for x in case.kv[:-1]), packed=packed)
     slots = replace(case.slots, positions=case.slots.positions.to(DEVICE), rows=kv.rows)
@@ -162,7 +162,7 @@ def draft_cache(model: Transformer) -> StreamingKVCache:
 
 @torch.inference_mode()
 def tokens_of(runner: ModelRunner, prompts: list[list[int]], mode: str) -> list[list[list[int]]]:
-    """Of every drafter, twice over: what was captured for one has to survive the others."""
+    """Generate with every drafter, twice over: graphs of one drafter have to survive the others."""
     model, sampling = runner.model, None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
     drafters = [None, SelfSpeculation(runner, draft_cache(model), gamma=3), NGram(runner, gamma=3)]
     drafters.append(StandaloneDraft(ModelRunner(model, draft_cache(model)), gamma=3))
@@ -194,7 +194,7 @@ def test_identity_compiled(mode):
 
 @torch.inference_mode()
 def survives(graphs=GRAPHS) -> bool:
-    """What one runner has captured gives the same tokens after another's graphs, and their memory, are gone."""
+    """Return whether a runner's graphs give the same tokens after another runner's graphs and memory are gone."""
     model, prompts = model_and_prompts()
 
     def owner():

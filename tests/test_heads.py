@@ -75,7 +75,7 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
 
 @pytest.mark.parametrize("kind", EAGLES)
 def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
-    """In blocks over a cache, then step by step from its predicted states; and at once without a cache."""
+    """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
     n_draft = options.get("n_draft")

@@ -1,4 +1,4 @@
-"""What the check of kernels finds, what is used then, and kernels under sanitizers and other instruction sets."""
+"""Kernels are checked before they are used, for each build and instruction set, and pass sanitizers."""
 
 from __future__ import annotations
 

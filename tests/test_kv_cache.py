@@ -1,4 +1,4 @@
-"""What is copied, viewed, written through, and stored in 8 bits. What is held: see test_cache_positions.py."""
+"""Views of named rows, entries in 8 bits, and noted queries. For retained positions see test_cache_positions.py."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from kv_cache.entries import pack
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
-    """As a view of each row by itself does; the others keep every bit."""
     generator = torch.Generator().manual_seed(0)
     together, apart = (StreamingKVCache(TINY, 4, 10, 2, dtype=dtype) for _ in range(2))
     rows, starts = torch.tensor([3, 1]), torch.tensor([5, 14])
@@ -33,7 +32,7 @@ def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
 
 @pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])
 def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
-    """Whatever the magnitudes: each token and head has a scale of its own. A zero stays zero."""
+    """Each token and head has its scale, so that magnitudes may differ; a zero stays zero."""
     target, draft = FullKVCache(TINY, 2, 20, dtype=dtype), StreamingKVCache(TINY, 2, 6, 2, dtype=dtype)
     positions = torch.arange(9).expand(2, 9)
     keys = torch.randn(2, 9, 2, 8) * torch.logspace(-3, 3, 9)[:, None, None]

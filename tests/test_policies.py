@@ -1,4 +1,4 @@
-"""What every KV policy has to do, on ragged rows: the rows of tests/policies.py, each through the same tests."""
+"""Every KV policy of tests/policies.py does what every policy has to do, on ragged rows."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
 
 
 def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
-    """As if it were filled at once: nothing was selected while the whole text was kept."""
+    """The row equals a row that was filled at once: nothing was selected while the whole text was kept."""
     text = random_prompts([90])[0]
     for policy in (name for name in OF_SELF_DRAFTS if POLICIES[name].sample.selects):
         runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]

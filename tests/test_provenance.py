@@ -53,7 +53,7 @@ def test_resuming_after_kill_9_loses_no_record_and_repeats_none(path):
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 16])
 def test_behind_a_torn_line_a_new_one_begins(path, cut):
-    """Also behind a whole one without its newline, which is kept."""
+    """A whole line without its newline is kept."""
     append_record(str(path), {"a": 1})
     torn = b'{"b": 2, "c": 3}'[:cut]
     path.write_bytes(path.read_bytes() + torn)

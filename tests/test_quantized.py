@@ -129,7 +129,7 @@ def test_entries_of_8_bits_are_quantised_from_what_they_mean(target, own):
 @pytest.mark.parametrize("known,length", [(30, 33), (9, 60), (3, 20)])
 @pytest.mark.parametrize("n", [1, GROUP])
 def test_a_row_takes_over_what_it_missed(known, length, n):
-    """What it knew was written in blocks of n; then it is as if it had been filled at once."""
+    """A row that was written in blocks of `n` and catches up equals a row that was filled at once."""
     source, entries = FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
     write(source, entries, [0] * N_ROWS, LONGEST)
     caught_up, filled = quantized(), quantized()

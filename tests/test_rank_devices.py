@@ -1,5 +1,4 @@
-"""What a process does with its GPU: which one it gets, how it joins the others, in which chunks it prefills. No GPU is
-needed."""
+"""The GPU that each process gets, and how a lost rank ends a round. No GPU is needed."""
 
 from datetime import timedelta
 from types import SimpleNamespace

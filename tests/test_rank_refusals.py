@@ -1,4 +1,4 @@
-"""What a rank refuses before it waits for another, and vocabularies of draft and target; all in one process."""
+"""Vocabularies of a draft and a target that differ in padding."""
 
 import pytest
 from hf_tiny import N_TOKENS

@@ -81,10 +81,9 @@ def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path
 
 @pytest.mark.slow
 def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path) -> None:
-    """It hangs: stopped, not dead. The other gives up and ends.
+    """A rank that is stopped, not dead, makes the other rank give up.
 
-    Then torchrun's turn has come, whose SIGTERM a stopped process does not see. It would kill it 30 s later,
-    which nobody here waits for.
+    torchrun's SIGTERM does not reach a stopped process, and its SIGKILL would come 30 s later.
     """
     with speculating(models, tmp_path, "--rank_timeout 5") as job:
         pid = job.rank(1)

@@ -1,4 +1,4 @@
-"""Which attention backend a model gets on which machine."""
+"""The attention backend that a model gets on each machine."""
 
 import subprocess
 import sys

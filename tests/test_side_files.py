@@ -40,7 +40,6 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
 
 
 def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
-    """Also where the GGUF's own tokenizer would be refused."""
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)

@@ -23,7 +23,7 @@ SHAPES = {
 
 
 def received_by_lists(queries, keys):
-    """The same by loops: softmax of the scaled scores of every query over what it may see."""
+    """Return the attention that entries receive, by loops over the softmax of scaled scores."""
     n_head, n_query, head_dim = queries.shape
     n_kv_head, n_token, _ = keys.shape
     group = n_head // n_kv_head

@@ -38,7 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoints, tmp_path, record_property):
-    """Also in rejection mode: it draws the same random numbers, from distributions that differ by rounding."""
+    """Rejection mode draws equal random numbers, from distributions that differ by rounding."""
     torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", selection)
     results = json.loads((tmp_path / "results.json").read_text())
     together = results["cases"]

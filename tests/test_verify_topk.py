@@ -1,4 +1,4 @@
-"""What verification's queries choose, against a selection on plain lists; when they do, and what stays as it was."""
+"""Entries that verification's queries choose equal a selection on plain lists, and are chosen when they should be."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kv_cache.verify_topk import Choosing
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
-    """Of each KV head: the first chunk, and of those before the window what the queries at `which` attend to most."""
+    """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
     again.prefill_row(0, text)
@@ -36,7 +36,7 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
 
 
 def held(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
-    """Which of the target's entries the chosen slots hold."""
+    """Return which of the target's entries the chosen slots hold."""
     own = rows.cache.keys[layer, row, head, :CHOSEN]
     return [int((source[head] == key).all(-1).nonzero()) for key in own]
 
@@ -82,7 +82,7 @@ def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is
 
 
 def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
-    """Not even where these were no numbers, and blocks are shorter now."""
+    """Noted scores of the last request may be NaN, and blocks shorter."""
     chosen = []
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())

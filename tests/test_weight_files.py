@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
-    """Of a tiny Llama, whose config.json and tokenizer are in the folder, but no weights."""
+    """Return the weights of a tiny Llama; its folder has config.json and tokenizer, but no weights."""
     model = random_model(LlamaConfig(**SHAPE, **rope(10000.0)))
     save_folder(model, tmp_path)
     (tmp_path / "model.safetensors").unlink()

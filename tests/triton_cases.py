@@ -116,7 +116,7 @@ def test_what_the_kernel_does_not_take_goes_to_torch(n_token, head_dim, dtype):
 
 
 def chosen_of(cache: VerifyTopKCache) -> Tensor:
-    """What the second layer's chosen slots hold, as numbers, in an order of their own."""
+    """Return the second layer's chosen entries as numbers, sorted."""
     scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
     values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
     order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
@@ -166,8 +166,7 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
     [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
 )
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
-    """To the bit: of a row that is filled, and of rows by name that go on in blocks, some of whose drafts are taken
-    back; groups that are not whole yet, or that the ring has lost, are not."""
+    """Bits are equal for a row that is filled and for rows by name that go on in blocks, with rollbacks."""
     config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
     full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
     positions = torch.arange(full.capacity)
