@@ -1,6 +1,5 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,24 +68,6 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
     of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-
-
-def llama3_factors(config: ModelConfig) -> list[float]:
-    """`rope_freqs.weight` as llama.cpp's converter makes it."""
-    scaling = config.rope_scaling
-    assert scaling is not None and scaling.kind == "llama3"
-    factors: list[float] = []
-    for i in range(config.head_dim // 2):
-        wavelength = 2 * math.pi * config.rope_theta ** (2 * i / config.head_dim)
-        if wavelength < scaling.original_context / scaling.high_freq_factor:
-            factors.append(1.0)
-        elif wavelength > scaling.original_context / scaling.low_freq_factor:
-            factors.append(scaling.factor)
-        else:
-            part = scaling.original_context / wavelength - scaling.low_freq_factor
-            smooth = part / (scaling.high_freq_factor - scaling.low_freq_factor)
-            factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
-    return factors
 
 
 def value_type(value: object) -> gguf.GGUFValueType:

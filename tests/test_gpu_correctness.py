@@ -6,12 +6,11 @@ float64 over the same entries.
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from attention_cases import Case, make_case, packed_case
-from recorded_graph import RecordedGraph, RecordedGraphs
+from recorded_graph import RecordedGraphs
 from tiny import random_prompts, tiny_model
 from torch.profiler import ProfilerActivity, profile
 
@@ -211,32 +210,3 @@ def survives(graphs=GRAPHS) -> bool:
 
 def test_owners_of_graphs_go_apart():
     assert survives()
-
-
-class StaleGraphs(RecordedGraphs):
-    """Replays are dropped after some of each."""
-
-    class Graph(RecordedGraph):
-        def replay(self):
-            if self.replays < 3:
-                super().replay()
-
-
-class SharedGraphs(RecordedGraphs):
-    """Replays are dropped once graphs of another owner are gone."""
-
-    gone = False
-
-    class Graph(RecordedGraph):
-        def replay(self):
-            if not SharedGraphs.gone:
-                super().replay()
-
-    def __del__(self):
-        SharedGraphs.gone = True
-
-
-@pytest.mark.skipif(ON_CUDA, reason="stand-ins record operations of the CPU")
-@pytest.mark.parametrize("check", [partial(are_identical, "coupled", StaleGraphs), partial(survives, SharedGraphs)])
-def test_wrong_graphs_are_noticed(check):
-    assert not check()

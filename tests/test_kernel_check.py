@@ -1,59 +1,79 @@
-"""Kernels are checked before they are used, for each build and instruction set, and pass sanitizers."""
-
-from __future__ import annotations
+"""Kernels are checked before they are used: wrong ones are found, and the next right build takes their place."""
 
 import ctypes
 import subprocess
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from machine import needs_cpp_compiler
-from programs import ROOT, python
-from wrong_kernels import BUGS, compile_source, expected, write_source
 
 from models import cpp_build, pointwise_cpp
 from models.attention import gpu_check
 
 pytestmark = needs_cpp_compiler
-SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"
+# Kernel, an expression of its source, and what a bug makes of it.
+BUGS = [
+    ("attention", "positions[s] > sees[m].newest", "positions[s] >= sees[m].newest"),
+    ("attention", "read.rows ? read.rows[row] : row", "row"),
+    ("attention", "broadcast(steps[m])", "broadcast(steps[m] * (N > 3 ? 1.0000002f : 1))"),
+    ("pointwise", "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"),
+    ("noise", "id / 2 + lane", "id / 2 + lane % 4"),
+]
 
 
-def suite(name: str) -> Any:
-    return import_module(cpp_build.KERNELS[name][1])
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_every_bug_is_found(name, tmp_path):
-    library, checked, found = (
-        ctypes.CDLL(str(compile_source(write_source(name, tmp_path), *cpp_build.BUILDS["native"]))),
-        suite(name),
-        {},
+def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
+    """Write a kernel's source with a bug that -DBUG=1 turns on; -DBUG=-1 makes it crash."""
+    text = cpp_build.KERNELS[name][0].read_text()
+    assert right in text
+    source = folder / f"{name}.cpp"
+    text = text.replace("    vec squares{};\n", "    if (BUG == -1) __builtin_trap();\n    vec squares{};\n")
+    source.write_text(
+        "#ifndef BUG\n#define BUG 1\n#endif\n" + text.replace(right, f"(BUG == 1 ? ({wrong}) : ({right}))")
     )
-    cases, candidate = list(checked.cases()), checked.candidate(library)
-    for number, bug in {0: "none", **expected(name)}.items():
-        ctypes.c_int.in_dll(library, "foretoken_bug").value = number
-        found[bug] = next((case.what for case in cases if not case.error(candidate) <= case.allowed), None)
-    assert {bug for bug, what in found.items() if what is None} == {"none"}
+    return source
+
+
+def errors(name: str, library: Path | str) -> list[str]:
+    suite: Any = import_module(cpp_build.KERNELS[name][1])
+    candidate = suite.candidate(ctypes.CDLL(str(library)))
+    return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
+
+
+@pytest.mark.parametrize("name,right,wrong", BUGS)
+def test_a_bug_is_found(name, right, wrong, tmp_path):
+    library = tmp_path / "wrong.so"
+    flags = *cpp_build.COMPILE, *cpp_build.BUILDS["native"], "-O0", "-shared"
+    subprocess.run(["g++", *flags, wrong_source(name, right, wrong, tmp_path), "-o", library], check=True)
+    assert errors(name, library)
+
+
+@pytest.mark.parametrize("build", ["AVX2", "plain"])
+@pytest.mark.parametrize("name", ["attention", "pointwise", "noise"])
+def test_other_builds_are_right(name, build):
+    assert errors(name, cpp_build.build_library(name, build)) == []
 
 
 @pytest.fixture
-def pointwise(monkeypatch, tmp_path) -> partial:
-    """Chooses among builds of the pointwise kernel with bugs, in a cache folder of its own: `pointwise(name=flags)`."""
+def builds(monkeypatch, tmp_path) -> partial:
+    """Choose among builds of a wrong pointwise kernel, in an empty cache folder: `builds({name: flags})`."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
-    kernel = write_source("pointwise", tmp_path), cpp_build.KERNELS["pointwise"][1]
-    monkeypatch.setitem(cpp_build.KERNELS, "pointwise", kernel)
+    name, right, wrong = BUGS[3]
+    monkeypatch.setitem(
+        cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
+    )
     monkeypatch.setattr(cpp_build, "speedup", lambda rows, other: 1.0)
     pointwise_cpp.load_kernel.cache_clear()
     yield partial(monkeypatch.setattr, cpp_build, "BUILDS")
     pointwise_cpp.load_kernel.cache_clear()
 
 
-def test_what_cannot_be_used_is_replaced_by_the_next_build(pointwise, monkeypatch, capfd):
-    """Each with a line that says why; a later process does nothing but load it."""
-    pointwise({name: ("-O0", f"-DBUG={bug}") for name, bug in (("crashing", -1), ("wrong", 1), ("right", 0))})
+def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
+    """A later process loads the build that was chosen, without checks."""
+    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("crashing", -1), ("wrong", 1), ("right", 0))})
     pointwise_cpp.load_kernel()
     note = capfd.readouterr().err.strip().splitlines()[-1]
     assert all(word in note for word in ("crashing: ", "wrong: ", "the right build"))
@@ -62,27 +82,6 @@ def test_what_cannot_be_used_is_replaced_by_the_next_build(pointwise, monkeypatc
 
 
 ROW = {"what": "", "error": 0.0, "allowed": 1.0}
-
-
-@pytest.mark.parametrize("build", ["AVX2", "plain"])
-@pytest.mark.parametrize("name", ["attention", "pointwise", "noise"])
-def test_other_builds_are_right(name, build):
-    library = ctypes.CDLL(str(cpp_build.build_library(name, build)))
-    checked = suite(name)
-    candidate = checked.candidate(library)
-    assert [case.what for case in checked.cases() if not case.error(candidate) <= case.allowed] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", cpp_build.BUILDS)
-def test_sanitizers_find_nothing_over_random_shapes(tmp_path, build):
-    flags = *SANITIZE, *cpp_build.BUILDS[build]
-    libraries = [compile_source(write_source(name, tmp_path), *flags) for name in cpp_build.KERNELS]
-    runtimes = (["g++", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
-    paths = [subprocess.run(find, capture_output=True, text=True).stdout.strip() for find in runtimes]
-    environment = {"LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
-    ended = python(ROOT / "tests" / "random_shapes.py", *libraries, 150, **environment)
-    assert ended.code == 0, ended.err[-3000:]
 
 
 @pytest.mark.parametrize(

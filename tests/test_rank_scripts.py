@@ -18,15 +18,6 @@ N_LONGER = 4
 LONGER = f"--num_prompts {N_LONGER} --gen_len 40"
 
 
-def test_what_all_ranks_refuse_is_said_once(models: Models, tmp_path: Path) -> None:
-    """A flag that each rank finds wrong before it has met the others."""
-    ended = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec", "--streamingllm_budget 2"))
-    said = ended.message("[01]", 2)
-    # By the leader, unless it starts seconds later than the other and has not come to speak yet.
-    assert len(re.findall(r"error(?: on rank 1)?: ", said)) == 1, ended.err
-    assert said.count("gamma 3, room for 0 tokens") == 1
-
-
 @contextmanager
 def speculating(models: Models, folder: Path, more: str = "") -> Iterator[Job]:
     """A run of two ranks that has emitted the baseline and the first rows of the speculation, saved in `rows`."""

@@ -1,12 +1,13 @@
-"""Weights that take the place of others in a folder: never with the config.json or the tokenizer of those before."""
+"""Weights that replace others in a folder never get the config.json or the tokenizer of the earlier ones."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoint_folders import write_source
-from gguf_files import convert_tiny_gguf, llama3_factors, write_tiny_gguf
+from gguf_files import convert_tiny_gguf, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError
@@ -14,6 +15,7 @@ from convert_hf_checkpoint import convert
 from models.checkpoints.loading import read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig, RopeScaling
+from models.rope import inverse_frequencies
 
 TEXT = "the 1234"
 SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
@@ -43,14 +45,15 @@ def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> Non
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "own"
     own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
-    factors = {"extra_tensor": "rope_freqs.weight", "extra_values": llama3_factors(ModelConfig.from_hf(own))}
+    config = ModelConfig.from_hf(own)
+    slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
+    factors = {"extra_tensor": "rope_freqs.weight", "extra_values": slowed.tolist()}
     write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)
     (folder / "config.json").write_text(json.dumps(own))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
     before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
-    for force in (False, True):
-        convert(folder, folder, force=force)
-        assert {name: (folder / name).read_bytes() for name in before} == before
+    convert(folder, folder)
+    assert {name: (folder / name).read_bytes() for name in before} == before
     assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, original_context=64)
 
 
