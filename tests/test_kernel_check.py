@@ -18,19 +18,16 @@ pytestmark = needs_cpp_compiler
 # Kernel, an expression of its source, and what a bug makes of it.
 BUGS = [
     ("attention", "positions[s] > sees[m].newest", "positions[s] >= sees[m].newest"),
-    ("attention", "read.rows ? read.rows[row] : row", "row"),
-    ("attention", "broadcast(steps[m])", "broadcast(steps[m] * (N > 3 ? 1.0000002f : 1))"),
     ("pointwise", "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"),
     ("noise", "id / 2 + lane", "id / 2 + lane % 4"),
 ]
 
 
 def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
-    """Write a kernel's source with a bug that -DBUG=1 turns on; -DBUG=-1 makes it crash."""
+    """Write a kernel's source with a bug that -DBUG=0 turns off."""
     text = cpp_build.KERNELS[name][0].read_text()
     assert right in text
     source = folder / f"{name}.cpp"
-    text = text.replace("    vec squares{};\n", "    if (BUG == -1) __builtin_trap();\n    vec squares{};\n")
     source.write_text(
         "#ifndef BUG\n#define BUG 1\n#endif\n" + text.replace(right, f"(BUG == 1 ? ({wrong}) : ({right}))")
     )
@@ -61,7 +58,7 @@ def test_other_builds_are_right(name, build):
 def builds(monkeypatch, tmp_path) -> partial:
     """Choose among builds of a wrong pointwise kernel, in an empty cache folder: `builds({name: flags})`."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
-    name, right, wrong = BUGS[3]
+    name, right, wrong = BUGS[1]
     monkeypatch.setitem(
         cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
     )
@@ -73,10 +70,10 @@ def builds(monkeypatch, tmp_path) -> partial:
 
 def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
     """A later process loads the build that was chosen, without checks."""
-    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("crashing", -1), ("wrong", 1), ("right", 0))})
+    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("right", 0))})
     pointwise_cpp.load_kernel()
     note = capfd.readouterr().err.strip().splitlines()[-1]
-    assert all(word in note for word in ("crashing: ", "wrong: ", "the right build"))
+    assert all(word in note for word in ("wrong: ", "the right build"))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
     cpp_build.load_library("pointwise")
 

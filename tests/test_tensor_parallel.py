@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "n_ranks,selection",
     [
-        (3, "every drafter"),
+        (2, "every drafter"),
         *(pytest.param(n, "every case", marks=pytest.mark.slow) for n in (2, 4)),
     ],
 )
