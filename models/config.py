@@ -14,9 +14,11 @@ from models.hf_config import config_fields, refuse
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Context extension of the rotary frequencies. `linear`: all frequencies divided by `factor` (position
-    interpolation, arXiv 2306.15595). `llama3`: low frequencies divided by `factor`, high ones kept, a ramp between
-    (Llama 3.1)."""
+    """Context extension of the rotary frequencies.
+
+    `linear`: all frequencies divided by `factor` (position interpolation, arXiv 2306.15595).
+    `llama3`: low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+    """
 
     kind: str
     factor: float
@@ -60,12 +62,12 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Number of query heads that share a KV head."""
+        """Query heads that share one KV head."""
         return self.n_head // self.n_kv_head
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters, a tied head counted once."""
+        """Parameters of the model, a tied head counted once."""
         bias = self.head_dim * (self.n_head + 2 * self.n_kv_head) if self.qkv_bias else 0
         layer = self.n_linear_weights_per_layer + bias + 2 * self.dim
         heads = 1 if self.tie_embeddings else 2
@@ -101,7 +103,7 @@ class ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the keys of a `config.json`. Raises ConfigError naming the file."""
+    """The keys of a `config.json` as they are. Raises ConfigError naming the file."""
     required, fix = "a JSON object", "download it again (download.py)"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     is_timed: bool = True
 
     def error(self, candidate: Any) -> float:
-        """Return the largest error of any result; NaN if a result is NaN."""
+        """The largest error of any result; NaN if one is NaN."""
         errors = []
         for found, wanted in zip(self.compute(candidate), self.wanted, strict=True):
             difference, largest = (found.double() - wanted).flatten(1).abs(), wanted.double().flatten(1).abs().amax(1)
@@ -46,8 +46,8 @@ class Case(NamedTuple):
 
 
 def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float]:
-    """Return the shortest time of each candidate for all timed cases, on one thread. Candidates take turns, so that a
-    neighbour disturbs all of them."""
+    """The shortest time of each candidate for all timed cases, on one thread. They take turns, so that a neighbour
+    disturbs all of them."""
     best, n_thread = [float("inf")] * len(candidates), torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(REPEATS):
@@ -64,7 +64,7 @@ def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float
 
 
 def rows_of(suite: Any, libraries: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind of input: the largest error of the first library, and times of all and of PyTorch."""
+    """A row for each kind of input: the largest error of the first library, and times of all and of PyTorch."""
     candidates = [*map(suite.candidate, libraries), suite.REFERENCE]
     for what, together in groupby(sorted(suite.cases(), key=lambda case: case.what), key=lambda case: case.what):
         cases = list(together)

@@ -20,7 +20,7 @@ BLOCK = 32  # outputs next to each other, and inputs that share a scale in 4 bit
 
 @functools.cache
 def _kernel() -> Any:
-    """Return the kernel's function, or None if it cannot be built or the processor lacks its instructions."""
+    """The kernel's function, or None where it cannot be built or the processor lacks its instructions."""
     try:
         return function_of(load_library("linear"))
     except BuildError as error:
@@ -29,7 +29,7 @@ def _kernel() -> Any:
 
 
 def function_of(library: ctypes.CDLL) -> Any:
-    """Return the function of a build. Raises BuildError if it lacks the processor's instructions."""
+    """The function of a build. Errors: BuildError if that lacks the processor's instructions."""
     if not library.foretoken_has_linear():
         raise BuildError("it needs AVX512-BF16 and VNNI")
     library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
@@ -42,12 +42,12 @@ def takes(weight: Tensor) -> bool:
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in each pairs of inputs."""
+    """`[d_out, d_in]` bfloat16 as the kernel reads it: blocks of outputs, in each pairs of inputs."""
     return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
 def pack_int8(q: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` int8 for the kernel: blocks of outputs, in each inputs in fours, as bytes around 128."""
+    """`[d_out, d_in]` int8 as the kernel reads it: blocks of outputs, in each inputs in fours, as bytes around 128."""
     unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
     return unsigned.unflatten(1, (-1, 4)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 

@@ -18,7 +18,7 @@ from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 @dataclass(frozen=True)
 class Step:
-    """Arguments that all layers of one forward share."""
+    """What all layers of one forward share."""
 
     cache: Slots
     slots: Any
@@ -125,21 +125,21 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights, and so of the caches that go with them."""
+        """That of the weights, and so of the caches that go with them."""
         return next(self.parameters()).dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
-        """Return normalised last hidden states `[B, T, dim]`; a prefill needs `logits` of a part of them alone."""
+        """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
         return self.hidden_states(tokens, positions, cache)[0]
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, cache: Slots, layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return `hidden`, and the inputs of `layers` side by side, ascending, `[B, T, k * dim]`. The input of layer
-        `n_layer` is the last layer's output, not normalised. Without `layers`, `hidden` twice."""
+        """`hidden`, and the inputs of those layers side by side, ascending, `[B, T, k * dim]`: that of layer `n_layer`
+        is the last one's output, not normalised. Without `layers`, `hidden` twice."""
         x = self.tok_embeddings(tokens).flatten(0, 1)
         x, update, inputs = self.run(x, torch.zeros_like(x), positions, cache, layers)
         _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
@@ -174,19 +174,19 @@ class Transformer(nn.Module):
         return x, update, inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map `[..., dim]` to `[..., vocab_size]`, in `logits_dtype`."""
+        """`[..., dim] -> [..., vocab_size]`, in `logits_dtype`."""
         if self.output is None:
             return to_logits(hidden, self.tok_embeddings.weight)
         return self.output(hidden)
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the logits of a model of `dtype`: CPUs have no product of 16-bit numbers in float32."""
+    """That of the logits of a model of `dtype`: CPUs have no product of 16-bit numbers in float32."""
     return torch.float32 if device.type == "cuda" and dtype.itemsize == 2 else dtype
 
 
 def to_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply `x [..., dim]` by `weight [V, dim]` transposed, in `logits_dtype`."""
+    """`x [..., dim]` times `weight [V, dim]` transposed, in `logits_dtype`."""
     dtype = logits_dtype(x.dtype, x.device)
     if dtype == x.dtype:
         return F.linear(x, weight)
@@ -198,7 +198,7 @@ def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
 
 
 def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
-    """Return a shallower Transformer of some of a model's layers, in the order given; weights are shared."""
+    """A shallower Transformer of some of a model's layers, in the order given; weights are shared."""
     shallower = copy.copy(model)
     shallower._modules = dict(model._modules)  # which a plain copy shares
     shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)

@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """True if this PyTorch build and this processor have the packed kernel for weights of `dtype`."""
+    """Whether this PyTorch build and this processor have the packed kernel for weights of `dtype`."""
     if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     native_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,6 +1,6 @@
-"""Functions of a block between its matrix products and its attention, which may be compiled.
+"""What a block does between its matrix products and its attention, as functions that may be compiled.
 
-Only these are: each becomes one kernel on any device, while matrix products and attention stay calls
+Only these are: each becomes one kernel whatever the device, while matrix products and attention stay calls
 into libraries and hand-written kernels. Nothing here sees a cache or its length, so no length can recompile it.
 """
 
@@ -20,8 +20,7 @@ MOST_VARIANTS = 64  # of a function: few per model and dtype, but PyTorch's own 
 
 
 def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual stream `x + update`, and its RMSNorm: all `[N, dim]` (Zhang and Sennrich 2019, equation
-    4)."""
+    """The residual stream `x + update`, and its RMSNorm: all `[N, dim]` (Zhang and Sennrich 2019, equation 4)."""
     x = x + update
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
@@ -33,7 +32,7 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `x = (bytes - 128) * scale`."""
+    """`x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `x = (bytes - 128) * scale`."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-12)
     return (x / scale + 128).round().to(torch.uint8), scale
@@ -41,7 +40,7 @@ def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """The functions above, computed in the way that `name` says."""
+    """The functions above, in one way of computing them, called `name`."""
 
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
@@ -56,9 +55,11 @@ EAGER = Pointwise()
 
 
 def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ()) -> Pointwise:
-    """Return functions that are compiled when they first run, by any of torch.compile's backends. sizes: of a kind of
-    model. PyTorch remembers the shapes that it has seen by a function's code and name, and a dimension that differs in
-    a second model would become a variable in the kernels of both: so each kind gets its own functions."""
+    """All of them compiled when they first run, by any of torch.compile's backends, for models of those `sizes`.
+
+    A dimension that is another one in a second model would become a variable in the kernels of both. What PyTorch has
+    seen of a function's shapes it remembers by the function's code and name, so each kind of model gets its own.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
 
     def compile_(part: Any) -> Any:
@@ -70,7 +71,7 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
 
 
 def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:
-    """Make every module at or below `model` that calls such functions call these."""
+    """Have every module below (and at) `model` that calls such functions call these."""
     for module in model.modules():
         if hasattr(module, "pointwise"):
             setattr(module, "pointwise", pointwise)  # noqa: B010, a module's plain attribute, not a submodule

@@ -39,14 +39,14 @@ def load_kernel() -> ctypes.CDLL:
 
 
 def typed(kernel: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the argument types of a library's functions."""
+    """The library, whose functions know the types of their arguments."""
     for name, types in ARGUMENTS.items():
         getattr(kernel, name).argtypes, getattr(kernel, name).restype = types, None
     return kernel
 
 
 def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
-    """Return all functions in C++. Raises BuildError if the kernel cannot be built here."""
+    """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
     kernel = typed(library) if library else load_kernel()
     own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, store)}
     calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
@@ -54,7 +54,7 @@ def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
 
 
 def pointwise_beside(backend: AttentionBackend) -> Pointwise:
-    """Return functions in C++ beside attention in C++, which shows that kernels can be built here; else eager ones."""
+    """In C++ beside attention in C++, which has shown that kernels can be built here; else eager."""
     if backend.name != "cpp":
         return EAGER
     try:
@@ -65,7 +65,7 @@ def pointwise_beside(backend: AttentionBackend) -> Pointwise:
 
 
 def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `EAGER.add_norm`: `x + update` is rounded to the dtype, and so is the norm of the rounded sum."""
+    """As EAGER's: `x + update` is rounded to the dtype, and the norm is that of the rounded sum, rounded once."""
     size = BYTES.get(x.dtype)
     (n_row, dim), (x_row, x_step), (update_row, update_step) = x.shape, x.stride(), update.stride()
     readable = x_step == update_step == weight.stride(0) == 1 and x.shape == update.shape and x.is_cpu
@@ -78,7 +78,7 @@ def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) 
 
 
 def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
-    """Compute `EAGER.rotate_heads`: products with the cosines are rounded to the dtype, and so is the result."""
+    """As EAGER's: the products with the cosines are rounded to the dtype, and so is the result."""
     size = BYTES.get(heads.dtype)
     (n_token, n_head, head_dim), (token, head, step) = heads.shape, heads.stride()
     cos, signed_sin = by
@@ -93,7 +93,7 @@ def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
 
 
 def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
-    """Compute `EAGER.swiglu`: `silu(gate)` is rounded to the dtype, and so is its product with `up`."""
+    """As EAGER's: `silu(gate)` is rounded to the dtype, and so is its product with `up`."""
     size = BYTES.get(gate_and_up.dtype)
     (n_row, width), (row, step) = gate_and_up.shape, gate_and_up.stride()
     if size is None or step != 1 or width % 2 or not gate_and_up.is_cpu:
@@ -104,7 +104,7 @@ def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
 
 
 def store(call: Call, entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Store finite numbers as `EAGER.store` does, to the last bit."""
+    """Store finite numbers as EAGER's does, to the last bit."""
     size, wanted = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
     readable = entries.stride(-1) == 1 and new.is_contiguous() and new.is_cpu
     if size is None or entries.dtype != wanted or not readable:

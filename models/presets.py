@@ -9,7 +9,7 @@ from models.config import ModelConfig
 
 
 def _published() -> dict[str, dict[str, Any]]:
-    """Return the keys of each config.json: those of `presets.json`, over those of the model that it is like."""
+    """The keys of each config.json: what `presets.json` says beside those of the model that it is like."""
     stored = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, Any]] = {}
     for name, own in stored.items():
@@ -22,8 +22,8 @@ PRESETS = _published()
 
 
 def preset_name(path: str) -> str:
-    """Return the Hugging Face repository, ORG/NAME, whose NAME is that of a path's folder. Raises ConfigError unless
-    its configuration is stored."""
+    """The Hugging Face repository, ORG/NAME, whose NAME is that of a path's folder. Raises ConfigError unless its
+    configuration is stored."""
     folder = Path(path).parent if path.endswith(".pth") else Path(path)
     for name in PRESETS:
         if folder.name == name.partition("/")[2]:
@@ -34,6 +34,6 @@ def preset_name(path: str) -> str:
 
 
 def preset_config(path: str) -> ModelConfig:
-    """Return the published configuration of the repository that `preset_name` finds. Raises ConfigError if unknown."""
+    """The published configuration of the repository that `preset_name` finds. Raises ConfigError if unknown."""
     name = preset_name(path)
     return ModelConfig.from_hf(PRESETS[name], where=name)

@@ -65,7 +65,7 @@ class QuantizedLinear(nn.Module):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """Return `x W^T` for `x [N, d_in]`."""
+        """`x W^T` for `x [N, d_in]`."""
 
 
 class Int8Linear(QuantizedLinear):
@@ -151,7 +151,7 @@ def unpack_from_cuda(packed: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
-    """Return the weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with, rounded where it rounds."""
+    """The weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with: its form of them, rounded where it rounds."""
     q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
     of_groups = scale_and_zero.transpose(0, 1).unsqueeze(2)
     return torch.addcmul(of_groups[..., 1], q, of_groups[..., 0], out=q).flatten(1)
@@ -182,13 +182,13 @@ def check_scheme(scheme: str, device: torch.device | str) -> None:
 
 
 def takes_shape(shape: Sequence[int], scheme: str) -> bool:
-    """True if the scheme's kernels multiply weights of that shape, `[d_out, d_in]`."""
+    """Whether the scheme's kernels multiply weights of that shape, `[d_out, d_in]`."""
     d_out, d_in = shape
     return d_in % 8 == d_out % 8 == 0 if scheme == "int8" else d_in % GROUP == 0 and d_out % 64 == 0
 
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
-    """Return the layer in that scheme; None if the kernels do not take its shape."""
+    """The layer in that scheme; None if the kernels do not take its shape."""
     if not takes_shape(weight.shape, scheme):
         return None
     return Int8Linear(weight, bias) if scheme == "int8" else Int4Linear(weight, bias)
@@ -210,8 +210,7 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
 
 
 def quantize_head(model: Transformer) -> None:
-    """Quantise the head to int8 in either scheme; the embedding stays. 4 bits would cost the head much accuracy, and it
-    is read once a step."""
+    """The head in int8 in either scheme: 4 bits cost it much, and it is read once a step. The embedding stays."""
     weight = model.output.weight if isinstance(model.output, nn.Linear) else model.tok_embeddings.weight
     head = quantized_linear(weight, None, "int8")
     if isinstance(head, Int8Linear):
@@ -220,5 +219,5 @@ def quantize_head(model: Transformer) -> None:
 
 
 def linear_bytes(n_weights: int, scheme: str) -> int:
-    """Return the bytes of that many weights of linear layers; scales included where there is one per group."""
+    """Bytes of that many weights of linear layers; scales included where there is one per group."""
     return n_weights if scheme == "int8" else n_weights // 2 + n_weights // GROUP * 4

@@ -10,15 +10,15 @@ from models.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines that turn heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`. The first half
-    of the sines is negated, so that `rotate` swaps halves instead of negating one."""
+    """What turns heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`, the first half negated, so that
+    `rotate` swaps halves instead of negating one."""
 
     cos: Tensor
     signed_sin: Tensor
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Return radians per position of each rotated pair: `[head_dim / 2]` float32 (RoFormer, arXiv 2104.09864)."""
+    """Radians per position of each rotated pair: `[head_dim / 2]` float32 (RoFormer, arXiv 2104.09864)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -34,7 +34,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation in `dtype` for `positions [...]`; angles are in float32 or better."""
+    """The rotation in `dtype` that belongs to `positions [...]`, of angles in float32 or better."""
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
     cos, sin = angles.cos(), angles.sin()
     halves = ([cos, cos], [-sin, sin])

@@ -31,7 +31,7 @@ class Shard:
     count: int
 
     def span(self, n: int) -> Span:
-        """Return this part's share of `n` things: first and behind-last index."""
+        """This part's share of `n` things: first and behind-last index."""
         return spans(n, self.count)[self.index]
 
 
@@ -39,9 +39,9 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """Communication of the ranks that hold one model. `all_reduce`: the sum of every rank's `x`, in place or not.
-    `gather`: the ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides; an empty `[...,
-    0]` on the others."""
+    """What the ranks that hold one model do together. `all_reduce`: the sum of every rank's `x`, in place or not.
+    `gather`: the ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides; an empty
+    `[..., 0]` on the others."""
 
     @property
     def shard(self) -> Shard: ...
@@ -50,13 +50,13 @@ class Exchange(Protocol):
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """Cut `n` things into `count` contiguous parts, as even as can be. The first part, whose rank also decides for all,
-    is never larger than another; the last is never smaller."""
+    """`n` things in `count` contiguous parts, as even as can be. The first part, whose rank also decides for all, is
+    never larger than another; the last is never smaller."""
     return list(pairwise(part * n // count for part in range(count + 1)))
 
 
 def vocab_widths(vocab_size: int, count: int) -> list[int]:
-    """Return the number of token ids of each part of a vocabulary."""
+    """How many token ids each part of a vocabulary has."""
     return [end - first for first, end in spans(vocab_size, count)]
 
 
@@ -70,8 +70,8 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the configuration of a part: its heads, feed-forward units and token ids; `dim` is that of the whole. It
-    has no end tokens, which are ids of the whole."""
+    """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole. It has no
+    end tokens, which are ids of the whole."""
     if shard.count == 1:
         return config
     n_kv, units, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.ffn_dim, config.vocab_size))
@@ -80,8 +80,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
-    """Return a part of the named tensor (see `loading.expected_shapes`) of `config`'s model, a view where it can be.
-    Norms are whole in every part."""
+    """One part of the tensor of that name (see `checkpoint.expected_shapes`) of `config`'s model, a view where it
+    can be; norms are whole everywhere."""
     if shard.count == 1:
         return tensor
     head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
@@ -103,7 +103,7 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
 
 
 class Joined(nn.Module):
-    """A layer whose output on this rank is joined to the other ranks' outputs."""
+    """What this rank's part of a layer gives, joined to what the other ranks' parts do."""
 
     def __init__(self, inner: nn.Module, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Joined(nn.Module):
 
 
 class VocabParallelEmbedding(Embedding):
-    """Embedding of this rank's token ids, 0 for all others, summed over ranks."""
+    """Embeddings of this rank's token ids, 0 for all others, summed over ranks."""
 
     def __init__(self, weight: Tensor, ids: Span, exchange: Exchange) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
@@ -128,8 +128,8 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
-    """Join a Transformer that holds a part of `config`'s model to the other ranks' parts. Its `config` keeps the part's
-    heads, from which caches are built, and the whole vocabulary."""
+    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts. Its `config` keeps the
+    part's heads, which its caches are built from, and speaks of the whole vocabulary."""
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -86,8 +87,7 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     return [generate(runner, prompts, **how) for _ in range(times)]
 
 
-@pytest.mark.parametrize("mode", ["coupled", "rejection"])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind,mode", zip(DRAFTERS, cycle(["coupled", "rejection"]), strict=False))
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows, twice: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.sampling import Distribution, SamplingParams, greedy, logits_to_probs
 
-PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 # Halves are exact in every dtype, and few values make ties frequent.
 LOGITS = st.one_of(st.integers(-12, 12).map(lambda n: n / 2), st.just(-math.inf))
 PARAMS = st.builds(
@@ -112,7 +112,7 @@ def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 2, 9, 301, 5003])
+@pytest.mark.parametrize("vocab", [1, 9, 301, 2003])
 def test_filters_keep_what_they_keep_of_a_sorted_row_and_sort_none(monkeypatch, vocab, dtype):
     each = [(scaled, kept_by_sorting(scaled)) for scaled in scaled_logits(vocab, dtype)]
     monkeypatch.setattr(Tensor, "sort", lambda *_, **__: pytest.fail("the vocabulary is sorted"))

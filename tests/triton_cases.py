@@ -64,13 +64,13 @@ def test_entries_of_every_storage(storage, dtype, ring, n_token, group):
     check(after([0, 129], n_token, 140, n_kv_head=2, group=group, dtype=dtype, storage=storage, ring=ring))
 
 
-@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 2, 3), (150, 4, 4)])
+@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 4, 4)])
 def test_ring_with_holes(capacity, n_token, group):
     check(after([1, 40, 400], n_token, capacity, group=group, head_dim=128, ring=True))
 
 
 @over_both_caches
-@pytest.mark.parametrize("sliding_window", [1, 64, 100, 1000])
+@pytest.mark.parametrize("sliding_window", [1, 100])
 def test_sliding_window(sliding_window, ring):
     check(after([0, 70, 200], 5, 210, group=2, sliding_window=sliding_window, ring=ring))
 

@@ -1,4 +1,4 @@
-"""Attention over a slot cache: one protocol and one file per backend, imported when it is needed."""
+"""Attention over a slot cache: one protocol, one file per backend, nothing imported before it is asked for."""
 
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
 from models.attention.select import BACKENDS, Selection, select_backend

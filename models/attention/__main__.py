@@ -1,4 +1,4 @@
-"""Print this machine's kernels for attention and for pointwise functions, and what their check found.
+"""Print which kernels this machine uses for attention and what lies around it, and what their check found.
 
     python -m models.attention --check
 

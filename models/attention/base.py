@@ -15,7 +15,7 @@ MAX_BLOCK = 16
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Sizes and dtype that all layers of a model, or of its shard, have in common."""
+    """What all layers of a model, or of its shard, have in common."""
 
     n_head: int
     n_kv_head: int
@@ -25,7 +25,7 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Number of query heads that share a KV head."""
+        """Query heads that share a KV head."""
         return self.n_head // self.n_kv_head
 
 

@@ -29,7 +29,7 @@ def load_kernel() -> ctypes.CDLL:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Return why a model cannot use this backend; None if it can."""
+    """Why a model cannot use this backend; None if it can."""
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim {spec.head_dim}, not {' or '.join(map(str, HEAD_DIMS))}"
     if spec.dtype not in (torch.float32, torch.bfloat16):
@@ -104,7 +104,7 @@ class CppAttention(Choosing):
     def copy_chosen(
         self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """Do what `Choosing.copy_chosen` does, copying only entries that `to` lacks where nothing is quantised anew."""
+        """As of `Choosing`; where nothing is quantised anew, of what `to` lacks."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)

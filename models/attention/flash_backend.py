@@ -47,7 +47,7 @@ class Flavour:
     n_processor: int
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """Return why these kernels cannot run a model of that spec; None if they can."""
+        """Why these kernels cannot run a model of that spec; None if they can."""
         title = self.package.title
         if spec.dtype not in self.package.dtypes:
             return f"{title} takes {' or '.join(map(str, self.package.dtypes))}, the model is in {spec.dtype}"
@@ -60,7 +60,8 @@ class Flavour:
 
 
 def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
-    """Return the best package for `device` and its name, or None and why: FlashAttention-3 on Hopper, else -2."""
+    """The best package for `device` and its name, or None and why: FlashAttention-3 on Hopper, in either packaging,
+    FlashAttention-2 else."""
     device = torch.device(device)
     if device.type != "cuda":
         return None, f"the flash kernels need a CUDA device, not {device.type}"
@@ -80,13 +81,13 @@ def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
-    """Return into how many chunks each row's keys are cut, so that `n_tile` tiles of queries occupy every
-    multiprocessor. Depends on shapes alone, so that a captured CUDA graph stays valid while rows grow."""
+    """Chunks that each row's keys are cut into, so that `n_tile` tiles of queries occupy every multiprocessor. Of
+    shapes alone: a captured CUDA graph keeps it while the rows grow."""
     return max(1, min(n_processor // n_tile, n_slot // SMALLEST_SPLIT, MOST_SPLITS))
 
 
 class Prepared(NamedTuple):
-    """Arguments of the kernel for a block that it takes, and what fallback or noting derive when a layer needs it."""
+    """The kernel's arguments for a block that it takes, and what fallback or noting derive once a layer needs it."""
 
     options: dict[str, Any] | None
     for_fallback: Callable[[], Any]
@@ -94,9 +95,12 @@ class Prepared(NamedTuple):
 
 
 class FlashAttention:
-    """Flash kernels for blocks whose visibility is a length, and `fallback` for all else. FlashAttention-2 is Dao 2023
-    (arXiv:2307.08691), -3 is Shah et al. 2024 (arXiv:2407.08608). Both mask by row number, so positions have to be
-    consecutive in each row; one that idles, several queries at position 0, gets finite values."""
+    """Flash kernels for blocks whose visibility is a length, and `fallback` for all else.
+
+    FlashAttention-2 is Dao 2023 (arXiv:2307.08691), -3 is Shah et al. 2024 (arXiv:2407.08608). Both mask by
+    row number, so positions have to be consecutive in each row; one that idles, several queries at position 0,
+    gets finite values.
+    """
 
     name = "flash"
 

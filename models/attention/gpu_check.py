@@ -1,7 +1,7 @@
-"""Attention kernels for a GPU are compared with PyTorch on that GPU once, and the result is remembered.
+"""Whether attention kernels for a GPU are right there: compared with PyTorch once, and remembered.
 
-`models.kernel_check` runs the cases in a process of its own, so that a kernel may crash. Times are printed and decide
-nothing: so small cases take the host's time, which replayed rounds do not pay.
+`models.kernel_check` runs the cases in a process of its own, which a kernel that breaks the GPU takes along. Times are
+printed and decide nothing: calls of so small cases take what the host takes, and rounds are replayed without it.
 """
 
 import hashlib
@@ -55,8 +55,9 @@ def refusal(name: str, device: torch.device) -> str | None:
 
 
 def checked(name: str, device: torch.device, again: bool = False) -> Choice:
-    """Check a backend, unless that was done for this GPU, these packages and this source. Errors: BuildError if the
-    check came to no end; OSError if its result cannot be kept."""
+    """Check a backend, unless that was done for this GPU, these packages and this source.
+
+    Errors: BuildError if the check came to no end; OSError if its result cannot be kept."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     about = [torch.cuda.get_device_name(device), *map(_version, PACKAGES), *(path.read_text() for path in sources)]
     memory = cache_folder().absolute() / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
@@ -64,7 +65,7 @@ def checked(name: str, device: torch.device, again: bool = False) -> Choice:
 
 
 def _compared(name: str) -> Choice:
-    """Run the check in a process of its own. Raises BuildError, so that nothing is remembered, if it does not end."""
+    """Errors: BuildError, so that nothing is remembered, if the check did not come to an end."""
     rows, wrong = check(__name__, name)
     if not rows:
         raise BuildError(wrong or "its check has no cases")

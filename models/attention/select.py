@@ -1,4 +1,4 @@
-"""Select a model's attention backend, the named one or the best at hand, and say why."""
+"""Which backend a model gets: the one that was asked for, or the best one at hand, and why."""
 
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ class Selection(NamedTuple):
 def select_backend(
     name: str, device: torch.device | str, spec: AttentionSpec, entries: torch.dtype | None = None
 ) -> Selection:
-    """Return the backend `name` for models of a shape on a device; `auto` is the fastest at hand.
+    """The backend of that name for models of that shape on that device; `auto` is the fastest at hand.
 
-    entries: dtype of the caches that it will read, the model's if None. A shape, or entries, that a backend's kernels
-    do not have run on `torch`, and `why` says so. Raises ConfigError if the backend needs another device, or a package
-    or compiler that is missing.
+    `entries`: the dtype of the caches it will read, the model's if None.
+    A shape, or entries, that a backend's kernels do not have run on `torch`, whoever asked, and `why` says so.
+    Errors: ConfigError if the backend asked for needs another device, or a package or compiler that is not there.
     """
     if name not in BACKENDS:
         raise ConfigError("unknown attention backend", "attention (--attention)", name, ", ".join(BACKENDS), "use auto")
@@ -44,7 +44,7 @@ def select_backend(
 
 
 def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
-    """Return the backend, or why it is not available; the functions below do likewise."""
+    """The backend, or why there is none here; so do the others."""
     from models.attention import cpp_backend
 
     if device.type != "cpu":

@@ -10,8 +10,8 @@ from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 
 
 def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Return which slots queries see: bool `[B, T, C]`, true where `0 <= slot position <= query position`.
-    sliding_window: the positions must also be less than that far apart (Mistral 7B v0.1)."""
+    """Who sees what: bool `[B, T, C]`, true where `0 <= slot position <= query position`, and where that is less than
+    `sliding_window` back, for models that were trained with one (Mistral 7B v0.1)."""
     slots, queries = slot_positions[:, None, :], query_positions[:, :, None]
     visible = (slots >= 0) & (slots <= queries)
     if sliding_window is not None:
@@ -28,8 +28,10 @@ class TorchAttention:
         return True
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
-        """Return an additive mask: `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks. On
-        CUDA a chunk that ends its view needs none: the fused kernels know that mask by its shape."""
+        """An additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
+
+        On CUDA a chunk that ends its view needs none: there the fused kernels know that mask by its shape.
+        """
         n_token, n_slot = queries.shape[1], slots.positions.shape[1]
         is_chunk = n_token > MAX_BLOCK
         if is_chunk and queries.is_cuda and slots.block_ends_view and spec.sliding_window is None:
@@ -56,8 +58,8 @@ class TorchAttention:
 
 
 def note(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
-    """Fill `kv.noted` from scores of `q [B, T, H, D]` and `keys [B, n_kv_head, C, D]`, masked by what TorchAttention
-    prepares."""
+    """Fill `kv.noted` by a product of its own: of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`, masked by what
+    TorchAttention prepares."""
     assert isinstance(bias, Tensor) and kv.noted is not None, "chunks are not noted"
     (batch, n_token, _, head_dim), (n_kv_head, n_slot) = q.shape, keys.shape[1:3]
     grouped = q.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -35,7 +35,7 @@ MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whos
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Return why a model of this shape runs on torch instead; None if the kernel takes it."""
+    """Why a model of this shape runs on torch instead; None if the kernel takes it."""
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim is {spec.head_dim}, and the Triton kernel takes {' or '.join(map(str, HEAD_DIMS))}"
     if spec.dtype not in DTYPES:
@@ -44,7 +44,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtype) -> bool:
-    """True if a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
+    """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
     convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
 
@@ -60,9 +60,11 @@ class TileConfig:
 
 
 def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
-    """Return the tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes. It
-    has as many stages as keep some 64 KiB in flight on a multiprocessor, among the one to four programs whose registers
-    fit there. Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`)."""
+    """The tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
+
+    As many stages as keep some 64 KiB in flight on a multiprocessor, among the one to four programs whose
+    registers fit there. Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
+    """
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
     num_stages = 3 if head_dim * kv_itemsize >= 256 else 4
     if rows < MAX_ROWS:
@@ -74,27 +76,29 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
 
 
 def packed_tile_config(n_row: int) -> TileConfig:
-    """Return the tile for tokens in 4 bits, whose unpacking takes the registers of more rows, slots or stages. Groups
+    """The same for tokens in 4 bits: what unpacks them takes the registers of more rows, slots or other stages. Groups
     of 16 do not spill; others may, some 300 bytes at most."""
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), 2 * MIN_ROWS)
     return TileConfig(rows, 32, 4, num_stages=3 if rows == MIN_ROWS else 5)
 
 
 def min_chunk_length(n_row: int) -> int:
-    """Return the least number of slots at which a chunk of `n_row` query rows pays for itself."""
+    """Slots below which a chunk of `n_row` query rows costs more than the balance it brings is worth."""
     return max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
 
 
 def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, min_chunk: int) -> int:
-    """Return the slots per chunk, a multiple of the tile's, where one chunk of all rows takes `n_program` programs. Of
-    the two numbers of chunks around WAVES waves, choose the one that leaves less of the last wave empty. Depends on
-    shapes alone, so that a captured graph stays valid while rows grow."""
+    """Slots per chunk, a multiple of the tile's, where one chunk of all rows takes `n_program` programs.
+
+    Of the two numbers of chunks around WAVES waves, the one whose programs leave less of their last wave empty.
+    Depends on shapes alone, so that a captured graph stays valid whatever the rows' lengths become.
+    """
     wave = PROGRAMS_PER_WAVE * sm_count
     fewer, more = max(1, WAVES * wave // n_program), triton.cdiv(WAVES * wave, n_program)
     chunks = [max(triton.cdiv(n_slot, n_chunk), min_chunk) for n_chunk in (fewer, more)]
 
     def filled(chunk: int) -> float:
-        """Return the share of its waves in which programs run."""
+        """The share of the time of its waves in which there are programs to run."""
         n_wave = n_program * triton.cdiv(n_slot, chunk) / wave
         return n_wave / math.ceil(n_wave)
 
@@ -103,7 +107,7 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
 
 @dataclass
 class Block:
-    """Queries `[B, T]` int64 on the device, and the slots that they see: shared by the layers of one forward."""
+    """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
 
     spec: AttentionSpec
     queries: Tensor
@@ -111,7 +115,7 @@ class Block:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions of the slots `[B, C]`; any tensor if slots are in order, where the kernel does not read them."""
+        """Those of the slots `[B, C]`; any tensor, where the kernel goes by the slots' order."""
         return self.queries if self.slots.in_order else self.slots.positions
 
     @cached_property
@@ -122,8 +126,7 @@ class Block:
 def plan(
     q: Tensor, kv: KV, block: Block, sm_count: int = DEFAULT_SM_COUNT, min_chunk: int | None = None
 ) -> tuple[list[Launch], Tensor]:
-    """Plan the launches that attend `q [B, T, H, D]` to `kv`; return them and the output `[B, T, H, D]` that they
-    fill."""
+    """The launches that attend `q [B, T, H, D]` to `kv`, and the output `[B, T, H, D]` that they fill."""
     batch, n_token, n_head, head_dim = q.shape
     n_slot, n_kv_head = kv.keys.shape[1:3]
     group = n_head // n_kv_head
@@ -213,7 +216,7 @@ def plan_choice(
 
 
 def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
-    """Return the arguments of `split_kv` for entries as they are stored: all of them, or a ring beside packed ones."""
+    """What `split_kv` takes of entries as they are stored, all of them or a ring beside packed ones."""
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent
@@ -226,7 +229,7 @@ def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
 
 
 def _packed(packed: Packed) -> dict[str, Any]:
-    """Return the arguments of `split_kv` for tokens in 4 bits."""
+    """The same of tokens in 4 bits."""
     keys, values, key_grids, value_grids = packed[:4]
     codes_and_grids = {"keys": keys, "values": values, "key_scales": key_grids, "value_scales": value_grids}
     strides: dict[str, int] = {}
@@ -253,7 +256,7 @@ class TritonAttention(Choosing):
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """Return the block, or what torch prepares of it."""
+        """The block itself, or what torch makes of it."""
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
             return self.torch.prepare(spec, queries, slots)
         return Block(spec, queries.contiguous(), slots)

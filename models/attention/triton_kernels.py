@@ -20,8 +20,10 @@ def _unpacked_tile(
     slot, stop, pointers, strides,
     HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values `[SLOTS, HEAD_DIM]` float32 of what `kv_cache.entries.Packed` holds from `slot` on. A byte has
-    one code of each half of the head dim: both are joined behind all other dims, and then moved."""
+    """Keys and values `[SLOTS, HEAD_DIM]` float32 of what `kv_cache.entries.Packed` holds from `slot` on.
+
+    A byte has one code of each half of the head dim: both are joined behind all other dims, and then moved.
+    """
     keys, values, key_grids, value_grids, _ = pointers
     _, value_part, key_step, value_step = strides
     HALF: tl.constexpr = HEAD_DIM // 2
