@@ -1,15 +1,21 @@
 """Quantised linear layers against the arithmetic they stand for, written out."""
 
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
+from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
+from programs import python
 
+from common.launch import Launch
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
-from models import linear_cpp, load_model
+from models import linear_cpp, load_model, quantize
 from models.config import ModelConfig
 from models.packed_linear import PackedLinear
-from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
+from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +83,58 @@ def test_int4_is_the_product_with_its_grid(dtype, n_row):
     wanted = (x.double() @ grid.double().T).to(dtype) + bias
     assert got.dtype == dtype
     assert relative_error(got, wanted) < 1.5e-2  # scales in bfloat16, activations too, or in groups of 8 bits
+
+
+def test_the_triton_kernels_compute_what_pytorch_does():
+    """All of triton_quantize_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("triton_quantize_cases.py")
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
+    pytest.importorskip("triton")
+    from models import triton_quantize
+    from reproduce.gpu_parts import kernels
+
+    ours = [one for one in kernels.other_variants() if one[1].kernel.__module__ == triton_quantize.__name__]
+    assert len(ours) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in ours)
+
+
+@pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
+def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
+    """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""
+    weight, x = weight_and_input(64, d_in, MOST_TINYGEMM_ROWS + 1, torch.float32)
+    bias = torch.linspace(-1, 1, 64)
+    with cuda_linears(monkeypatch) as kernel_rows:
+        layer = Int4Linear(weight, bias)
+        assert layer.weight.shape == (8, d_in // (16 * tiles), 32, tiles // 2)
+        few, many = layer(x[:-1]), layer(x)
+        identity = torch.eye(d_in, dtype=torch.bfloat16)
+        by_kernel = torch.ops.aten._weight_int4pack_mm(identity, layer.weight, GROUP, layer.scale_and_zero)
+    assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
+    assert torch.equal(by_kernel.T, quantize.dequantize(layer.weight, layer.scale_and_zero))
+    torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
+    assert relative_error(many, x.double() @ grid_of(weight)[0].double().T + bias) < 1e-2
+    assert relative_error(many, Int4Linear(weight, bias)(x)) < 2.5e-2, "a CPU may round activations to 8 bits"
+
+
+def test_a_layer_in_8_bits_is_three_nodes_on_a_gpu(monkeypatch):
+    """It rounds, multiplies and scales; a bias is one more."""
+    pytest.importorskip("triton")
+    from round_costs import Costs
+
+    from models import triton_quantize
+
+    monkeypatch.setattr(quantize, "triton_kernels", lambda device: triton_quantize)
+    with cuda_linears(monkeypatch):
+        layer = Int8Linear(torch.ones(64, 64), None)
+        costs, x = Costs(layer), torch.ones(1, 3, 64)
+        with patch.object(Launch, "__call__", lambda launch: costs.launch(launch)), costs:
+            layer(x)
+    assert costs.counts["nodes"] == 3
 
 
 CONFIG = ModelConfig(

@@ -180,3 +180,13 @@ def test_what_is_written_anew_further_back_is_quantised_again():
         of_new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
         assert of_new.stop > start + GROUP
         assert torch.equal(codes[:, row, :, of_new], again._value_codes[:, row, :, of_new])
+
+
+def test_a_kernel_that_fails_is_replaced_and_it_is_said(monkeypatch, capsys):
+    """As Triton's does here, where it has no GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("kv_cache.quantized.triton_reads", lambda entries: entries.device.type == "cpu")
+    cache, full = QuantizedKVCache(TINY, 1, 99), FullKVCache(TINY, 1, 99)
+    cache.fill_row(0, full, 98)
+    cache.begin(torch.tensor([[98]]))
+    assert "PyTorch packs 4 bits" in capsys.readouterr().err and cache.packed[2].any()
