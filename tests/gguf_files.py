@@ -140,9 +140,9 @@ def write_tiny_gguf(
         for stacked in source_parts(config).values()
         for name, shape in stacked
     }
-    own = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
-    own = metadata_of(config, arch, tokens, MERGES) | own | (metadata or {})
-    write_gguf(folder / "tiny.gguf", config, weights, own, arch, **options)
+    usual = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
+    values = metadata_of(config, arch, tokens, MERGES) | usual | (metadata or {})
+    write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)
     return weights
 
 

@@ -37,7 +37,7 @@ def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed:
 def eagle_tensors(
     target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """n_draft: ids of the head's own vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
+    """n_draft: ids of the head's vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
     dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
     first = "midlayer" if version == 3 and n_layer == 1 else "layers.0"
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (target.vocab_size, dim)}
@@ -73,11 +73,11 @@ def eagle_tensors(
 
 
 def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **options: Any) -> dict[str, Any]:
-    own: dict[str, Any] = {"hidden_size": target.dim if version == 1 else WIDTH, "intermediate_size": FFN}
-    own |= {"num_attention_heads": N_HEAD, "num_key_value_heads": N_KV_HEAD, "head_dim": HEAD_DIM}
-    own |= {"num_hidden_layers": n_layer, "vocab_size": target.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA}
-    own |= {"hidden_act": "silu", "max_position_embeddings": 256, "target_hidden_size": target.dim}
-    return own | options
+    values: dict[str, Any] = {"hidden_size": target.dim if version == 1 else WIDTH, "intermediate_size": FFN}
+    values |= {"num_attention_heads": N_HEAD, "num_key_value_heads": N_KV_HEAD, "head_dim": HEAD_DIM}
+    values |= {"num_hidden_layers": n_layer, "vocab_size": target.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA}
+    values |= {"hidden_act": "silu", "max_position_embeddings": 256, "target_hidden_size": target.dim}
+    return values | options
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
@@ -183,7 +183,7 @@ class PlainEagle:
         return normed(x, tensors["norm.weight"]) if self.options.get("norm_output") else x
 
     def logits(self, state: Tensor) -> Tensor:
-        """EAGLE-3's, of its own ids."""
+        """Return EAGLE-3's logits of its ids."""
         if not self.options.get("norm_output"):
             state = normed(state, self.tensors["norm.weight"])
         return self.tensors["lm_head.weight"] @ state

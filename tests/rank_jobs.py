@@ -167,10 +167,10 @@ def started(folder: Path, script: str, arguments: list[str], fault: str | None =
 def launched(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[Job]:
     """Start a command that starts others; whatever is left of them in the end is killed."""
     job_id = str(uuid.uuid4())
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    own |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        launcher = subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err)
+        launcher = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
     job = Job(launcher, folder, f"{JOB}={job_id}")
     try:
         yield job

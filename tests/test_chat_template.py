@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, where they come from, and what a message cannot say in them."""
+"""Chat templates render as in transformers, lie beside the weights, and keep messages apart from control tokens."""
 
 import json
 from pathlib import Path
@@ -46,8 +46,8 @@ MISTRAL = """{{ bos_token }}{% for message in messages %}
     {%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}
 {% endfor %}"""
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>"]
-ASKED = [{"role": "user", "content": "  Où est <i>le chat</i> ?\n"}]
-TALK = [*ASKED, {"role": "assistant", "content": "Là.\n"}, {"role": "user", "content": "Merci & au revoir"}]
+QUESTION = [{"role": "user", "content": "  Où est <i>le chat</i> ?\n"}]
+TALK = [*QUESTION, {"role": "assistant", "content": "Là.\n"}, {"role": "user", "content": "Merci & au revoir"}]
 SYSTEM = [{"role": "system", "content": ' Say "yes".\t'}, *TALK]
 
 
@@ -68,7 +68,7 @@ def reference(folder: Path, template: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
 
 
-@pytest.mark.parametrize("messages", [ASKED, TALK, SYSTEM], ids=["asked", "talk", "system"])
+@pytest.mark.parametrize("messages", [QUESTION, TALK, SYSTEM], ids=["question", "talk", "system"])
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL], ids=["chatml", "llama", "mistral"])
 def test_a_conversation_is_what_transformers_makes_of_it(tmp_path: Path, template, messages) -> None:
     """Text and ids are equal, with BOS once if the template writes it."""
@@ -116,20 +116,20 @@ def settings_of(template: object) -> str:
 def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> None:
     """A file beside the weights comes first; then the settings' template, or the default of their list."""
     chat(tmp_path, "")
-    own, settings = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    template_file, settings = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
     tokenizer = load_tokenizer(tmp_path)
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}listed"}]
     for template, seen in (("{{ bos_token }}{{ eos_token }}", "<b></s>"), (named, "<b>listed")):
-        own.unlink(missing_ok=True)
+        template_file.unlink(missing_ok=True)
         settings.write_text(settings_of(template))
         found = load_chat_template(tmp_path, tokenizer)
-        assert (found.render(ASKED), found.path) == (seen, settings)
-        own.write_text("{{ bos_token }}own")
-        assert load_chat_template(tmp_path, tokenizer).render(ASKED) == "<b>own"
+        assert (found.render(QUESTION), found.path) == (seen, settings)
+        template_file.write_text("{{ bos_token }}beside")
+        assert load_chat_template(tmp_path, tokenizer).render(QUESTION) == "<b>beside"
 
 
 @pytest.mark.parametrize(
-    "own, settings, said",
+    "template_file, settings, said",
     [
         (None, None, r"chat_template\.jinja"),
         (None, "{", r"tokenizer_config\.json"),
@@ -138,25 +138,25 @@ def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> 
         ("{{ 1 + 'one' }}", None, "refuses a conversation"),
     ],
 )
-def test_what_is_no_template_is_refused_by_name(tmp_path: Path, own, settings, said) -> None:
+def test_a_bad_template_is_refused_by_name(tmp_path: Path, template_file, settings, said) -> None:
     chat(tmp_path, "")
     (tmp_path / "chat_template.jinja").unlink()
-    if own is not None:
-        (tmp_path / "chat_template.jinja").write_text(own)
+    if template_file is not None:
+        (tmp_path / "chat_template.jinja").write_text(template_file)
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises((CheckpointError, ConfigError), match=said):
-        load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(ASKED)
+        load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(QUESTION)
 
 
-@pytest.mark.parametrize("own", ["", MISTRAL], ids=["alone", "beside another"])
-def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, own: str) -> None:
+@pytest.mark.parametrize("template_file", ["", MISTRAL], ids=["alone", "beside another"])
+def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, template_file: str) -> None:
     folder = tmp_path / "model"
     write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
-    if own:
-        (folder / "chat_template.jinja").write_text(own)
+    if template_file:
+        (folder / "chat_template.jinja").write_text(template_file)
     for out in (tmp_path / "out", folder):
         convert(folder, out)
-        assert (out / "chat_template.jinja").read_text() == (own or CHATML)
-        assert read_manifest(out)["files"]["chat_template.jinja"].get("generated", False) == (not own)
+        assert (out / "chat_template.jinja").read_text() == (template_file or CHATML)
+        assert read_manifest(out)["files"]["chat_template.jinja"].get("generated", False) == (not template_file)
         assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"

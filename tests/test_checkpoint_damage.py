@@ -94,7 +94,7 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
     [
         ("model.norm.weight", torch.ones(16, dtype=torch.int32), "wrong dtype"),
         ("model.norm.weight", torch.ones(17), "wrong shape"),
-        ("model.layers.0.mlp.experts.0.w1.weight", torch.ones(4), "no place"),
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(4), "no place"),
     ],
 )
 def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor, said: str) -> None:

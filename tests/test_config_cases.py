@@ -60,7 +60,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, False),
     "is_encoder_decoder": (True,),
     "quantization_config": (None, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "attention_chunk_size": (7,),
     "per_layer_config": ({"0": {"num_key_value_heads": 1}},),
     "attribute_map": ({"rms_norm_eps": "initializer_range"},),
     "text_config": (None, {"rms_norm_eps": 0.1}),

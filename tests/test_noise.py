@@ -102,7 +102,7 @@ def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
 
 
 def test_the_triton_kernels_draw_what_pytorch_draws():
-    """All of triton_draws_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+    """Run triton_draws_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("triton_draws_cases.py")
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
@@ -114,9 +114,9 @@ def test_the_triton_kernels_compile_for_hopper_without_spilling():
     from engine.triton_draws import draw_row, filter_row
     from reproduce.gpu_parts import kernels
 
-    own = [one for one in kernels.variants(90) if one[1].kernel in (draw_row, filter_row)]
-    assert len(own) == 3
-    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in own)
+    ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]
+    assert len(ours) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*variant, 90)) for variant in ours)
 
 
 def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():

@@ -1,18 +1,15 @@
 """Records survive kill -9 and failing outputs, and nothing that was there before them is changed."""
 
-import io
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from common.jsonl import append_record, publish, read_lines, require_appendable
+from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 
 N_RECORDS = 400
@@ -69,16 +66,6 @@ def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     require_appendable(str(path))
     append_record(str(path), {"b": 2})
     assert path.read_bytes().startswith(content) and records(path)[-1] == {"b": 2}
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError("left"), OSError(28, "No space left")])
-def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error):
-    stdout = io.StringIO()
-    monkeypatch.setattr(stdout, "flush", Mock(side_effect=error))
-    monkeypatch.setattr(sys, "stdout", stdout)
-    with pytest.raises(type(error)):
-        publish(str(path), {"a": 1}, "a table")
-    assert records(path) == [{"a": 1}]
 
 
 def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def logit_rows(draw) -> list[float]:
 
 
 def reference(logits: list[float], params: SamplingParams) -> tuple[list[float], float]:
-    """The distribution, and how close a decision of top-p was: the least distance of a mass from `top_p`."""
+    """Return the distribution, and the least distance of a mass from `top_p`."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.temperature == 0:
         return [float(token == order[0]) for token in range(len(logits))], math.inf
@@ -67,7 +67,7 @@ def assert_same_distribution(probs: Tensor, wanted: Tensor, tolerance: float) ->
 def test_one_row_has_the_law_of_the_reference(row, params, dtype):
     wanted, closest = reference(row, params)
     double = dtype == torch.float64
-    # Where a mass all but equals top_p, rounding may decide; the exact cases have a test of their own.
+    # Where a mass all but equals top_p, rounding may decide; exact cases have another test.
     assume(closest > (1e-12 if double else 1e-5))
     probs = logits_to_probs(torch.tensor(row, dtype=dtype), params)
     assert probs.dtype == (torch.float64 if double else torch.float32)
@@ -78,7 +78,7 @@ def test_one_row_has_the_law_of_the_reference(row, params, dtype):
 @PROPERTY
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
 def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, steps):
-    """Bit for bit the distribution of the row alone, whichever filters the neighbours use; and it is the right one."""
+    """Each row's distribution is that of the row alone, to the bit, whatever its neighbours' filters."""
     params = data.draw(st.lists(PARAMS, min_size=batch, max_size=batch))
     n = batch * steps * vocab
     logits = torch.tensor(data.draw(st.lists(LOGITS, min_size=n, max_size=n)), dtype=torch.float64)
@@ -87,11 +87,11 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
     law = Distribution.of(params)
     probs, logprobs = law.probs(logits), law.logprobs(logits)
     assert probs.shape == logprobs.shape == logits.shape
-    for row, own in enumerate(params):
-        assert torch.equal(probs[row], logits_to_probs(logits[row], own))
-        assert torch.equal(probs[row], Distribution.of([own]).probs(logits[row : row + 1])[0])
+    for row, filters in enumerate(params):
+        assert torch.equal(probs[row], logits_to_probs(logits[row], filters))
+        assert torch.equal(probs[row], Distribution.of([filters]).probs(logits[row : row + 1])[0])
         for step in range(steps):
-            wanted, closest = reference(logits[row, step].tolist(), own)
+            wanted, closest = reference(logits[row, step].tolist(), filters)
             if closest > 1e-12:
                 assert_same_distribution(probs[row, step], torch.tensor(wanted, dtype=torch.float64), 1e-14)
     for step in range(steps):

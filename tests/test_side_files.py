@@ -41,15 +41,15 @@ def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how
     assert contents(out) == contents(fresh)
 
 
-def test_what_a_user_puts_beside_a_gguf_is_taken_and_kept(tmp_path: Path) -> None:
+def test_a_users_files_beside_a_gguf_are_used_and_kept(tmp_path: Path) -> None:
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
-    folder = tmp_path / "own"
-    own = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
-    config = ModelConfig.from_hf(own)
+    folder = tmp_path / "beside"
+    beside = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
+    config = ModelConfig.from_hf(beside)
     slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
     factors = {"extra_tensor": "rope_freqs.weight", "extra_values": slowed.tolist()}
     write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)
-    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "config.json").write_text(json.dumps(beside))
     shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
     before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
     convert(folder, folder)
@@ -70,7 +70,7 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])
-def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str) -> None:
+def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, there: str) -> None:
     """Another checkpoint, or what somebody put there for one."""
     source, out = tmp_path / "source", tmp_path / "out"
     write_source(source)

@@ -14,7 +14,7 @@ CASES = Path(__file__).with_name("triton_cases.py")
 
 
 def test_equals_the_torch_backend():
-    """All of triton_cases.py; see there for why it runs in a process of its own."""
+    """Run triton_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1")
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
