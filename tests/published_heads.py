@@ -46,8 +46,6 @@ def eagle_tensors(
         shapes["fc.bias"] = (dim,)
     if options.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (target.dim,) for i in range(3)}
-    if options.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * target.dim,)
     for i in range(n_layer):
         at, n_in = (first, width) if i == 0 else (f"layers.{i}", dim)
         for name, heads in (("q", N_HEAD), ("k", N_KV_HEAD), ("v", N_KV_HEAD)):
@@ -141,8 +139,6 @@ class PlainEagle:
         """Combine the target's states `[n * dim]`."""
         if self.version == 1:
             return states
-        if self.options.get("norm_before_fc"):
-            states = normed(states, self.tensors["input_norm.weight"])
         if self.options.get("fc_norm"):
             parts = states.chunk(3)
             states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)])

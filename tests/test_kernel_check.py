@@ -62,7 +62,7 @@ def builds(monkeypatch, tmp_path) -> partial:
     monkeypatch.setitem(
         cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
     )
-    monkeypatch.setattr(cpp_build, "speedup", lambda rows, other: 1.0)
+    monkeypatch.setattr(cpp_build, "speedup", lambda rows: 1.0)
     pointwise_cpp.load_kernel.cache_clear()
     yield partial(monkeypatch.setattr, cpp_build, "BUILDS")
     pointwise_cpp.load_kernel.cache_clear()
