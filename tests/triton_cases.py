@@ -51,9 +51,7 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
-@pytest.mark.parametrize(
-    "n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)]
-)
+@pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
 def test_ragged_rows_in_order(n_token, group, head_dim):
     # A row of nothing but its queries, one up to a chunk's border, one to the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
