@@ -19,10 +19,10 @@ from models.checkpoints.tokenizer import Tokenizer
 from models.config import read_config
 
 Message = Mapping[str, str]
-# Noncharacters of Unicode, which no text has: they set control tokens that somebody says apart from the template's own.
+# Noncharacters of Unicode, which no text has: they mark control tokens in a message, apart from the template's.
 BEGIN, END = "\ufdd0", "\ufdd1"
 UNMARKED = partial(re.sub, f"[{BEGIN}{END}]", "")
-# Of transformers, which collects what the model says between these two; they print nothing.
+# Tags between which transformers collects the model's turn; they print nothing.
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 
@@ -103,7 +103,7 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -
 
 def _compiled(text: str) -> jinja2.Template:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes what is special in HTML
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's filter escapes characters of HTML
     made.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made.from_string(GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", text))
 

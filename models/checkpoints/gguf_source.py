@@ -25,15 +25,15 @@ from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
-# Metadata keys of an architecture without effect on the logits: with any value, and with this value. A key that is
-# neither read nor listed is refused.
+# Metadata keys without effect on the logits, with any value or with one value. A key that is neither read nor listed
+# is refused.
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = dict[str, SourceTensor]
-# Of tokens; then of the text that is cut before byte pairs are merged.
-CONTROL, USER_DEFINED = 3, 4
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+# Cuts a text into the parts within which byte pairs are merged.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
-        # The factors are only the result of a rope scaling: without a config.json that has its settings, unknown.
+        # The factors are the result of a rope scaling, whose settings only a config.json has.
         if name != ROPE_FACTORS or not has_config:
             tensors[names.get(name, name)] = tensor
     tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None

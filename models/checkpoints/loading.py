@@ -156,7 +156,7 @@ def load_model(
     model.backend = backend
     if load_format == "dummy":
         state_dict = _dummy_weights(own, device, dtype)
-    # One block after the other, so that no more than a block is held twice.
+    # Load block by block, so that at most a block is in memory twice.
     blocks = dict(model.named_children()) | {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     del blocks["layers"]
     for module, block in blocks.items():
@@ -188,7 +188,7 @@ def load_model(
 def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
     """Copy `part`, a view of `mapped` or made from it, and give the pages of `mapped` back. Otherwise the resident set
     would grow by the whole file, of which a shard may need a fraction."""
-    # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
+    # Pages of the storage, not of the tensor: with a stride of 0 that is larger than its part of the file.
     storage = mapped.untyped_storage()
     is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
     copied = part.to(device=device, dtype=dtype, copy=is_view, memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ from models.config import ModelConfig, read_config
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-# By name: shape, dtype (or what there is in its place), and what reads it.
+# By name: shape, dtype (or the name of another type), and the function that reads the tensor.
 Stored = dict[str, tuple[Sequence[int], Any, Any]]
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}

@@ -2,9 +2,9 @@
 
 from models.checkpoints.tokenizer import Tokenizer
 
-# What has no end within so many tokens is shown as far as it is certain, or all of it would be decoded for ever.
+# Tokens without a complete end after which the certain part of their text is shown, or they would be kept for ever.
 MOST_HELD = 16
-# A character has four bytes: one that is not complete is in the last three tokens.
+# A character has at most four bytes: an incomplete one is in the last three tokens.
 INCOMPLETE = 3
 
 

@@ -21,16 +21,16 @@ from models.hf_config import positive
 from models.packed_linear import pack_linears
 from models.quantize import quantize_linears
 
-# Stems and suffixes.
+# Stems and suffixes of files of weights.
 FILES = [("medusa_lm_head", ".safetensors"), ("medusa_lm_head", ".pt"), ("model", ".safetensors")]
 FILES += [("pytorch_model", ".bin")]
 LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
-# Maps of vocabularies (what each id of the smaller one is beyond its own, and which of the larger one it has), and what
-# training leaves beside the head.
+# Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
+# that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
-# One of these makes it EAGLE-3's, so that the others have to be there.
+# A file with one of these tensors is EAGLE-3's, and needs the others.
 OF_EAGLE_3 = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
-# An EAGLE head has layers of Llama without windows, whatever its config.json took over from its target's.
+# An EAGLE head has layers of Llama without windows, whatever its config.json copies from its target's.
 AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
 AS_LLAMA |= {"attention_bias": False, "sliding_window": None, "layer_types": None}
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
@@ -169,7 +169,7 @@ def _eagle_shape(
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
     names, vocab_size = tensors.keys(), config.vocab_size
     is_third = not OF_EAGLE_3.isdisjoint(names)
-    # What cannot be borrowed has to be there: of another width than the target's, or of other ids.
+    # A head of another width, or with other ids, cannot borrow the target's embedding or output layer.
     n_draft = positive(values, "draft_vocab_size", str(where), vocab_size)
     is_wide = is_third and config.dim != target.dim
     own_embedding = is_wide or "embed_tokens.weight" in names
