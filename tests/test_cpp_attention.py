@@ -134,10 +134,10 @@ def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp
     monkeypatch.setenv("CXX", "/nowhere/g++")
     chosen, why = select_backend("auto", "cpu", SPEC)
     assert isinstance(chosen, TorchAttention) and "/nowhere/g++" in why
-    with pytest.raises(Exception, match="use --attention auto"):
+    with pytest.raises(Exception, match="--attention"):
         select_backend("cpp", "cpu", SPEC)
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(cpp_build.BuildError, match="cannot build"):
+    with pytest.raises(cpp_build.BuildError):
         cpp_backend.load_kernel()
     assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
 

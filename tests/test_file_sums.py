@@ -93,12 +93,12 @@ def test_weights_that_are_not_finite_in_the_dtype_are_refused(
     weights["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
     (path,) = write_source(tmp_path / "bad", **weights)
     named = r"layers\.1\.attention\.wqkv\.weight"
-    with pytest.raises(CheckpointError, match=rf"NaN or inf.*\n.*{path.name}\n.*{named}"):
+    with pytest.raises(CheckpointError, match=rf"{path.name}\n.*{named}"):
         convert(path.parent, path.parent, dtype=dtype)
     assert not (path.parent / "model.pth").exists()
     stacked = {name: tensor.clone() for name, tensor in state_dict.items()}
     stacked["layers.1.attention.wqkv.weight"][17, 2] = value
     (folder / "manifest.json").unlink()
     save_checkpoint(folder / "model.pth", config, stacked)
-    with pytest.raises(CheckpointError, match=rf"NaN or inf[\s\S]*{named} in torch\.{dtype}"):
+    with pytest.raises(CheckpointError, match=rf"{named} in torch\.{dtype}"):
         load_model(folder, dtype=getattr(torch, dtype))

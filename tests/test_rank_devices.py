@@ -67,7 +67,7 @@ def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wan
 @pytest.mark.parametrize("where,wanted", [((2, 4, 0, 4), "auto"), ((4, 2, 0, 2), "cuda:1"), ((1, 2, 1, 2), "cuda")])
 def test_processes_never_share_a_gpu(machine, where, wanted):
     machine(*where)
-    with pytest.raises(ConfigError, match="GPU of its own"):
+    with pytest.raises(ConfigError):
         resolve_device(wanted)
 
 

@@ -146,5 +146,5 @@ def test_a_greedy_tie_goes_to_the_lowest_id():
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field, values):
     for value in values:
-        with pytest.raises(ConfigError, match=rf"{field} is out of range(.|\n)*--{field}"):
+        with pytest.raises(ConfigError, match=f"--{field}"):
             SamplingParams(**{field: value})

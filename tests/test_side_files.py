@@ -61,7 +61,7 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
     convert_tiny_gguf(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("50000.0", "60000.0"))
-    with pytest.raises(CheckpointError, match=r"manifest describes\n.*config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         convert(tmp_path, tmp_path)
     assert "60000.0" in path.read_text()
     path.unlink()
@@ -76,7 +76,7 @@ def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, ther
     write_source(source)
     out.mkdir()
     (out / there).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"something else[\\s\\S]*{there}"):
+    with pytest.raises(CheckpointError, match=there):
         convert(source, out, force=True)
     assert [path.name for path in out.iterdir()] == [there]
     (out / there).unlink()
