@@ -39,7 +39,7 @@ class Case:
         return backend.attend(self.q, self.kv, backend.prepare(self.spec, self.queries, self.slots))
 
     def among_other_rows(self) -> Case:
-        """The same, of a larger cache whose rows are in another order, with rows between them that nobody asked for."""
+        """Return the case over a larger cache, in whose shuffled rows every other one is unused."""
         rows = 2 * torch.randperm(len(self.q), generator=torch.Generator().manual_seed(1)) + 1
 
         def spread(x: Tensor | None) -> Tensor | None:

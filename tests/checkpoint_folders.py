@@ -6,21 +6,16 @@ from typing import Any
 
 import torch
 from byte_tokenizer import ALPHABET, save_tokenizer
-from gguf_files import metadata_of, write_gguf
 from safetensors.torch import save_file
 
-from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
-from models.checkpoints.manifest import describe, update_manifest
 from models.config import ModelConfig
 
 VOCABULARY = [*ALPHABET, "th"]
-MERGE = ("t", "h")
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": len(VOCABULARY)}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 OPTIONS = {"rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": True, "eos_token_id": [1]}
 HF_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]} | SHAPE | OPTIONS
-OTHER = HF_CONFIG | {"hidden_size": 24, "num_hidden_layers": 3}
 
 
 def hf_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -63,19 +58,3 @@ def write_source(
 ) -> list[Path]:
     """The weight files of a folder with config.json and tokenizer; `weights` are others than random ones."""
     return write_weights(folder, hf_weights(write_side_files(folder, hf_config)) | weights, layout)
-
-
-def make_folders(folder: Path, hf_config: dict[str, Any]) -> None:
-    """One folder per format, and one with the model.pth of a conversion; each with the manifest of a download."""
-    config = ModelConfig.from_hf(hf_config)
-    weights = hf_weights(config)
-    merges = (MERGE,) if hf_config is HF_CONFIG else ()
-    for name, layout in {"safetensors": "safetensors", "sharded": "sharded safetensors", "bin": "bin"}.items():
-        write_side_files(folder / name, hf_config, merges)
-        write_weights(folder / name, weights, layout)
-    (folder / "gguf").mkdir()
-    metadata = metadata_of(config, "llama", VOCABULARY, [" ".join(MERGE)])
-    write_gguf(folder / "gguf" / "tiny.gguf", config, weights, metadata)
-    for path in sorted(folder.iterdir()):
-        update_manifest(path, describe(path, sorted(file.name for file in path.iterdir())))
-    convert(folder / "safetensors", folder / "converted")

@@ -55,7 +55,7 @@ def the_same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test's costs are kept: nothing of the user's."""
+    """Keep a test's costs in its folder, away from the user's."""
     monkeypatch.setattr("bench.auto.saved_costs.cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "costs"
 

@@ -29,8 +29,7 @@ def scaled_logits(vocab: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def kept_by_sorting(scaled: Tensor) -> Tensor:
-    """Which ids FILTERS keep of each row: those of which less than top_p of the mass, and fewer than top_k ids, come
-    before them in descending order, in which equal ones stay as they are."""
+    """Return which ids FILTERS keep of each row, by a stable sort in descending order."""
     law = Distribution.of(FILTERS)
     top_k, top_p = law.top_k[:, None, None], law.top_p[:, None, None]
     values, order = scaled.sort(dim=-1, descending=True, stable=True)

@@ -1,6 +1,5 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def gguf_name(hf_name: str) -> str:
 
 
 def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter does to Q and K: from half-split to adjacent rotary pairs."""
+    """Reorder Q and K as llama.cpp's converter does: from half-split to adjacent rotary pairs."""
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -69,24 +68,6 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
     of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-
-
-def llama3_factors(config: ModelConfig) -> list[float]:
-    """`rope_freqs.weight` as llama.cpp's converter makes it."""
-    scaling = config.rope_scaling
-    assert scaling is not None and scaling.kind == "llama3"
-    factors: list[float] = []
-    for i in range(config.head_dim // 2):
-        wavelength = 2 * math.pi * config.rope_theta ** (2 * i / config.head_dim)
-        if wavelength < scaling.original_context / scaling.high_freq_factor:
-            factors.append(1.0)
-        elif wavelength > scaling.original_context / scaling.low_freq_factor:
-            factors.append(scaling.factor)
-        else:
-            part = scaling.original_context / wavelength - scaling.low_freq_factor
-            smooth = part / (scaling.high_freq_factor - scaling.low_freq_factor)
-            factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
-    return factors
 
 
 def value_type(value: object) -> gguf.GGUFValueType:
@@ -159,14 +140,14 @@ def write_tiny_gguf(
         for stacked in source_parts(config).values()
         for name, shape in stacked
     }
-    own = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
-    own = metadata_of(config, arch, tokens, MERGES) | own | (metadata or {})
-    write_gguf(folder / "tiny.gguf", config, weights, own, arch, **options)
+    usual = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
+    values = metadata_of(config, arch, tokens, MERGES) | usual | (metadata or {})
+    write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)
     return weights
 
 
 def convert_tiny_gguf(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """In its folder."""
+    """Write `tiny.gguf`, convert it in its folder, and return its weights."""
     weights = write_tiny_gguf(folder, **options)
     convert(folder, folder)
     return weights

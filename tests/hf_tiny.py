@@ -21,7 +21,7 @@ def rope(theta: float, rope_type: str = "default", **settings: float) -> dict[st
 
 
 def llama3_rope(factor: float) -> dict[str, Any]:
-    """Of head_dim 16 at theta 5e5: wavelength 6 is kept, 32 is on the ramp, 167 and beyond are slowed down."""
+    """At head_dim 16 and theta 5e5, wavelength 6 is kept, 32 is on the ramp, 167 and beyond are slowed down."""
     return rope(500000.0, "llama3", factor=factor, **LLAMA3_CORNERS)
 
 
@@ -42,6 +42,6 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def save_folder(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> None:
-    """What a download leaves: config.json, safetensors, tokenizer.json."""
+    """Save a folder like a download: config.json, safetensors, tokenizer.json."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder, TOKENS, adds_bos=True)

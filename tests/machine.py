@@ -1,4 +1,4 @@
-"""What tests need of the machine, as marks."""
+"""Marks of tests that need something of the machine."""
 
 import pytest
 import torch

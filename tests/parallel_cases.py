@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -84,17 +84,12 @@ class Case:
         return replace(TINY, n_head=n_head, n_kv_head=5, ffn_dim=50, **varied)
 
 
-SELECTIONS = ("every case", "every drafter in every mode", "every drafter")
-
-
 def cases_of(selection: str) -> list[Case]:
-    """The cases of one of SELECTIONS; the smaller ones take group sizes, or modes and group sizes, in turn."""
+    """Return "every case", or "every drafter" with modes and group sizes in turn."""
     cases = {(case.group_size, case.mode, case.draft): case for case in all_cases()}
     if selection == "every case":
         return list(cases.values())
-    combinations = product(MODES, DRAFTS) if selection.endswith("mode") else zip(cycle(MODES), DRAFTS, strict=False)
-    turns = zip(cycle(GROUP_SIZES), combinations, strict=False)
-    return [cases[group_size, mode, draft] for group_size, (mode, draft) in turns]
+    return [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
 
 
 def all_cases() -> list[Case]:
@@ -182,13 +177,11 @@ def _load(path: Path, config: ModelConfig, holders: ModelRanks):
 
 
 def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
-    """Of the shard's own heads; where they select, they do so for themselves."""
     return POLICIES[policy].make(config, SIZE)
 
 
 def main() -> None:
-    """`parallel_cases.py CHECKPOINTS OUTPUT SELECTION`: each rank runs the cases of one of SELECTIONS; the leader
-    writes the results of all ranks."""
+    """`parallel_cases.py CHECKPOINTS OUTPUT SELECTION`: run the cases on each rank; the leader writes all results."""
     folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), cases_of(sys.argv[3])
     torch.set_num_threads(1)
     ranks = start_ranks("cpu", timeout_seconds=120)
@@ -206,7 +199,7 @@ def main() -> None:
 
 
 def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
-    """What is used where symmetric memory fails at each step, on the last rank alone; and where it does not."""
+    """Return the all-reduce chosen if symmetric memory fails at each step on the last rank, and if it works."""
     world = dist.group.WORLD
     assert world is not None
     chosen = {}

@@ -24,8 +24,9 @@ from kv_cache.verify_topk import VerifyTopK
 
 @dataclass(frozen=True)
 class Size:
-    """What a draft's cache is made for: rows, the longest text, blocks of gamma + 1 tokens, and a budget with room
-    for `n_kept` entries beside a window of `window >= gamma + 1` tokens.
+    """Size of a draft's cache: rows, longest text, dtype, and a budget of `n_kept` entries beside a window.
+
+    window: at least gamma + 1 tokens.
     """
 
     n_rows: int

@@ -24,7 +24,7 @@ TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval
 
 
 class Terminal(io.StringIO):
-    """In place of io.StringIO, what a program prints to in `run`."""
+    """Output that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: its exit code, stdout, stderr, and the error it reported if it ran in this process."""
+    """Exit code, stdout and stderr of a program, and the error that it reported if it ran in this process."""
 
     code: object
     out: str
@@ -41,7 +41,7 @@ class Ended:
 
     @property
     def lines(self) -> list[str]:
-        """What it printed before its record."""
+        """Lines that were printed before the record."""
         return self.out.splitlines()[:-1]
 
     @property
@@ -96,5 +96,5 @@ def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
 
 
 def benchmark(name: str, arguments: Sequence[str]) -> Ended:
-    """The same of `selfspec`, `longspec` or `baseline`."""
+    """Run `selfspec`, `longspec` or `baseline` in this process."""
     return run(f"tests/{name}_benchmark.py", arguments)

@@ -37,7 +37,7 @@ def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed:
 def eagle_tensors(
     target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """n_draft: ids of the head's own vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
+    """n_draft: ids of the head's vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
     dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
     first = "midlayer" if version == 3 and n_layer == 1 else "layers.0"
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (target.vocab_size, dim)}
@@ -46,8 +46,6 @@ def eagle_tensors(
         shapes["fc.bias"] = (dim,)
     if options.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (target.dim,) for i in range(3)}
-    if options.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * target.dim,)
     for i in range(n_layer):
         at, n_in = (first, width) if i == 0 else (f"layers.{i}", dim)
         for name, heads in (("q", N_HEAD), ("k", N_KV_HEAD), ("v", N_KV_HEAD)):
@@ -73,11 +71,11 @@ def eagle_tensors(
 
 
 def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **options: Any) -> dict[str, Any]:
-    own: dict[str, Any] = {"hidden_size": target.dim if version == 1 else WIDTH, "intermediate_size": FFN}
-    own |= {"num_attention_heads": N_HEAD, "num_key_value_heads": N_KV_HEAD, "head_dim": HEAD_DIM}
-    own |= {"num_hidden_layers": n_layer, "vocab_size": target.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA}
-    own |= {"hidden_act": "silu", "max_position_embeddings": 256, "target_hidden_size": target.dim}
-    return own | options
+    values: dict[str, Any] = {"hidden_size": target.dim if version == 1 else WIDTH, "intermediate_size": FFN}
+    values |= {"num_attention_heads": N_HEAD, "num_key_value_heads": N_KV_HEAD, "head_dim": HEAD_DIM}
+    values |= {"num_hidden_layers": n_layer, "vocab_size": target.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA}
+    values |= {"hidden_act": "silu", "max_position_embeddings": 256, "target_hidden_size": target.dim}
+    return values | options
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
@@ -92,15 +90,17 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], 
 
 
 def filled(head: Module, seed: int = 0) -> Module:
-    """The same, of random weights in float64."""
+    """Fill a head with random weights in float64."""
     shapes = {name: tuple(x.shape) for name, x in head.named_parameters()}
     head.load_state_dict(random_tensors(shapes, seed), assign=True)
     return head.eval().requires_grad_(False)
 
 
 def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
-    """For a target whose states are `dim` wide: an EAGLE-1 that borrows what it can, or an EAGLE-3 with two of every
-    three ids of the target's."""
+    """Return an EAGLE-1 that borrows the target's parts, or an EAGLE-3 with two of three of the target's ids.
+
+    dim: width of the target's states.
+    """
     sizes = {"n_layer": 1, "dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
@@ -136,11 +136,9 @@ class PlainEagle:
         self.held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
 
     def fused(self, states: Tensor) -> Tensor:
-        """Of the target's states `[n * dim]`."""
+        """Combine the target's states `[n * dim]`."""
         if self.version == 1:
             return states
-        if self.options.get("norm_before_fc"):
-            states = normed(states, self.tensors["input_norm.weight"])
         if self.options.get("fc_norm"):
             parts = states.chunk(3)
             states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)])
@@ -181,7 +179,7 @@ class PlainEagle:
         return normed(x, tensors["norm.weight"]) if self.options.get("norm_output") else x
 
     def logits(self, state: Tensor) -> Tensor:
-        """EAGLE-3's, of its own ids."""
+        """Return EAGLE-3's logits of its ids."""
         if not self.options.get("norm_output"):
             state = normed(state, self.tensors["norm.weight"])
         return self.tensors["lm_head.weight"] @ state

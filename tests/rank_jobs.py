@@ -57,9 +57,8 @@ class Models:
 
 
 SAME_ON_ANY_RANKS = (
-    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences", "distinct_4gram_fraction"),
-    *("drafted", "judged", "accepted", "emitted", "acceptance_rate", "acceptance_per_position"),
-    *("mean_accepted_length", "mean_accepted_length_per_row"),
+    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences"),
+    *("drafted", "accepted", "acceptance_per_position"),
 )
 
 
@@ -94,11 +93,11 @@ def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], 
 
 
 class EndedOnRanks(Ended):
-    """Of torchrun."""
+    """The end of a command under torchrun."""
 
     @property
     def ours(self) -> str:
-        """What the ranks wrote before torchrun had its say; needs another exit code than 0."""
+        """Stderr of the ranks, before torchrun's summary; requires a failure."""
         assert self.code != 0, self.out
         return re.split(r"^[WE]\d{4} .*torch/distributed", self.err, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -109,7 +108,7 @@ class EndedOnRanks(Ended):
         return self.err.partition("Root Cause (first observed failure):")[2]
 
     def message(self, rank: str, exit_code: int) -> str:
-        """What the ranks wrote, none of our frames, where nothing was printed and that rank was the first to fail."""
+        """Return what the ranks wrote; requires no traceback, no output, and `rank` as the first to fail."""
         assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
         assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
         return self.ours
@@ -168,10 +167,10 @@ def started(folder: Path, script: str, arguments: list[str], fault: str | None =
 def launched(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[Job]:
     """Start a command that starts others; whatever is left of them in the end is killed."""
     job_id = str(uuid.uuid4())
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    own |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        launcher = subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err)
+        launcher = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
     job = Job(launcher, folder, f"{JOB}={job_id}")
     try:
         yield job

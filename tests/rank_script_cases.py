@@ -9,38 +9,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError
 from engine.parallel.all_reduce import AllReduce
 from engine.parallel.ranks import Ranks
 from engine.runner import Chunks, ModelRunner
-from models import Transformer
 
 BROKEN_RANK = 1
-BUG = "a bug that only one rank has"
-DAMAGE = "a file that only one machine lacks"
-
-
-def raise_in_a_step() -> None:
-    """A bug: an exception in the middle of a pass."""
-    step, calls = ModelRunner.step, count()
-
-    def broken(self: ModelRunner, *args: object) -> Tensor:
-        if next(calls) == 3:
-            raise IndexError(BUG)
-        return step(self, *args)
-
-    ModelRunner.step = broken
-
-
-def refuse_the_checkpoint() -> None:
-    """A user error that the other ranks do not find."""
-
-    def refuse(*args: object, **kwargs: object) -> Transformer:
-        raise CheckpointError(DAMAGE, where="model.pth", seen="nothing", required="a file", fix="copy it there")
-
-    import models.checkpoints.model_source
-
-    models.checkpoints.model_source.load_model = refuse
 
 
 def change_a_decision() -> None:
@@ -79,7 +52,7 @@ def spoil_a_prompt() -> None:
     ModelRunner.filling = spoiled
 
 
-BUGS = raise_in_a_step, refuse_the_checkpoint, change_a_decision, skew_sums, spoil_a_prompt
+BUGS = change_a_decision, skew_sums, spoil_a_prompt
 FAULTS = {fault.__name__: fault for fault in BUGS}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which all-reduce is chosen, and that symmetric memory is used only where it sums right on every rank.
+"""Symmetric memory is used only where it sums right on every rank.
 
 No GPU is needed: one gloo rank stands for the group, and a fake for PyTorch's symmetric memory.
 """
@@ -13,7 +13,6 @@ from engine.parallel.all_reduce import (
     WORKSPACE_BYTES,
     AllReduce,
     SymmetricAllReduce,
-    choose_all_reduce,
     with_symmetric_memory,
 )
 
@@ -53,21 +52,3 @@ def test_size_decides_the_way(group, n_bytes, way, dtype):
 @pytest.mark.parametrize("wrong", [*({"fails": step} for step in STEPS), {"error": 1.0}])
 def test_what_fails_or_sums_wrong_is_not_used(group, wrong):
     assert symmetric(group, FakeSymmetricMemory(**wrong)).name == "gloo"
-
-
-def test_the_choice(group, monkeypatch):
-    assert choose_all_reduce(None, CPU).name == "none"
-    assert choose_all_reduce(group, CPU).name == "gloo"
-    chosen = []
-    monkeypatch.setattr("engine.parallel.all_reduce.with_symmetric_memory", lambda *_: chosen.append(1))
-    gpu = torch.device("cuda:0")
-    for machines, wanted, tried in (("00", "1", True), ("11", "1", True), ("00", "0", False), ("01", "1", False)):
-
-        def gather(found: list[str], own: object, group: object, machines: str = machines) -> None:
-            found[:] = machines
-
-        monkeypatch.setattr(dist, "all_gather_object", gather)
-        monkeypatch.setenv("ENABLE_INTRA_NODE_COMM", wanted)
-        chosen.clear()
-        choose_all_reduce(group, gpu)
-        assert bool(chosen) == tried

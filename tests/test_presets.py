@@ -1,10 +1,7 @@
 """The stored configurations against what their repositories publish."""
 
-import pytest
-
-from common.errors import ConfigError
 from models.config import RopeScaling
-from models.presets import PRESETS, preset_config, preset_name
+from models.presets import PRESETS, preset_config
 
 # Parameters; what their number does not see: heads, KV heads, head_dim, rope_theta, context.
 LLAMA_2, TINYLLAMA, SMOLLM = (32, 32, 128, 1e4, 4096), (32, 4, 64, 1e4, 2048), (9, 3, 64, 1e5, 8192)
@@ -44,12 +41,3 @@ def test_context_extensions_windows_and_biases():
     assert preset_config("mistralai/Mistral-7B-v0.3").sliding_window is None
     assert preset_config("Qwen/Qwen2.5-7B").qkv_bias
     assert not preset_config("meta-llama/Meta-Llama-3.1-8B").qkv_bias
-
-
-def test_a_path_names_its_repository():
-    """As the README's downloads do; no two repositories have the same name in different organisations."""
-    for name in PRESETS:
-        for path in (name, name.split("/")[1], f"checkpoints/{name}", f"/a/checkpoints/{name}/model.pth"):
-            assert preset_name(path) == name
-    with pytest.raises(ConfigError, match=r"checkpoints/org/unknown/model\.pth"):
-        preset_name("checkpoints/org/unknown/model.pth")

@@ -1,20 +1,15 @@
 """Records survive kill -9 and failing outputs, and nothing that was there before them is changed."""
 
-import io
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from common.errors import ConfigError, UserError
-from common.jsonl import append_or_put_off, append_record, is_torn, publish, read_lines, require_appendable
+from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 
 N_RECORDS = 400
@@ -55,7 +50,7 @@ def test_resuming_after_kill_9_loses_no_record_and_repeats_none(path):
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 16])
 def test_behind_a_torn_line_a_new_one_begins(path, cut):
-    """Also behind a whole one without its newline, which is kept."""
+    """A whole line without its newline is kept."""
     append_record(str(path), {"a": 1})
     torn = b'{"b": 2, "c": 3}'[:cut]
     path.write_bytes(path.read_bytes() + torn)
@@ -65,63 +60,12 @@ def test_behind_a_torn_line_a_new_one_begins(path, cut):
     assert list(read_lines(path)) == [(1, {"a": 1}), *whole, (3, {"d": 4})]
 
 
-def test_every_beginning_of_a_record_is_known_as_torn():
-    record = {"text": '} "quoted" {{ \\', "nested": {"empty": {}, "x": [{"y": -1.5e-7}]}, "\u20ac": None}
-    whole = json.dumps(record).encode()
-    assert all(is_torn(whole[:cut]) for cut in range(1, len(whole)))
-    for damaged in (whole, b"", b"[]", b"time,speedup", b"{1}", whole[1:], whole.replace(b":", b";")):
-        assert not is_torn(damaged)
-
-
-@pytest.mark.parametrize("content", [b"time,speedup\n1,2", b"\x89PNG\r\n\x1a\n\0", b"[1]"])
-def test_a_file_of_another_kind_is_refused(path, content):
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"(?s)--save_rows.*JSON lines"):
-        require_appendable(str(path), "save_rows")
-
-
 @pytest.mark.parametrize("content", [b"", b'{"a": 1}\n', b'{"torn'])
 def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     path.write_bytes(content)
     require_appendable(str(path))
     append_record(str(path), {"b": 2})
     assert path.read_bytes().startswith(content) and records(path)[-1] == {"b": 2}
-
-
-def test_pipes_and_devices_are_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "fifo")  # which nobody reads: opening it would wait for ever
-    for path in (str(tmp_path / "fifo"), "/dev/full", "/dev/null", "/dev/zero"):
-        with pytest.raises(ConfigError, match=f"(?s)cannot be written.*{path}"):
-            require_appendable(path)
-
-
-def test_a_record_that_cannot_be_appended_is_the_last_line_printed(capsys):
-    with pytest.raises(ConfigError, match=r"(?s)could not be appended.*/dev/full.*No space left"):
-        publish("/dev/full", {"a": "\ud800"}, "a table")
-    first, last = capsys.readouterr().out.splitlines()
-    assert first == "a table" and json.loads(last) == {"a": "\ud800"}
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError("left"), OSError(28, "No space left")])
-def test_a_record_that_cannot_be_printed_is_appended(path, monkeypatch, error):
-    stdout = io.StringIO()
-    monkeypatch.setattr(stdout, "flush", Mock(side_effect=error))
-    monkeypatch.setattr(sys, "stdout", stdout)
-    with pytest.raises(type(error)):
-        publish(str(path), {"a": 1}, "a table")
-    assert records(path) == [{"a": 1}]
-
-
-def test_a_run_outlives_what_it_cannot_append_and_ends_with_the_first_error(path, capsys):
-    put_off: list[UserError] = []
-    for number in range(3):
-        append_or_put_off("/dev/full", {"row": number}, put_off)
-    said = capsys.readouterr()
-    assert [json.loads(line) for line in said.out.splitlines()] == [{"row": number} for number in range(3)]
-    assert said.err.count("could not be appended") == 1
-    with pytest.raises(UserError) as raised:
-        publish(str(path), {"a": 1}, put_off=put_off)
-    assert raised.value is put_off[0] and records(path) == [{"a": 1}]
 
 
 def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], 
 
 
 def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
-    """Of each KV head: the chunks that begin before the window, sinks first, then as the last query attends to them."""
+    """Return for each KV head the chunks before the window: sinks, then by the last query's attention."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
     again.prefill_row(0, text)

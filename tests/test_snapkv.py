@@ -2,18 +2,16 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from common.errors import ConfigError
-from engine import ModelRunner, StandaloneDraft, generate
+from engine import ModelRunner, generate
 from engine.drafters import RowUpdate
 from kv_cache import FullKVCache
 from kv_cache.base import EMPTY
-from kv_cache.snapkv import POOL, SnapKV, attention_received
+from kv_cache.snapkv import POOL, SnapKV
 
 WINDOW, BUDGET = 6, 16
 SELECTED = BUDGET - WINDOW
@@ -26,7 +24,7 @@ SHAPES = {
 
 
 def received_by_lists(queries, keys):
-    """The same by loops: softmax of the scaled scores of every query over what it may see."""
+    """Return the attention that entries receive, by loops over the softmax of scaled scores."""
     n_head, n_query, head_dim = queries.shape
     n_kv_head, n_token, _ = keys.shape
     group = n_head // n_kv_head
@@ -51,17 +49,6 @@ def selected_by_lists(received, n_selected: int, window: int, pool: int) -> list
         best = sorted(range(len(votes)), key=lambda i: -pooled[i])[:n_selected]
         chosen.append(sorted(best))
     return chosen
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_that_of_a_causal_softmax(shape):
-    config = SHAPES[shape]
-    generator = torch.Generator().manual_seed(1)
-    queries = torch.randn(config.n_head, 5, 8, generator=generator, dtype=torch.float64)
-    keys = torch.randn(config.n_kv_head, 23, 8, generator=generator, dtype=torch.float64)
-    received = attention_received(queries, keys, torch.arange(23) > torch.arange(18, 23)[:, None])
-    torch.testing.assert_close(received, torch.tensor(received_by_lists(queries, keys)), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(received.sum(dim=1), torch.full((config.n_kv_head,), 5.0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,18 +84,6 @@ def test_the_cache_holds_what_lists_select(shape):
     assert heads_differ or shape == "group 4"
 
 
-def test_the_queries_are_those_of_the_prefill():
-    """Run once more over the cache, in other chunks: what a forward over the whole prompt computes."""
-    model, prompt = tiny_model(), random_prompts([33])[0]
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=5)
-    runner.prefill_row(1, prompt)
-    queries, backend = runner.last_queries(1, prompt, 9), type(model.backend)
-    with patch.object(backend, "attend", autospec=True, side_effect=backend.attend) as attend:
-        model(torch.tensor([prompt]), torch.arange(33)[None], full_cache(model, 1))
-    for got, call in zip(queries, attend.call_args_list, strict=True):
-        torch.testing.assert_close(got, call.args[1][0, -9:].transpose(0, 1), rtol=1e-10, atol=1e-10)
-
-
 def test_the_window_moves_on_and_the_selection_stays():
     runner, prompt = tiny_runner(1), random_prompts([40])[0]
     drafter = self_draft(runner, SnapKV(BUDGET, WINDOW), gamma=2)
@@ -124,22 +99,6 @@ def test_the_window_moves_on_and_the_selection_stays():
     length = len(prompt) + len(out.tokens[0]) - 1
     recent = sorted(position for position in held[SELECTED:] if position != EMPTY)
     assert recent and recent[-1] < length and recent[0] >= length - WINDOW - 2
-
-
-def test_a_standalone_draft_selects_from_its_own_prompt():
-    """The draft's row equals what the policy keeps of a whole cache that the same model filled."""
-    draft, prompts = tiny_model(seed=4), random_prompts([37, 9, 28])
-    cache = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
-    drafter = StandaloneDraft(ModelRunner(draft, cache), gamma=2)
-    whole = ModelRunner(draft, full_cache(draft, 3))
-    expected = SnapKV(BUDGET, WINDOW).new_cache(TINY, 3, 0, "cpu", torch.float64)
-    for row, prompt in enumerate(prompts):
-        drafter.follow([RowUpdate(row, row, prompt, 0)])
-        whole.fill_row(row, prompt)
-        queries = whole.last_queries(row, prompt, WINDOW) if len(prompt) > BUDGET else None
-        expected.fill_row(row, whole.cache, len(prompt), queries=queries)
-    assert torch.equal(cache.positions, expected.positions)
-    torch.testing.assert_close(cache.keys, expected.keys, rtol=1e-10, atol=1e-10)
 
 
 def test_selected_layers_and_8_bit_entries():
@@ -160,9 +119,3 @@ def test_selected_layers_and_8_bit_entries():
         assert torch.equal(some.keys[own], all_layers.keys[layer])
         assert torch.equal(some.scales[own], all_layers.scales[layer])
         torch.testing.assert_close(wide.entries[own], some.entries[own] * some.scales[own][..., None])
-
-
-def test_what_cannot_work_is_refused():
-    for budget, window in ((WINDOW, WINDOW), (512, 0), (3, 5)):
-        with pytest.raises(ConfigError):
-            SnapKV(budget, window).check()

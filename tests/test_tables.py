@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from common.tables import Column, console, markdown
-from engine.counts import AcceptanceRate, Counts, acceptance_standard_error, acceptance_text, total
+from common.tables import Column, console
+from engine.counts import AcceptanceRate, Counts, acceptance_standard_error, total
 
 COLUMNS = [
     Column("model", "model", align="<"),
@@ -23,47 +23,12 @@ def test_on_the_console_columns_are_as_wide_as_what_is_in_them():
     ]
 
 
-def test_in_markdown_a_bar_ends_no_cell():
-    assert markdown(ROWS, COLUMNS).splitlines() == [
-        r"| model | speedup | twice | a\|b |",
-        "| --- | ---: | ---: | ---: |",
-        "| M | 1.26 | 8 rows | 50% |",
-        "| longer | - | 32 rows | not measured |",
-    ]
-
-
-def test_without_rows_there_are_heads():
-    assert console([], COLUMNS) == "  model  speedup  twice  a|b"
-    assert markdown([], COLUMNS).count("\n") == 1
-
-
 def rows_that_differ(n: int, rng: np.random.Generator) -> list[Counts]:
     """Rows of 5 to 60 verified drafts, each with a probability of its own that one is accepted."""
     verified, alphas = rng.integers(5, 61, n), rng.beta(4, 2, n)
     accepted = rng.binomial(verified, alphas)
     pairs = zip(verified.tolist(), accepted.tolist(), strict=True)
     return [Counts(verified_at=[of], accepted_at=[taken]) for of, taken in pairs]
-
-
-def test_the_standard_error_of_two_rows_by_hand():
-    one, other = Counts(verified_at=[6, 4], accepted_at=[5, 3]), Counts(verified_at=[20, 10], accepted_at=[10, 2])
-    assert acceptance_standard_error([one, other]) == pytest.approx((2 * (3**2 + 3**2)) ** 0.5 / 40)
-    assert acceptance_standard_error([one, one]) == 0
-
-
-def test_the_standard_error_needs_two_rows_that_verified_drafts():
-    one, nothing = Counts(verified_at=[10], accepted_at=[8]), Counts(verified_at=[0], accepted_at=[0])
-    assert [acceptance_standard_error(rows) for rows in ([], [one], [nothing] * 2, [one, nothing])] == [None] * 4
-    other = Counts(verified_at=[30], accepted_at=[12])
-    assert acceptance_standard_error([one, nothing, other]) == acceptance_standard_error([one, other])
-
-
-def test_the_standard_error_is_that_of_leaving_out_each_row_in_turn():
-    """The jackknife, which estimates the same variance without the formula."""
-    rows = rows_that_differ(60, np.random.default_rng(1))
-    without = np.array([total([*rows[:i], *rows[i + 1 :]]).acceptance_rate for i in range(len(rows))])
-    jackknife = np.sqrt((len(rows) - 1) * np.var(without))
-    assert acceptance_standard_error(rows) == pytest.approx(jackknife, rel=0.05)
 
 
 def test_the_standard_error_is_the_spread_of_repeated_samples():
@@ -76,11 +41,3 @@ def test_the_standard_error_is_the_spread_of_repeated_samples():
         [AcceptanceRate(total(rows).acceptance_rate, total(rows).verified).standard_error for rows in samples]
     )
     assert mean_error == pytest.approx(np.std(rates), rel=0.1) and independent < mean_error / 2
-
-
-def test_an_acceptance_rate_is_shown_with_its_standard_error():
-    record = {"acceptance_rate": 0.8124, "acceptance_standard_error": 0.0131}
-    assert acceptance_text(record) == "0.812 ± 0.013"
-    assert acceptance_text(record | {"acceptance_standard_error": None}) == "0.812"
-    assert acceptance_text({"acceptance_rate": 0.8124}) == "0.812", "older records have none"
-    assert acceptance_text({"acceptance_rate": None}) is acceptance_text({}) is None

@@ -32,13 +32,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "n_ranks,selection",
     [
-        (2, "every drafter in every mode"),
-        (4, "every drafter"),
+        (2, "every drafter"),
         *(pytest.param(n, "every case", marks=pytest.mark.slow) for n in (2, 4)),
     ],
 )
 def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoints, tmp_path, record_property):
-    """Also in rejection mode: it draws the same random numbers, from distributions that differ by rounding."""
+    """Rejection mode draws equal random numbers, from distributions that differ by rounding."""
     torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", selection)
     results = json.loads((tmp_path / "results.json").read_text())
     together = results["cases"]
@@ -87,16 +86,3 @@ def test_a_shard_holds_the_memory_of_a_shard(tmp_path):
     assert sum(storages.values()) == 8 * n_parameters
     packed = load_model(tmp_path, config=config, exchange=Part())
     assert sum(tensor.numel() for tensor in (*packed.parameters(), *packed.buffers())) == n_parameters
-
-
-@pytest.mark.parametrize("name", ["tok_embeddings.weight", "output.weight", "norm.weight"])
-def test_giving_pages_back_leaves_other_memory_alone(tmp_path, name):
-    """A tensor with a stride of 0 claims far more than the file holds of it."""
-    config = replace(TINY, vocab_size=65536)
-    state_dict = dict(tiny_model(config).state_dict())
-    value = torch.full((1,) * state_dict[name].dim(), 0.25, dtype=torch.float64)
-    state_dict[name] = value.expand(state_dict[name].shape)
-    save_checkpoint(tmp_path / "model.pth", config, state_dict)
-    model = load_model(tmp_path, config=config, dtype=torch.float64)
-    for loaded, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, state_dict[loaded], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What verification's queries choose, against a selection on plain lists; when they do, and what stays as it was."""
+"""Entries that verification's queries choose equal a selection on plain lists, and are chosen when they should be."""
 
 import math
 from dataclasses import replace
@@ -11,12 +11,12 @@ from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache.entries import SCORE_CHUNK
 from kv_cache.refreshed import SelectionOps
-from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
+from kv_cache.verify_topk import VerifyTopKCache
 from models.attention import TorchAttention
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
-    """Of each KV head: the first chunk, and of those before the window what the queries at `which` attend to most."""
+    """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
     again.prefill_row(0, text)
@@ -37,7 +37,7 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
 
 
 def held(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
-    """Which of the target's entries the chosen slots hold."""
+    """Return which of the target's entries the chosen slots hold."""
     own = rows.cache.keys[layer, row, head, :CHOSEN]
     return [int((source[head] == key).all(-1).nonzero()) for key in own]
 
@@ -82,15 +82,8 @@ def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is
             assert chosen[row, head].tolist()[: len(entries)] == entries[:n_chosen]
 
 
-def test_a_row_that_holds_its_whole_text_keeps_it_in_order():
-    rows = Rows(VerifyTopKCache(TINY, len(LENGTHS), VerifyTopK(40, WINDOW), "cpu", torch.float64))
-    before = rows.cache.entries[:, :, 2, :, : LENGTHS[2]].clone()
-    rows.round([1, 1, 1, 1])
-    assert torch.equal(rows.cache.entries[:, :, 2, :, : LENGTHS[2]], before)
-
-
 def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
-    """Not even where these were no numbers, and blocks are shorter now."""
+    """Noted scores of the last request may be NaN, and blocks shorter."""
     chosen = []
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())
@@ -100,19 +93,6 @@ def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
         rows.round([1, 1, 1, 1], gamma=1)
         chosen.append(rows.cache.entries[:, :, 2].clone())
     assert torch.equal(*chosen)
-
-
-def test_a_row_that_was_filled_anew_keeps_what_its_prompt_chose():
-    rows = Rows(topk_cache())
-    rows.round([1, 1, 1, 1])
-    rows.texts[2] = random_prompts([44], seed=7)[0]
-    rows.fill(2)
-    after_prompt, others = rows.cache.entries[:, :, 2].clone(), rows.cache.entries[:, :, 0].clone()
-    batch = rows.batch
-    batch.set_state([len(text) for text in rows.texts], [0] * 4, [1] * 4)
-    rows.drafter.refresh(batch, GAMMA)
-    assert torch.equal(rows.cache.entries[:, :, 2], after_prompt)
-    assert torch.equal(rows.cache.entries[:, :, 0], others), "chosen again by the same queries, it is the same"
 
 
 @pytest.mark.parametrize("refresh,n_choices", [(1, 12), (3, 4), (7, 2)])
@@ -126,20 +106,6 @@ def test_entries_are_chosen_anew_every_so_many_rounds(refresh, n_choices, monkey
         out = generate(runner, random_prompts([40], seed=rounds), max_new_tokens=2, drafter=drafter)
         rounds += len(out.stats.rounds)
     assert rounds == 12 and len(chosen) == n_choices
-
-
-def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
-    runner, n_noted = tiny_runner(2), []
-    choose = VerifyTopKCache.choose
-
-    def watched(own, source, lengths, noted, *others):
-        n_noted.extend((lengths - noted.starts[own.row_indices]).tolist())
-        choose(own, source, lengths, noted, *others)
-
-    monkeypatch.setattr(VerifyTopKCache, "choose", watched)
-    drafter = SelfSpeculation(runner, topk_cache(n_rows=2, refresh=3), GAMMA)
-    generate(runner, random_prompts([40, 25]), max_new_tokens=60, drafter=drafter)
-    assert len(n_noted) > 10 and {*n_noted} <= {*range(GAMMA + 2)}  # 0 of a row that idles
 
 
 def test_a_kernel_that_fails_is_replaced_and_it_is_said_once(monkeypatch, capsys):

@@ -47,7 +47,7 @@ def full_cache(
 
 
 def tiny_runner(n_rows: int, **settings: Any) -> ModelRunner:
-    """Of the tiny model, over a full cache; settings: ModelRunner's."""
+    """Return a runner of the tiny model over a full cache; settings are ModelRunner's."""
     model = tiny_model()
     return ModelRunner(model, full_cache(model, n_rows), **settings)
 
@@ -60,7 +60,7 @@ def batch_at(lengths: list[int], current: list[int]) -> Batch:
 
 
 def self_draft(runner: ModelRunner, policy: Policy, gamma: int) -> SelfSpeculation:
-    """By the runner's own model, over a cache of that policy for as many rows of as many tokens as the runner has."""
+    """Return a self-draft over a cache of `policy`, for the runner's rows and longest text."""
     of = runner.model.config, runner.max_batch, runner.cache.capacity
     return SelfSpeculation(runner, policy.new_cache(*of, "cpu", runner.model.dtype), gamma)
 
@@ -100,6 +100,6 @@ def continue_by_recomputing(
 def recomputed(
     model: Transformer, prompts: list[list[int]], limits: int | list[int], sampling: SamplingParams | None = None
 ) -> list[list[int]]:
-    """The same of several prompts, each by its place."""
+    """Return `continue_by_recomputing` of several prompts, whose places are the request ids."""
     each = zip(prompts, limits if isinstance(limits, list) else [limits] * len(prompts), strict=True)
     return [continue_by_recomputing(model, prompt, n, sampling, place) for place, (prompt, n) in enumerate(each)]

@@ -53,27 +53,10 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
-@pytest.mark.parametrize("n_token", [1, MAX_BLOCK, MAX_BLOCK + 1])
-def test_8_bit_entries_are_dequantised_as_the_backend_says(n_token):
-    case, backend = make_case([40, 33], n_token, storage=torch.int8), TritonAttention()
-    assert case.dequantizes(backend) == backend.dequantizes(n_token) == (n_token > MAX_BLOCK)
-
-
-@pytest.mark.parametrize(
-    "n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (4, 4, 128), (5, 3, 128), (8, 1, 64), (16, 8, 64)]
-)
+@pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
 def test_ragged_rows_in_order(n_token, group, head_dim):
     # A row of nothing but its queries, one up to a chunk's border, one to the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
-
-
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_lengths_around_the_borders_of_tiles_and_chunks(shift, monkeypatch):
-    """A chunk of two tiles: lengths end a tile, a chunk, a chunk and a tile, two chunks."""
-    monkeypatch.setattr("models.attention.triton_backend.NOTE_CHUNKS", 2)
-    n_token = 4
-    lengths = [border * CHUNK - n_token + shift for border in (1, 2, 3, 4)]
-    check(after(lengths, n_token, 5 * CHUNK - 9, group=4), min_chunk=2 * CHUNK)
 
 
 @pytest.mark.parametrize("dtype,ring,n_token,group", [(torch.float16, False, 5, 4), (torch.float32, True, 1, 1)])
@@ -82,13 +65,13 @@ def test_entries_of_every_storage(storage, dtype, ring, n_token, group):
     check(after([0, 129], n_token, 140, n_kv_head=2, group=group, dtype=dtype, storage=storage, ring=ring))
 
 
-@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 2, 3), (150, 4, 4)])
+@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 4, 4)])
 def test_ring_with_holes(capacity, n_token, group):
     check(after([1, 40, 400], n_token, capacity, group=group, head_dim=128, ring=True))
 
 
 @over_both_caches
-@pytest.mark.parametrize("sliding_window", [1, 64, 100, 1000])
+@pytest.mark.parametrize("sliding_window", [1, 100])
 def test_sliding_window(sliding_window, ring):
     check(after([0, 70, 200], 5, 210, group=2, sliding_window=sliding_window, ring=ring))
 
@@ -101,16 +84,10 @@ def test_queries_that_do_not_follow_each_other(in_order):
     check(replace(case, queries=queries, slots=replace(case.slots, in_order=in_order)))
 
 
-@over_both_caches
-def test_one_chunk_needs_no_merge(ring):
-    for storage in (None, torch.int8):
-        check(after([0, 90, 141], 4, 150, n_kv_head=2, storage=storage, ring=ring), min_chunk=256)
-
-
 @pytest.mark.parametrize(
     "head_dim,quant_group,storage,dtype",
     [
-        *((64, group, torch.float32, torch.float32) for group in (7, 64)),
+        (64, 7, torch.float32, torch.float32),
         (64, 48, torch.int8, torch.float32),
         (128, 16, torch.float16, torch.float16),
     ],
@@ -130,16 +107,6 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group,
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@over_both_caches
-def test_a_block_that_is_a_view_of_more_rows_and_slots(ring):
-    """A row's positions, and its queries, need not lie where those of whole tensors would."""
-    case = after([0, 120], 2, 150, n_kv_head=2, ring=ring)
-    positions = case.slots.positions
-    wide = torch.cat([positions, positions.flip(1)], 1).repeat_interleave(2, 0)[::2, :150]
-    queries = torch.stack([case.queries, case.queries], 2).flatten(1)[:, ::2]
-    check(replace(case, queries=queries, slots=replace(case.slots, positions=wide)))
-
-
 @pytest.mark.parametrize(
     "n_token,head_dim,dtype", [(MAX_BLOCK + 1, 64, torch.float32), (2, 80, torch.float32), (2, 64, torch.float64)]
 )
@@ -150,7 +117,7 @@ def test_what_the_kernel_does_not_take_goes_to_torch(n_token, head_dim, dtype):
 
 
 def chosen_of(cache: VerifyTopKCache) -> Tensor:
-    """What the second layer's chosen slots hold, as numbers, in an order of their own."""
+    """Return the second layer's chosen entries as numbers, sorted."""
     scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
     values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
     order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
@@ -200,8 +167,7 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
     [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
 )
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
-    """To the bit: of a row that is filled, and of rows by name that go on in blocks, some of whose drafts are taken
-    back; groups that are not whole yet, or that the ring has lost, are not."""
+    """Bits are equal for a row that is filled and for rows by name that go on in blocks, with rollbacks."""
     config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
     full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
     positions = torch.arange(full.capacity)

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: a conversation as the text and token ids that its model was trained on."""
+"""Chat templates: a conversation as the text and token ids that a model was trained on."""
 
 import json
 import re
@@ -19,16 +19,16 @@ from models.checkpoints.tokenizer import Tokenizer
 from models.config import read_config
 
 Message = Mapping[str, str]
-# Noncharacters of Unicode, which no text has: they set control tokens that somebody says apart from the template's own.
+# Noncharacters of Unicode, which no text has: they mark control tokens in a message, apart from the template's.
 BEGIN, END = "\ufdd0", "\ufdd1"
 UNMARKED = partial(re.sub, f"[{BEGIN}{END}]", "")
-# Of transformers, which collects what the model says between these two; they print nothing.
+# Tags between which transformers collects the model's turn; they print nothing.
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """path: the file that it stands in. tokens: `bos_token`, `eos_token` and others by the names templates have."""
+    """A compiled template. path: its file. tokens: `bos_token`, `eos_token` and others by the names templates use."""
 
     path: Path
     template: jinja2.Template
@@ -36,8 +36,8 @@ class ChatTemplate:
     tokenizer: Tokenizer
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of `messages`, each with `role` and `content`, as transformers' `apply_chat_template` writes it, to
-        what opens the model's turn. Errors: ConfigError with what the template raised."""
+        """Return the text of `messages`, each with `role` and `content`, and the opening of the model's turn. Equals
+        transformers' `apply_chat_template`. Raises ConfigError with what the template raised."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
             return self.template.render(messages=messages, **given)
@@ -48,7 +48,8 @@ class ChatTemplate:
             raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Its token ids, with no BOS but the template's own. A control token that stands in a message is plain text."""
+        """Return the token ids of `messages`, with the template's BOS alone. Control tokens in a message are plain
+        text."""
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
 
@@ -61,12 +62,12 @@ class ChatTemplate:
 
 
 class NoChatTemplateError(CheckpointError):
-    """The checkpoint has none: it was not trained for conversations."""
+    """The checkpoint has no chat template: it was not trained for conversations."""
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """That of a checkpoint's folder: `chat_template.jinja`, or else `chat_template` in tokenizer_config.json. Errors:
-    NoChatTemplateError, or CheckpointError for one that does not compile."""
+    """Load a checkpoint's `chat_template.jinja`, or else `chat_template` of its tokenizer_config.json. Raises
+    NoChatTemplateError, or CheckpointError for a template that does not compile."""
     own, where = folder / CHAT_TEMPLATE, folder / TOKENIZER_CONFIG
     try:
         settings = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else {}
@@ -91,7 +92,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -> dict[str, str]:
-    """BOS and EOS by their ids in config.json, where no tokenizer_config.json says them."""
+    """Return BOS and EOS by their ids in config.json, where tokenizer_config.json lacks them."""
     if not (missing := {"bos_token", "eos_token"} - known.keys()):
         return {}
     config, pieces = read_config(folder / CONFIG), dict[object, str | None](enumerate(tokenizer.pieces()))
@@ -102,7 +103,7 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, known: Mapping[str, str]) -
 
 def _compiled(text: str) -> jinja2.Template:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes what is special in HTML
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's filter escapes characters of HTML
     made.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made.from_string(GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", text))
 

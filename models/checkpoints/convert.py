@@ -1,4 +1,4 @@
-"""A downloaded checkpoint once it is open, whatever its format, and which of its tensors make up each of model.pth."""
+"""Tensors of an open download, whatever its format, and which of them make up each tensor of model.pth."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """One tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`. published: the name of the
-    dtype that the file has it in, or of a GGUF's quantisation, such as Q4_1."""
+    """A tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`. published: name of the dtype,
+    or GGUF quantisation, that the file has it in, such as Q4_1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,11 +32,9 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Source:
-    """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config.
-
-    `side_files`: the config.json, tokenizer and the like that the folder has for these weights. What is not among them
-    is made from a GGUF's metadata: `hf_config`, `tokenizer_json` and `chat_template`.
-    """
+    """The weight files of a folder, their tensors by Hugging Face name, and the Hugging Face config. side_files: names
+    of the folder's config.json, tokenizer and the like for these weights. The missing ones come from a GGUF's metadata:
+    `hf_config`, `tokenizer_json` and `chat_template`."""
 
     files: tuple[Path, ...]
     tensors: dict[str, SourceTensor]
@@ -48,7 +46,7 @@ class Source:
 
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """For each tensor of `loading.expected_shapes`, the source tensors stacked on dim 0, with shapes."""
+    """Return the source tensors, with shapes, that are stacked on dim 0 to each tensor of `loading.expected_shapes`."""
     dim, ffn_dim, embedding = config.dim, config.ffn_dim, (config.vocab_size, config.dim)
     n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     qkv = {"q": n_q, "k": n_kv, "v": n_kv}
@@ -103,8 +101,8 @@ def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collec
 
 
 def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
-    """Raise CheckpointError if there is an output layer that is not equal to the embedding, which the config ties it
-    to: transformers keeps such a layer, and so would run another model."""
+    """Raise CheckpointError if there is an output layer unlike the embedding that the config ties it to. transformers
+    keeps such a layer, and so would run another model."""
     if (head := tensors.get(HEAD)) is None:
         return
     embedding = tensors[EMBEDDING]
@@ -136,5 +134,5 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. One pass, in no memory of its own."""
+    """True if all values are finite. Takes one pass and no further memory."""
     return all(bool(bound.isfinite()) for bound in tensor.aminmax())

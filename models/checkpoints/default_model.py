@@ -1,4 +1,4 @@
-"""Where the built-in default lives: SmolLM2-135M-Instruct and the text of *Pride and Prejudice*."""
+"""Paths of the built-in default: SmolLM2-135M-Instruct and the text of *Pride and Prejudice*."""
 
 from common.checkout import ROOT
 

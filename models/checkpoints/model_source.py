@@ -1,4 +1,4 @@
-"""Where a benchmark's models come from: a converted checkpoint, or a shape for random weights."""
+"""A benchmark's model before it is loaded: a converted checkpoint, or a shape for random weights."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ from models.presets import preset_config, preset_name
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded: its checkpoint, or what names its shape; its configuration, a name for records."""
+    """A model that can be loaded. path: of its checkpoint, or a name of its shape. name: for records."""
 
     path: str
     load_format: str
@@ -39,17 +39,17 @@ class ModelSource:
 
     @property
     def has_text(self) -> bool:
-        """Whether it has learnt anything: random weights have no tokenizer and no acceptance."""
+        """False for random weights, which have no tokenizer and no acceptance rate worth measuring."""
         return self.load_format != "dummy"
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the built-in model, as it was fetched; what was derived from it is another."""
+        """True for the built-in model as it was fetched; models derived from it are others."""
         return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
 
     @property
     def most_drafts(self) -> int:
-        """Tokens that it can draft in a round."""
+        """Most tokens that it can draft in a round."""
         return sys.maxsize
 
     @property
@@ -59,13 +59,13 @@ class ModelSource:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """Of its checkpoint's manifest, which has the sums of all files; None without one."""
+        """SHA-256 of the checkpoint's manifest, which has the sums of all files; None without a manifest."""
         manifest = _folder(self.path) / MANIFEST
         return sha256_of(manifest) if manifest.is_file() else None
 
     @property
     def published(self) -> list[str]:
-        """Names of what the matrices were published in, as in `SourceTensor`; none if the conversion does not say."""
+        """Dtypes that the matrices were published in, as in `SourceTensor`; empty if the conversion does not say."""
         return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def tokenizer(self) -> Tokenizer:
@@ -75,7 +75,7 @@ class ModelSource:
         return load_chat_template(_folder(self.path), self.tokenizer())
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Errors: CheckpointError if its tokenizer made ids that the model does not have. It may have some unused."""
+        """Raise CheckpointError if the tokenizer made ids that the model does not have. Unused ids are fine."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
             what, where = "the tokenizer is not this model's", find_tokenizer(_folder(self.path))
@@ -90,11 +90,9 @@ class ModelSource:
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
-    """The model that `where` names. Reads no weights, but sees whether they are there, and whole.
-
-    A path to random weights need not exist: its folder's name is then that of a published configuration.
-    Errors: CheckpointError, ConfigError.
-    """
+    """Find the model that `where` names, without reading weights: only whether they are there, and whole. A path to
+    random weights need not exist: its folder's name is then that of a published configuration. Raises CheckpointError,
+    ConfigError."""
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
@@ -117,8 +115,8 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
-    """Compare what every token id means to both models; returns a remark where one of them has more, which come last.
-    Models without text are compared by size. Errors: ConfigError naming the first id that differs."""
+    """Compare the meaning of every token id in two models; return a remark if one of them has more ids, which come
+    last. Models without text are compared by size. Raises ConfigError naming the first id that differs."""
     if target.has_text and draft.has_text:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
@@ -132,6 +130,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
 
 
 def _folder(path: str) -> Path:
-    """Where a checkpoint lies; where there is nothing, whether a file is meant is told by its name."""
+    """Return a checkpoint's folder. A path to nothing is taken for a file if it ends in .pth."""
     is_file = os.path.isfile(path) or (path.endswith(".pth") and not os.path.isdir(path))
     return Path(path).parent if is_file else Path(path)

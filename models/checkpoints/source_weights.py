@@ -1,4 +1,4 @@
-"""A downloaded checkpoint as lazily read tensors under their Hugging Face names, whatever its format."""
+"""A downloaded checkpoint as lazily read tensors under their Hugging Face names."""
 
 import json
 import re
@@ -21,15 +21,15 @@ from models.config import ModelConfig, read_config
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-# By name: shape, dtype (or what there is in its place), and what reads it.
+# By name: shape, dtype (or the name of another type), and the function that reads the tensor.
 Stored = dict[str, tuple[Sequence[int], Any, Any]]
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def open_source(folder: Path) -> Source:
-    """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, looked for in this order. Reads headers.
-    Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
+    """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, the first found in this order. Reads
+    headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
@@ -50,8 +50,8 @@ def open_source(folder: Path) -> Source:
 
 
 def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
-    """The tensors of the first file, or shards, that a folder has of those stems and suffixes. Raises CheckpointError
-    if it has none, or for a tensor of another dtype."""
+    """Return the tensors of the first file, or shards, that a folder has under those stems and suffixes. Raises
+    CheckpointError if it has none, or for a tensor of another dtype."""
     for stem, suffix in names:
         if found := _open_weights(folder, stem, suffix, dtypes):
             return found[1]
@@ -62,7 +62,7 @@ def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collect
 def _open_weights(
     folder: Path, stem: str, suffix: str, dtypes: Collection[Any]
 ) -> tuple[tuple[Path, ...], dict[str, SourceTensor]] | None:
-    """The weight files of one format, and their tensors: one file, or the shards that an index names; None without
+    """Return the weight files of one format and their tensors: one file, or the shards of an index; None without
     either. Raises CheckpointError where it is not certain which files are the model's."""
     single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
     own_name = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}")
@@ -89,7 +89,7 @@ def _open_weights(
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The name of each tensor's file. Raises CheckpointError."""
+    """Return the file name of each tensor. Raises CheckpointError."""
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if outside := [name for name in places.values() if Path(name).name != name]:
@@ -101,7 +101,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_shards(files: Sequence[Path], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
-    """The tensors of all files but for those that are ignored, which may be of any kind."""
+    """Return the tensors of all files, without IGNORED_SUFFIXES, whose dtype may be any."""
     tensors: dict[str, SourceTensor] = {}
     for path in files:
         try:

@@ -1,16 +1,16 @@
-"""Token ids -> text as it grows, in whole characters: one may be spread over several tokens."""
+"""Decode token ids to text as it grows, in whole characters: a character may be spread over several tokens."""
 
 from models.checkpoints.tokenizer import Tokenizer
 
-# What has no end within so many tokens is shown as far as it is certain, or all of it would be decoded for ever.
+# Tokens without a complete end after which the certain part of their text is shown, or they would be kept for ever.
 MOST_HELD = 16
-# A character has four bytes: one that is not complete is in the last three tokens.
+# A character has at most four bytes: an incomplete one is in the last three tokens.
 INCOMPLETE = 3
 
 
 class TextStream:
-    """The text of a row's new tokens. A few tokens before each one are decoded with it: some tokenizers drop a space
-    at the beginning of a text."""
+    """Text of a row's new tokens. A few tokens before each new one are decoded with it: some tokenizers drop a space at
+    the beginning of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -18,7 +18,7 @@ class TextStream:
         self._held: list[int] = []
 
     def add(self, token: int) -> str:
-        """The characters that this token completes; none while the last of them is incomplete."""
+        """Return the characters that this token completes; none while the last of them is incomplete."""
         self._held.append(token)
         text, n_shown = self.rest(), len(self._held)
         if not text or text.endswith("\ufffd"):
@@ -29,11 +29,11 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What waits for tokens that do not come."""
+        """Return the text of tokens that wait for more."""
         return self._text(self._held)
 
     def _certain(self, text: str) -> tuple[str, int]:
-        """What begins this text whatever comes, and of how many tokens it is: no character is divided."""
+        """Return the beginning of `text` that no further token can change, and its number of tokens."""
         parts = ((self._text(self._held[:n]), n) for n in range(len(self._held) - INCOMPLETE, 0, -1))
         return next(((part, n) for part, n in parts if text.startswith(part)), (text, len(self._held)))
 

@@ -13,7 +13,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json; its post-processor is what adds BOS.
+    """A Hugging Face tokenizer.json; its post-processor adds BOS.
 
     `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves out control
     tokens, and ids without a token. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an
@@ -53,7 +53,8 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """The same of a SentencePiece tokenizer.model (Llama 2, Mistral); BOS is added where the model defines one."""
+    """A SentencePiece tokenizer.model (Llama 2, Mistral) with JsonTokenizer's methods; BOS is added if the model has
+    one."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -85,7 +86,7 @@ Tokenizer: TypeAlias = JsonTokenizer | SentencePieceTokenizer
 
 
 def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
-    """The tokenizer file among `names` in a checkpoint folder, tokenizer.json first; None if there is none."""
+    """Return the tokenizer file among `names` in a checkpoint folder, tokenizer.json first; None if there is none."""
     paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
     return next((path for path in paths if path.is_file()), None)
 

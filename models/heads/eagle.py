@@ -1,7 +1,7 @@
-"""EAGLE heads: one decoder layer, or few, over the target's hidden states and the tokens that followed them.
+"""EAGLE heads: a decoder layer, or a few, over the target's hidden states and the tokens that followed them.
 
-EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) go on from the target's last hidden state and use its head; EAGLE-3
-(2503.01840) reads the inputs of three of its layers, and has a head of its own, often of fewer tokens.
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) go on from the target's last hidden state and use its output layer.
+EAGLE-3 (2503.01840) reads the inputs of three of its layers, and has its own output layer, often of fewer tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,16 @@ from models.llama import Block, Head, Linear, Step, Transformer
 
 @dataclass(frozen=True)
 class EagleShape:
-    """config: of the head's own layers, with the target's vocabulary. draft_vocab_size: tokens that its own output
-    layer knows; None: it uses the target's. inputs_of: the layers of the target whose inputs it reads, ascending, all
-    `target_dim` wide; none for EAGLE-1 and -2, which read the last hidden state. own_embedding: else the target's.
+    """Shape of an EAGLE head.
 
-    Of EAGLE-3, norm_before_residual: the residual stream starts normalised; fc_norm: each input is normalised before
-    `fc`; norm_before_fc: all of them at once; norm_output: the next step reads what the output layer does, normalised.
+    config: the head's layers, with the target's vocabulary.
+    draft_vocab_size: tokens that its output layer knows; None if it uses the target's.
+    inputs_of: layers of the target whose inputs it reads, ascending, all `target_dim` wide; empty for EAGLE-1 and -2,
+        which read the last hidden state.
+    own_embedding: False if it uses the target's.
+    norm_before_residual: the residual stream starts normalised (these four: EAGLE-3 alone).
+    fc_norm: each input is normalised before `fc`. norm_before_fc: all of them at once.
+    norm_output: the next step reads the normalised state, as the output layer does.
     """
 
     config: ModelConfig
@@ -37,12 +41,12 @@ class EagleShape:
 
     @property
     def state_dim(self) -> int:
-        """Width of what it reads of the target."""
+        """Width of the target's states that the head reads."""
         return self.target_dim * max(1, len(self.inputs_of))
 
 
 class PlainFirstBlock(Block):
-    """EAGLE-1's: attention takes the residual stream as it is."""
+    """First block of EAGLE-1: attention takes the residual stream without a norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -55,7 +59,8 @@ class PlainFirstBlock(Block):
 
 
 class WideFirstBlock(Block):
-    """EAGLE-3's: attention takes the tokens' embeddings, handed over as the first `update`, beside the stream."""
+    """First block of EAGLE-3: attention takes the tokens' embeddings, passed as the first `update`, beside the
+    stream."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(config)
@@ -73,13 +78,11 @@ class WideFirstBlock(Block):
 
 
 class EagleHead(nn.Module):
-    """A state at position p stands for the tokens up to p; `advance` over it and the token at p + 1 gives a state for
-    the tokens up to p + 1, whose `logits` are those of the token at p + 2. `fused` makes states of the target's.
-
-    `body` has the layers, the norm and the output layer; where it lacks an embedding or an output layer, `target`'s
-    are used, which `borrow` names. target_ids: which id of the target's each of the output layer's is,
-    `[draft_vocab_size]` int64; None where all are the same.
-    """
+    """A head whose state at position p stands for the tokens up to p. `advance` over a state and the token at p + 1
+    gives the state for the tokens up to p + 1, whose `logits` are those of the token at p + 2. `fused` turns the
+    target's states into the head's. `body` has the layers, the norm and the output layer; `borrow` names the target
+    whose embedding or output layer stands in for a missing one. target_ids: the target's id of each id of the output
+    layer, `[draft_vocab_size]` int64; None if they are equal."""
 
     target_ids: Tensor | None
 
@@ -103,11 +106,11 @@ class EagleHead(nn.Module):
         self._target: tuple[Transformer, ...] = ()
 
     def borrow(self, target: Transformer) -> None:
-        """Use that model's embedding or output layer where there is no own one; they stay its own."""
+        """Use that model's embedding or output layer where the head has none; they stay the model's."""
         self._target = (target,)  # in a tuple: no submodule
 
     def fused(self, states: Tensor) -> Tensor:
-        """The states `[..., dim]` that stand for the target's, `[..., state_dim]`."""
+        """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
         if not self.is_third:
             return states
         if self.input_norm is not None:
@@ -118,8 +121,8 @@ class EagleHead(nn.Module):
         return self.fc(states)
 
     def advance(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
-        """The states `[B, T, dim]` behind `states [B, T, dim]` and the tokens `[B, T]` that followed each; positions
-        `[B, T]`: where they are kept, of which only the distances count."""
+        """Return the states `[B, T, dim]` behind `states [B, T, dim]` and the tokens `[B, T]` that followed each.
+        positions: `[B, T]`, where the cache keeps them; only their distances count."""
         embedding = self.body.tok_embeddings if self.shape.own_embedding else self._target[0].tok_embeddings
         x, embedded = states.flatten(0, 1), embedding(tokens).flatten(0, 1).to(states.dtype)
         if not self.is_third:
@@ -129,7 +132,7 @@ class EagleHead(nn.Module):
         return self.body.norm(out) if self.shape.norm_output else out
 
     def draft_logits(self, states: Tensor) -> Tensor:
-        """Of the ids that the output layer knows: `[..., dim] -> [..., draft_vocab_size]`."""
+        """Return logits of the ids that the output layer knows: `[..., dim] -> [..., draft_vocab_size]`."""
         if self.is_third and not self.shape.norm_output:
             states = self.body.norm(states)
         if self.body.output is not None:
@@ -138,7 +141,7 @@ class EagleHead(nn.Module):
         return target.logits(states.to(target.dtype))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the target's ids: minus infinity for those that the output layer does not know."""
+        """Return logits of the target's ids: minus infinity for ids that the output layer does not know."""
         known = self.draft_logits(states)
         if self.target_ids is None:
             return known

@@ -1,4 +1,4 @@
-"""Heads as they are published: found, checked against the target that they were trained for, and loaded."""
+"""Published heads: find them, check them against the target that they were trained for, and load them."""
 
 import re
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ from models.hf_config import positive
 from models.packed_linear import pack_linears
 from models.quantize import quantize_linears
 
-# Stems and suffixes.
+# Stems and suffixes of files of weights.
 FILES = [("medusa_lm_head", ".safetensors"), ("medusa_lm_head", ".pt"), ("model", ".safetensors")]
 FILES += [("pytorch_model", ".bin")]
 LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
-# Maps of vocabularies (what each id of the smaller one is beyond its own, and which of the larger one it has), and what
-# training leaves beside the head.
+# Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
+# that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
-# One of these makes it EAGLE-3's, so that the others have to be there.
+# A file with one of these tensors is EAGLE-3's, and needs the others.
 OF_EAGLE_3 = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
-# An EAGLE head has layers of Llama without windows, whatever its config.json took over from its target's.
+# An EAGLE head has layers of Llama without windows, whatever its config.json copies from its target's.
 AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
 AS_LLAMA |= {"attention_bias": False, "sliding_window": None, "layer_types": None}
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
@@ -38,13 +38,13 @@ FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, w
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource(ModelSource):
-    """A head that can be loaded; `config`: of an EAGLE head's own layers, of Medusa heads the target's."""
+    """A head that can be loaded; `config` is of an EAGLE head's layers, of Medusa heads the target's."""
 
     shape: MedusaShape | EagleShape
 
     @property
     def has_text(self) -> bool:
-        """Its tokens are the target's, or some of them."""
+        """False: a head has no tokenizer, its tokens are the target's."""
         return False
 
     @property
@@ -63,8 +63,8 @@ class HeadSource(ModelSource):
         return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
     def load(self, **how: Any) -> Any:
-        """A MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an EAGLE
-        head's layers) as of `load_model`; the rest is of no use here."""
+        """Load a MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an
+        EAGLE head's layers) of `load_model`; the rest is ignored."""
         device, dtype = how["device"], how["dtype"]
         tensors = _open(Path(self.path))
         head = _on_meta(self.shape).eval().requires_grad_(False)
@@ -82,10 +82,8 @@ class HeadSource(ModelSource):
 
 
 def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
-    """The head of that kind at `path`, a folder or the weights in one. Reads headers, and the maps of vocabularies.
-
-    Errors: CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`.
-    """
+    """Find the head of a kind at `path`, a folder or the weights in one. Reads headers, and the maps of vocabularies.
+    Raises CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`."""
     weights, tensors = Path(path), _open(Path(path))
     folder = weights if weights.is_dir() else weights.parent
     values = read_config(folder / CONFIG)
@@ -109,7 +107,7 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
 
 
 def head_parts(shape: MedusaShape | EagleShape) -> dict[str, tuple[Part, ...]]:
-    """For each tensor of a head's state dict, the published tensors stacked on dim 0, with shapes."""
+    """Return the published tensors, with shapes, that are stacked on dim 0 to each tensor of a head's state dict."""
     stacks = source_parts(replace(shape.config, tie_embeddings=False)) if isinstance(shape, EagleShape) else {}
     parts = dict[str, tuple[Part, ...]]()
     for name, x in _on_meta(shape).state_dict().items():
@@ -123,7 +121,7 @@ def head_parts(shape: MedusaShape | EagleShape) -> dict[str, tuple[Part, ...]]:
 
 
 def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
-    """A head's tensors by the names under which they are published."""
+    """Return a head's tensors by the names under which heads are published."""
     state, tensors = head.state_dict(), dict[str, Tensor]()
     for name, stacked in head_parts(head.shape).items():
         rows = [size[0] for _, size in stacked]
@@ -136,16 +134,12 @@ def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
 
 
 def _open(path: Path) -> dict[str, SourceTensor]:
-    """By name, one for the layouts in which EAGLE-3's layer is `midlayer`, or all are below `model`."""
+    """Return tensors by name; `midlayer` (EAGLE-3) and names below `model` are renamed to a common layout."""
     if not path.exists():
         raise CheckpointError("there is no such head", flag("draft_model"), path, "a folder, or the weights in it", FIX)
     folder, names = (path, FILES) if path.is_dir() else (path.parent, [(path.stem, path.suffix)])
     tensors = open_tensors(folder, names, (*DTYPES, torch.int64, torch.bool))
-    renamed = {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
-    if len(renamed) < len(tensors):
-        seen, required = f"{len(tensors)} names, {len(renamed)} tensors", "each tensor by one name"
-        raise CheckpointError("a tensor of the head is there twice", path, seen, required, FIX)
-    return renamed
+    return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
 
 
 def _on_meta(shape: MedusaShape | EagleShape) -> MedusaHeads | EagleHead:
@@ -156,7 +150,8 @@ def _on_meta(shape: MedusaShape | EagleShape) -> MedusaHeads | EagleHead:
 def _medusa_shape(
     where: Path, values: Mapping[str, Any], tensors: Mapping[str, SourceTensor], target: ModelConfig
 ) -> MedusaShape:
-    """As many heads as there are, or should be by the config, which is often left at its default."""
+    """Return the shape of Medusa heads: as many as the file has, or more if the config, often left at its default, says
+    so."""
     in_file = 1 + max(int(name.split(".")[0]) for name in tensors)
     n_head = max(positive(values, "medusa_num_heads", str(where), in_file), in_file)
     n_layer = positive(values, "medusa_num_layers", str(where), 1)
@@ -174,7 +169,7 @@ def _eagle_shape(
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
     names, vocab_size = tensors.keys(), config.vocab_size
     is_third = not OF_EAGLE_3.isdisjoint(names)
-    # What cannot be borrowed has to be there: of another width than the target's, or of other ids.
+    # A head of another width, or with other ids, cannot borrow the target's embedding or output layer.
     n_draft = positive(values, "draft_vocab_size", str(where), vocab_size)
     is_wide = is_third and config.dim != target.dim
     own_embedding = is_wide or "embed_tokens.weight" in names
@@ -220,19 +215,15 @@ def _inputs_of(where: Path, values: Mapping[str, Any], n_layer: int) -> tuple[in
 
 
 def _target_ids(tensors: Mapping[str, SourceTensor], vocab_size: int, n_draft: int | None) -> Tensor | None:
-    """The target's id of each of the head's, `[draft_vocab_size]` int64; None where all are the same. n_draft: how many
-    the head has, None for the target's. Raises CheckpointError for maps that are no such ids."""
+    """Return the target's id of each of the head's ids, `[draft_vocab_size]` int64; None if they are equal. n_draft:
+    how many ids the head has, None for the target's. Raises CheckpointError for a map that gives no such ids."""
     n_draft, given = n_draft or vocab_size, tensors.get("d2t")
-    offsets, chosen = given.read() if given else torch.zeros(n_draft).long(), torch.zeros(vocab_size, dtype=torch.bool)
+    if given is None:
+        return None
+    offsets = given.read()
     ids = offsets + torch.arange(n_draft) if offsets.shape == (n_draft,) else torch.tensor([-1])
-    if fits := ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all()):
-        chosen[ids] = True
-    if given and (not fits or int(chosen.sum()) < n_draft):
-        seen = f"d2t {tuple(offsets.shape)}, {offsets.dtype}, of {int(chosen.sum())} ids"
-        required = f"{n_draft} ids below {vocab_size}, no two the same"
+    is_index = ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocab_size)).all())
+    if not is_index or len(ids.unique()) < n_draft:
+        seen, required = f"d2t {tuple(offsets.shape)}, {offsets.dtype}", f"{n_draft} different ids below {vocab_size}"
         raise CheckpointError("the head's vocabulary is no part of the target's", given.file, seen, required, FIX)
-    if (listed := tensors.get("t2d")) and not torch.equal(listed.read().bool(), chosen):
-        seen = f"t2d {listed.shape} with {int(listed.read().bool().sum())} ids"
-        required = f"the {n_draft} ids of {'d2t' if given else 'the target'}"
-        raise CheckpointError("the head's maps of ids contradict each other", listed.file, seen, required, FIX)
-    return ids if given else None
+    return ids

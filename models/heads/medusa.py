@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv 2401.10774): each guesses the token at one distance, all from one hidden state of the target."""
+"""Medusa heads (arXiv 2401.10774): each guesses the token at one distance, from one hidden state of the target."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from models.llama import Head, Linear
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """n_layer: residual blocks of each head; dim and vocab_size are the target's. own_output: whether heads have output
-    layers of their own, in place of the target's."""
+    """Shape of Medusa heads: n_layer residual blocks each; dim and vocab_size are the target's. own_output: False if
+    the heads use the target's output layer."""
 
     n_head: int
     n_layer: int
@@ -30,11 +30,9 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Head i guesses the token at position t + 2 + i from the target's last hidden state at position t.
-
-    The names of its state dict are the published ones. `heads[i](hidden [..., dim])` gives logits `[..., vocab_size]`,
-    or without output layers of their own what the target's takes.
-    """
+    """Heads, of which number i guesses the token at position t + 2 + i from the target's hidden state at position t.
+    The names of the state dict are the published ones. `heads[i](hidden [..., dim])` gives logits `[..., vocab_size]`,
+    or without output layers the input of the target's."""
 
     def __init__(self, shape: MedusaShape) -> None:
         blocks = [[ResidualBlock(shape.dim) for _ in range(shape.n_layer)] for _ in range(shape.n_head)]
