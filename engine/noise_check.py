@@ -28,4 +28,4 @@ def cases() -> Iterator[Case]:
 
 
 def _draw(stream: int, n_ids: int, draw: Draw) -> Results:
-    return (draw(*map(torch.tensor, (SEEDS, REQUESTS, POSITIONS)), stream, n_ids),)
+    return (draw(torch.tensor(SEEDS), torch.tensor(REQUESTS), torch.tensor(POSITIONS), stream, n_ids),)
