@@ -90,7 +90,7 @@ def test_what_no_conversion_wrote_is_not_written_over(tmp_path: Path, there: str
     write_source(source)
     out.mkdir()
     (out / there).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"something else[\\s\\S]*{there}"):
+    with pytest.raises(CheckpointError, match=there):
         convert(source, out, force=True)
     assert [path.name for path in out.iterdir()] == [there]
     (out / there).unlink()
