@@ -59,17 +59,10 @@ RULES = {
     "is_encoder_decoder": only(False),
     "quantization_config": UNSET,
     # Layers, or their cache entries, would differ from each other.
-    "attention_chunk_size": UNSET,
-    "kv_sharing_modes": UNSET,
-    "per_layer_config": UNSET,
+    **dict.fromkeys(("attention_chunk_size", "kv_sharing_modes", "per_layer_config"), UNSET),
     # Keys or weights would come from another file or section.
-    "attribute_map": UNSET,
-    "configuration_files": UNSET,
-    "transformers_weights": UNSET,
-    "text_config": UNSET,
-    "text_encoder": UNSET,
-    "decoder": UNSET,
-    "generator": UNSET,
+    **dict.fromkeys(("attribute_map", "configuration_files", "transformers_weights"), UNSET),
+    **dict.fromkeys(("text_config", "text_encoder", "decoder", "generator"), UNSET),
 }
 DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 

@@ -38,17 +38,20 @@ def layers() -> Iterator[Layer]:
     ops, weight = torch.ops, torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(0))
 
     halved = weight.bfloat16()
-    blocked = ops.mkldnn._reorder_linear_weight(halved, 32), None, "none", [], ""
-    in_16_bits = linear_cpp.pack_bfloat16(halved)
-    yield Layer(16, in_16_bits, None, halved, lambda x: ops.mkldnn._linear_pointwise(x, *blocked), 0)
+    blocked = ops.mkldnn._reorder_linear_weight(halved, 32)
+
+    def in_16_bits(x: Tensor) -> Tensor:
+        return ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+
+    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, in_16_bits, 0)
 
     q, scale = quantize(weight, torch.int8)
     prepacked = ops.onednn.qlinear_prepack(q, None), scale, torch.zeros(D_OUT, dtype=torch.int32)
 
     def in_8_bits(x: Tensor) -> Tensor:
         rounded, row_scale = round_to_uint8(x)
-        options = None, 1.0, 0, torch.float32, "none", [], ""
-        return ops.onednn.qlinear_pointwise(rounded, 1.0, 128, *prepacked, *options) * row_scale
+        qlinear = ops.onednn.qlinear_pointwise
+        return qlinear(rounded, 1.0, 128, *prepacked, None, 1.0, 0, torch.float32, "none", [], "") * row_scale
 
     yield Layer(8, linear_cpp.pack_int8(q), scale, q * scale[:, None], in_8_bits, D_IN)
 
