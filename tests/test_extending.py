@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from programs import ROOT, python
 
 FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
