@@ -3,13 +3,10 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import arg
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import flag, without_effect
+from common.say import note_without_effect
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.download_default import download_default
 from models.checkpoints.download_hub import download_repo
@@ -17,18 +14,17 @@ from models.checkpoints.download_hub import download_repo
 
 @dataclass(frozen=True)
 class Flags:
-    repo_id: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
-    """such as meta-llama/Meta-Llama-3.1-8B"""
-    hf_token: Annotated[str | None, arg(help_behavior_hint="(default: the token of `hf auth login`)")] = None
-    """for gated repositories"""
-    out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: checkpoints/REPO_ID in this repository)")] = None
-    """folder of the checkpoint"""
+    repo_id: str | None = None
+    """such as meta-llama/Meta-Llama-3.1-8B (default: the built-in model)"""
+    hf_token: str | None = None
+    """for gated repositories (default: the token of `hf auth login`)"""
+    out_dir: Path | None = None
+    """folder of the checkpoint (default: checkpoints/REPO_ID in this repository)"""
 
 
 def main(flags: Flags) -> None:
     if flags.repo_id is None and flags.hf_token is not None:
-        seen, required = f"given, without {flag('repo_id')}", f"a repository of the Hub, {flag('repo_id')}"
-        raise without_effect(["hf_token"], "the built-in model needs no token", seen=seen, required=required)
+        note_without_effect(["hf_token"], "the built-in model needs no token")
     if flags.repo_id is not None:
         out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
         download_repo(flags.repo_id, out_dir, token=flags.hf_token)

@@ -1,7 +1,7 @@
 """The exceptions a user can cause."""
 
 import copyreg
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 def flag(field: str) -> str:
@@ -47,12 +47,6 @@ class RankError(UserError):
 
 class OutOfMemoryError(UserError):
     """Weights and caches that would not fit, found before anything is allocated."""
-
-
-def without_effect(fields: Sequence[str], what: str, *, seen: object, required: object) -> ConfigError:
-    """The error of fields that were given where they have no effect."""
-    where, leave_out = (separator.join(map(flag, fields)) for separator in (", ", " and "))
-    return ConfigError(what, where, seen, required, f"leave out {leave_out}")
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:

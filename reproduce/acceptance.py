@@ -107,7 +107,7 @@ def _row(session: bench.Session, text: str) -> dict[str, Any]:
         if text in KINDS:
             assert session.tokenizer is not None, "a model that was trained has text"
             encode = partial(session.tokenizer.encode, add_bos=False)
-            prompts, written = needles(text, prompts, encode, session.gen_len)
+            prompts, written = needles(text, prompts, encode, session.plan.gen_len)
         each = forced_acceptance(session.runner, drafter, prompts, written)
     else:
         output = bench.decode(session, text, drafter)

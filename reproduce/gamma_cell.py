@@ -117,7 +117,7 @@ class Contender:
             "speedups": speedups,
             "acceptance_rate": total(counts).acceptance_rate,
             "acceptance_standard_error": acceptance_standard_error(counts),
-            "identical_rows": same if self.session.sampling.reproducible else None,
+            "identical_rows": same if self.session.plan.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,
             "measured_costs": [bench.costs_record(self.session, one.by_rows) for one in self.costs] or None,

@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import arg
 
 from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
-from bench.named_draft import NamedDraft
+from bench.draft_flags import NamedDraft
 from common.errors import ConfigError, flag, require_at_least
-from common.flags import Common
 
 API_KEY = "FORETOKEN_API_KEY"
 LAST_PORT = 65535
@@ -20,7 +19,7 @@ LAST_PORT = 65535
 class ServedDraft(NamedDraft):
     """What drafts, and how."""
 
-    gamma: Common[int | Literal["auto"]] = "auto"
+    gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
     acceptance seen so far, chosen before every round; 0: plain decoding"""
     draft_ranks: tuple[int, ...] | None = None
@@ -31,13 +30,13 @@ class ServedDraft(NamedDraft):
 class Batch:
     """What is decoded together."""
 
-    max_batch: Common[int] = 8  # requests that decode at the same time, each in a row of the KV cache
-    max_length: Common[int] = 8192
+    max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
+    max_length: int = 8192
     """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
     """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
     no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text
-    verification: Common[Literal["coupled", "rejection"]] = "coupled"
+    verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
     sampling, which accepts a little more"""
 
@@ -46,9 +45,9 @@ class Batch:
 class Http:
     """Where it listens, and to whom."""
 
-    host: Common[str] = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
-    port: Common[int] = 8000  # 0: any that is free
-    api_key: Common[Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")]] = None
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
+    port: int = 8000  # 0: any that is free
+    api_key: Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")] = None
     """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
     machine can read command lines, so the environment is the better place"""
     log_prompts: bool = False  # log prompts and answers, too

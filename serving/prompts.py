@@ -51,13 +51,13 @@ class Prompts:
         self.max_total = session.plan.capacity - session.plan.gamma - 1
         self.max_input = min(limits.max_input_length or self.max_total, self.max_total - 1)
         self.specials = {index: text for text, index in self.tokenizer.control_tokens().items()}
-        self._vocab_size = session.target.config.vocab_size
+        self._vocab_size = session.plan.target.config.vocab_size
         self._most_chars = self.max_input * max(len(piece) for piece in self.tokenizer.pieces() if piece)
         # One thread: a tokenizer is switched while it encodes a conversation.
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self.template: ChatTemplate | None = None
         with suppress(NoChatTemplateError):
-            self.template = session.target.chat_template()
+            self.template = session.plan.target.chat_template()
 
     def conversation(self, messages: Sequence[dict[str, str]], param: str) -> Callable[[], list[int]]:
         """What tokenises it in the model's chat template. Raises Failure."""

@@ -65,7 +65,7 @@ class Scheduler(Progress):
             prefill_tokens=chunk,
             reuses="nothing" if batch.no_prefix_reuse else "prefixes",
         )
-        self._decoder.expect(session.sampling.params)
+        self._decoder.expect(session.plan.sampling)
         self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
         self._waiting: deque[Asked] = deque()
         self._running: dict[int, Asked] = {}

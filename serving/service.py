@@ -45,7 +45,7 @@ class Service:
         self.down: str | None = None
         self.loop, self.created = asyncio.new_event_loop(), int(time.time())
         self._numbers, self._rows = count(), session.runner.max_batch
-        self._ends = frozenset(session.target.config.eos_tokens)
+        self._ends = frozenset(session.plan.target.config.eos_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         scheduler.tell = lambda updates: self.run_soon(self.told, updates)
 
