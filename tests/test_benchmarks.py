@@ -16,7 +16,6 @@ import torch
 from programs import ROOT, python
 from rank_jobs import copy_edited
 
-from models.attention import AttentionSpec, Selection, TorchAttention
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 
 BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
@@ -72,7 +71,7 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     flags = f"{paths} {SIZES} {DRAFT} --num_prompts 5 --dtype float64 --benchmark --printoutput"
     run = python(ROOT / SELFSPEC, *flags.split(), cwd=tmp_path)
     record = run.record
-    drafted = {"draft": "self", "draft_policy": "streaming", "draft_budget": 16, "n_sink": 4}
+    drafted = {"draft": "self", "draft_policy": "streaming", "draft_budget": 16}
     read = {"model": checkpoint.name, "dtype": "float64", "dataset": str(books), "load_format": "pth"}
     counts = {"sequences": 5, "identical_sequences": 5, "tokens_generated": 5 * GEN_LEN}
     check_record(record, {"seed"}, benchmark="selfspec", **drafted, **read, **counts)
@@ -102,23 +101,16 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert earlier == '{"an": "earlier record"}' and json.loads(appended) == record
 
 
-@pytest.mark.parametrize(
-    "flags,drafting,unused",
-    [
-        ("", "", {"inner_gamma", "inner_budget", "text_match"}),
-        ("--draft_of_draft ngram", " (its own draft: ngram draft)", {"inner_budget", "text_match"}),
-        (
-            "--draft_of_draft streaming --inner_budget 10",
-            " (its own draft: float64 draft, 10 KV entries by streaming)",
-            {"text_match"},
-        ),
-        ("--text_drafts suffix", "", {"inner_gamma", "inner_budget"}),
-    ],
-)
-def test_what_drafts_is_named_and_what_has_no_effect_is_null(call, flags: str, drafting: str, unused: set[str]) -> None:
-    run = call(SELFSPEC, f"{SIZES} {DRAFT} {flags} --dtype float64")
-    assert any(f"float64 draft, 16 KV entries by streaming{drafting}: 2 rows at a time" in line for line in run.lines)
-    assert {name for name in ("inner_gamma", "inner_budget", "text_match") if run.record[name] is None} == unused
+def test_the_record_has_the_configuration_of_the_run_and_no_options_of_other_drafts(call) -> None:
+    config = call(SELFSPEC, f"{SIZES} {DRAFT} --draft_of_draft ngram --dtype float64").record["config"]
+    assert config["sizes"] == {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN}
+    assert config["draft"]["policy"] == {
+        "name": "streaming",
+        "draft_budget": 16,
+        "n_sink": 4,
+        "draft_positions": "auto",
+    }
+    assert config["draft"]["draft_of_draft"] == "ngram" and "max_ngram" not in config["draft"]
 
 
 def test_selfspec_without_baseline_over_a_full_draft_cache(call) -> None:
@@ -239,35 +231,6 @@ def test_logits_that_are_no_numbers_are_an_error(
     message = call(SELFSPEC, f"{SIZES} {DRAFT} --model {broken} --output {output}").refusal
     assert "baseline" in message and not output.exists()
     assert all(f"row {row}: logits at position {position}" in message for row, position in rows.items())
-
-
-def select_reader(name: str, device: str, spec: AttentionSpec, entries: torch.dtype | None = None) -> Selection:
-    """A backend that reads int8 and bfloat16 in a model that computes in bfloat16, and turns all else into others."""
-    backend = TorchAttention()
-    reads = entries in (torch.int8, torch.bfloat16) and spec.dtype == torch.bfloat16
-    backend.dequantizes = lambda n_token, group=None: not reads  # type: ignore[method-assign]
-    return Selection(backend, "patched")
-
-
-@pytest.mark.parametrize(
-    "flags,of_all_rows",
-    [
-        ("--kv_dtype int8", False),
-        ("--kv_dtype int8 --draft_kv_dtype fp8", True),
-        ("--kv_dtype fp8 --draft_kv_dtype int8", True),
-        ("--kv_dtype int8 --draft_dtype float32", True),
-        ("--draft_kv_dtype int8 --draft_positions absolute --target", False),
-        ("--draft_kv_dtype int8 --draft_positions cache --target", True),
-    ],
-)
-def test_entries_that_attention_cannot_read_take_memory(
-    call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flags: str, of_all_rows: bool
-) -> None:
-    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr("bench.plan.select_backend", select_reader)
-    script, given = (LONGSPEC, f"{flags} {checkpoint}") if flags.endswith("--target") else (SELFSPEC, flags)
-    message = call(script, f"{SIZES} --B 5000 --attention torch --dtype bfloat16 {DRAFT} {given}").refusal
-    assert "weights" in message and ("dequantised KV" in message) == of_all_rows
 
 
 def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(call, checkpoint: Path, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from common.flags import Common
 from programs import BENCHMARKS, COST_MODEL, ROOT, TERMINAL, Ended, python, run
 
 from bench.draft_flags import draft_flags
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
-from common.flags import Common
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def snapshot(tmp_path, monkeypatch):
         calls.append((repository, options))
         return str(tmp_path)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("bench.data.snapshot_download", download)
     return tmp_path, calls
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from programs import ROOT, run
 from rich.console import Console
+from terminal.comparison import first_difference
 
 from bench import RunConfig, Session
 from bench.config import Sizes, Target
@@ -28,7 +29,6 @@ from engine.requests import Progress, Request
 from engine.round import Outcome
 from kv_cache.streaming import Streaming
 from terminal import comparison
-from terminal.comparison import first_difference
 from terminal.panes import DRAFTED, OWN, TITLES, Panes, wrapped
 from terminal.track import Token, Track, printable
 
