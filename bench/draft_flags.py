@@ -90,10 +90,9 @@ def draft_flags(
         if name in NO_OPTIONS:
             continue
         first, hint = kinds_with[0], get_type_hints(kinds_with[0])[name]
-        if isinstance(default := getattr(first, name, None), tuple):
-            default = " ".join(map(str, default))
+        value = getattr(first, name, None)
         says = f"{_documented(first, name)} ({', '.join(kind.name for kind in kinds_with)}"
-        says += ")" if default is None else f"; default: {default})"
+        says += ")" if value is None else f"; default: {value})"
         is_required = name in _required(first)
         markers = arg(help=says, name=(flags or {}).get(name), aliases=ALIASES.get(name), help_behavior_hint="")
         metadata = getattr(get_type_hints(first, include_extras=True)[name], "__metadata__", ())

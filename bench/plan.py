@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -47,15 +46,11 @@ TYPICAL_PROMPT = 2048
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft with every `auto` resolved that does not stay open until rounds run.
+    """A draft with its sizes, and how it is stored.
 
-    Attributes:
-        gamma: drafts of every round, or with `auto_gamma` the most of a round.
-        policies: of its KV cache; several if one is chosen for every round, those with the largest budgets first.
-        capacities: KV entries of a row, for each policy.
-        dtype, quantize, kv_dtype: of the weights and KV entries of a draft with a policy, else None.
-        source: its model, if that is not the target.
-        inner: the draft that drafts for this one.
+    gamma: drafts of every round, or with `auto_gamma` the most of a round. policies, capacities: of its KV cache, and
+    the entries of a row; several if one is chosen for every round, those with the largest budgets first. dtype,
+    quantize, kv_dtype: of a draft with a policy. source: its model, if not the target. inner: what drafts for it.
     """
 
     config: DrafterConfig
@@ -120,12 +115,9 @@ class DraftPlan:
 class Plan:
     """A checked run. Sizes are those of one replica; only `n_prompts` counts the prompts of all replicas.
 
-    Attributes:
-        sampling, verification: how tokens are drawn, and the mode that verifies drafts.
-        prompts: the user's, as token ids; none yet in a server; None if they are cut from the dataset.
-        prefix_len: tokens of the longest prompt.
-        capacity: KV entries of a row of the target's cache.
-        group, draft_group: ranks that hold the models, in shard order.
+    verification: the mode that verifies drafts. prompts: the user's, as token ids; empty in a server; None if they are
+    cut from the dataset. prefix_len: of the longest prompt. capacity: KV entries of a row of the target's cache. group,
+    draft_group: ranks that hold the models, in shard order.
     """
 
     config: RunConfig
@@ -189,9 +181,12 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     for field, size in vars(sizes).items():
         if size is not None:
             require_at_least(field, size, 1)
-    _check_files(config)
+    require_appendable(config.output.output, "output")
+    require_appendable(config.rows.save_rows, "save_rows")
+    if config.ranks:
+        require_at_least("rank_timeout", config.ranks.rank_timeout, 1)
     params, verification = resolve_sampling(config.sampling)
-    _check_oracle(config, verification, params.greedy or verification == "coupled")
+    _check_oracle(config, params.greedy or verification == "coupled")
     n_ranks = check_replicas(config.n_replicas, world_size())
     device, target = resolve_device(stored.device), stored.source()
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, target)[0]
@@ -200,7 +195,11 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     if stored.compile and device == "cpu":
         note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
         stored = replace(stored, compile=False)
-    config = replace(config, target=stored, rows=replace(config.rows, stop_at_eos=_stops(config, target)))
+    rows = config.rows
+    if not target.has_text and (rows.prompts or rows.stop_at_eos):
+        note_without_effect(["prompts", "stop_at_eos"], "random weights have no text")
+        rows = replace(rows, prompts=None, stop_at_eos=False)
+    config = replace(config, target=stored, rows=rows)
     dataset, prompts = resolve_dataset(config, target), [] if max_length else _own_prompts(config, target, texts)
     n_rows, n_prompts, prefix_len = sizes.B, sizes.B * config.n_replicas, sizes.prefix_len or DEFAULT_PREFIX_LEN
     length = 0
@@ -211,17 +210,11 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         config = replace(config, sizes=replace(sizes, gen_len=length - prefix_len - 1))
     elif prompts is not None:
         dataset, n_prompts, prefix_len = None, len(prompts), max(map(len, prompts))
+        require_at_least("prompts", n_prompts, config.n_replicas)
         n_rows = min(sizes.B, math.ceil(n_prompts / config.n_replicas))
     else:
         n_prompts = config.rows.num_prompts or n_prompts
         require_at_least("num_prompts", n_prompts, config.n_replicas * n_rows)
-    if not max_length and n_prompts < config.n_replicas:
-        where, seen = (
-            f"{flag('prompts')}, {flag('data_parallel')}",
-            f"{n_prompts} prompts, {config.n_replicas} replicas",
-        )
-        fix = f"use {flag('data_parallel')} {n_prompts} or less"
-        raise ConfigError("there are fewer prompts than replicas", where, seen, "a prompt for every replica", fix)
     source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     kv_dtype, groups = KV_DTYPES.get(stored.kv_dtype, dtype), _rank_groups(config, target, source, n_ranks)
     of_models = params, verification, device, dtype, kv_dtype, target, source
@@ -253,7 +246,7 @@ def _resolve_draft(plan: Plan, config: DrafterConfig, outer: DraftPlan | None = 
     """Return a draft for the plan's target, or for the draft `outer`, with its sizes and how it is stored."""
     config.check()
     source, auto_gamma = _draft_source(plan, config, outer), config.gamma == AUTO
-    gamma = AUTO_GAMMA if config.gamma == AUTO else config.gamma
+    gamma = _most_drafts(config)
     policies: list[Policy] = []
     if isinstance(config, ModelDrafterConfig):
         _check_choice(config)
@@ -280,6 +273,10 @@ def _resolve_draft(plan: Plan, config: DrafterConfig, outer: DraftPlan | None = 
     return _stored(plan, config, draft) if isinstance(config, ModelDrafterConfig) else draft
 
 
+def _most_drafts(config: DrafterConfig) -> int:
+    return AUTO_GAMMA if config.gamma == AUTO else int(config.gamma)
+
+
 def _draft_source(plan: Plan, config: DrafterConfig, outer: DraftPlan | None) -> ModelSource | None:
     """Return the second model that a draft runs, None if there is none. Errors: ConfigError if it is not the plan's."""
     if (path := vars(config).get("draft_model")) is None:
@@ -294,16 +291,15 @@ def _draft_source(plan: Plan, config: DrafterConfig, outer: DraftPlan | None) ->
 
 def _check_choice(config: ModelDrafterConfig) -> None:
     """Raise ConfigError where policies or budgets cannot be chosen while decoding."""
+    where = flag("draft_policy" if config.policies else "draft_budget")
     if not config.policies and not config.auto_budget:
         return
     if not isinstance(config, SelfConfig):
-        where = flag("draft_policy" if config.policies else "draft_budget")
         what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
-        fix = "compare with reproduce/acceptance.py --draft_model D --policies streaming snapkv --budgets 64 256"
-        raise ConfigError(what, where, AUTO, "a policy and a number of entries", f"{fix}, and name one")
+        raise ConfigError(what, where, AUTO, "a policy and a number of entries", "name them")
     if any(getattr(text, "ngram_cache", None) for text in config.texts):
-        what, where = "each of the drafts to choose among would save its n-grams", flag("ngram_cache")
-        raise ConfigError(what, where, f"a file beside {AUTO}", "one policy and one budget", f"leave out {where}")
+        what = "each of the drafts to choose among would save its n-grams"
+        raise ConfigError(what, flag("ngram_cache"), f"a file beside {where} {AUTO}", "a fixed draft", "leave it out")
 
 
 def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:
@@ -315,12 +311,11 @@ def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:
 
 
 def _check_window(model: ModelSource, policies: Sequence[Policy]) -> None:
-    window, selecting = model.config.sliding_window, [policy.name for policy in policies if policy.selects]
-    if selecting and window is not None:
-        what, where = f"{selecting[0]} selects entries that a sliding window hides", flag("draft_policy")
-        seen = f"{selecting[0]}, and a model with a sliding window of {window} tokens"
-        required, fix = "a model that attends to the whole context", f"use {where} streaming"
-        raise ConfigError(what, f"{where} on {model.name}", seen, required, fix)
+    if model.config.sliding_window is None or not (selecting := [one.name for one in policies if one.selects]):
+        return
+    what, where = "a policy selects entries that a sliding window hides", f"{flag('draft_policy')} on {model.name}"
+    required, fix = "a model that attends to the whole context", f"use {flag('draft_policy')} streaming"
+    raise ConfigError(what, where, selecting[0], required, fix)
 
 
 def _stored(plan: Plan, config: ModelDrafterConfig, draft: DraftPlan) -> DraftPlan:
@@ -329,7 +324,7 @@ def _stored(plan: Plan, config: ModelDrafterConfig, draft: DraftPlan) -> DraftPl
     dtype = DTYPES.get(config.draft_dtype, plan.dtype)
     if config.draft_dtype == AUTO and plan.dtype == torch.float32 and can_pack(plan.device, torch.bfloat16):
         dtype = torch.bfloat16
-    quantize = None if config.draft_weights in (AUTO, "same") else config.draft_weights
+    quantize: str | None = None if config.draft_weights in (AUTO, "same") else config.draft_weights
     is_auto = config.draft_weights == config.draft_dtype == AUTO and target.quantize is None
     if is_auto and not isinstance(draft.source, HeadSource):
         model, group = draft.source or plan.target, plan.draft_group if draft.source else plan.group
@@ -349,36 +344,20 @@ def _linear_shapes(config: ModelConfig, n_ranks: int) -> list[tuple[int, ...]]:
 
 
 def resolve_several(
-    config: RunConfig,
-    drafts: Sequence[DrafterConfig],
-    at_once: Literal["all", "one of each budget", "one"] = "all",
-    texts: Sequence[PromptText] | None = None,
+    config: RunConfig, drafts: Sequence[DrafterConfig], texts: Sequence[PromptText] | None = None
 ) -> Plan:
-    """Return a plan for several drafts of the same models, with room for rounds of all gammas.
-
-    at_once: the drafts whose caches are in memory at the same time. Errors: UserError.
-    """
-
-    def gamma_of(draft: DrafterConfig) -> int:
-        return AUTO_GAMMA if draft.gamma == AUTO else draft.gamma
-
-    plan = resolve(replace(config, draft=max(drafts, key=lambda draft: (gamma_of(draft), draft.has_model))), texts)
-    assert plan.draft is not None
-    each = [one for draft in drafts if (own := with_draft(plan, draft).draft) for one in own.each() if one.policy]
+    """Return a plan for several drafts of the same models, with room for rounds of all gammas and the largest cache."""
+    deepest = max(drafts, key=lambda draft: (_most_drafts(draft), draft.has_model))
+    plan = resolve(replace(config, draft=deepest), texts)
+    each = [one for draft in drafts if (planned := with_draft(plan, draft).draft) for one in planned.each()]
 
     def n_bytes(draft: DraftPlan) -> int:
-        assert draft.policy and draft.kv_dtype
-        return draft.policy.new_cache(plan.target.config, 1, plan.capacity, "meta", draft.kv_dtype).n_bytes
+        sizes = plan.target.config, 1, plan.capacity, "meta", draft.kv_dtype or plan.dtype
+        return draft.policy.new_cache(*sizes).n_bytes if draft.policy else 0
 
-    each.sort(key=lambda draft: (draft.capacity, n_bytes(draft)), reverse=True)
-    if at_once == "one":
-        each = [max(each, key=n_bytes)] if each else []
-    elif at_once == "one of each budget":
-        each = [*{draft.capacity: draft for draft in reversed(each)}.values()][::-1]
-    policies = tuple(policy for draft in each for policy in draft.policies)
-    capacities = tuple(draft.capacity for draft in each)
-    chooses = plan.draft.auto_gamma if at_once == "one" else len(drafts) > 1
-    return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities, auto_gamma=chooses))
+    largest = max(each, key=n_bytes)
+    assert plan.draft is not None
+    return replace(plan, draft=replace(plan.draft, policies=largest.policies, capacities=largest.capacities))
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
@@ -393,30 +372,19 @@ def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
 
 
 def resolve_dataset(config: RunConfig, target: ModelSource) -> str | None:
-    """Return the data set of a run, None for random weights. `auto`: the built-in book of the built-in model, or PG-19."""
+    """Return the data set of a run, None for random weights. `auto`: the book of the built-in model, else PG-19."""
     if not target.has_text:
         return None
     return config.text.dataset if config.text.dataset != AUTO else BUILT_IN if target.is_default else PG19
 
 
-def _stops(config: RunConfig, target: ModelSource) -> bool:
-    """Return whether rows stop at the end token; note the flags that have no effect on random weights."""
-    if target.has_text:
-        return config.rows.stop_at_eos
-    given = {"dataset": config.text.dataset != AUTO, "prompts": config.rows.prompts, "verify": config.target.verify}
-    if unused := [name for name, value in (given | {"stop_at_eos": config.rows.stop_at_eos}).items() if value]:
-        note_without_effect(unused, "random weights read neither a checkpoint nor a text")
-    return False
-
-
 def _own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptText] | None) -> list[list[int]] | None:
     """Return the user's prompts as token ids, None if there are none: `texts`, or those that `--prompts` names, of
     conversations the first turns. Errors: UserError."""
-    named = config.rows.prompts if target.has_text else None
+    named = config.rows.prompts
     if texts is None and named is None:
         return None
-    given = {"prompts": texts is not None and named is not None, "dataset": config.text.dataset != AUTO}
-    given |= {"prefix_len": config.sizes.prefix_len, "num_prompts": config.rows.num_prompts}
+    given: dict[str, Any] = {"prefix_len": config.sizes.prefix_len, "num_prompts": config.rows.num_prompts}
     if unused := [name for name, value in given.items() if value]:
         note_without_effect(unused, "prompts are taken whole, and all of them")
     if texts is not None and (isinstance(texts, str) or not texts or not all(texts) or not target.has_text):
@@ -429,26 +397,11 @@ def _own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptT
     return prompts
 
 
-def _check_files(config: RunConfig) -> None:
-    output, rows = config.output.output, config.rows.save_rows
-    require_appendable(output, "output")
-    require_appendable(rows, "save_rows")
-    if rows and output and os.path.realpath(rows) == os.path.realpath(output):
-        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
-        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
-    # The libraries of the ranks cannot count further.
-    if config.ranks and not 1 <= (seconds := config.ranks.rank_timeout) <= 1_000_000:
-        what, required = "ranks cannot wait that long", "1 to 1000000 seconds"
-        raise ConfigError(what, flag("rank_timeout"), seconds, required, "leave it out")
-
-
-def _check_oracle(config: RunConfig, verification: str, reproducible: bool) -> None:
+def _check_oracle(config: RunConfig, reproducible: bool) -> None:
     if config.draft and config.draft.needs_baseline and (config.passes.no_baseline or not reproducible):
-        what, where = "an oracle drafts the tokens of plain decoding", f"{flag('draft')} {config.draft.name}"
-        seen = f"{verification} verification" + f", {flag('no_baseline')}" * config.passes.no_baseline
+        what, seen = "an oracle drafts the tokens of plain decoding", f"{flag('draft')} {config.draft.name}"
         required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"
-        fix = f"leave out {flag('no_baseline')}" if reproducible else f"use {flag('verification')} coupled"
-        raise ConfigError(what, where, seen, required, fix)
+        raise ConfigError(what, flag("verification"), seen, required, f"use {flag('verification')} coupled")
 
 
 def _length_in_context(plan: Plan) -> int:

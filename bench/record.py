@@ -20,8 +20,10 @@ from engine.pacing import Choice
 from engine.stats import RoundStats
 
 # Fields of `Counts` in a record.
-COUNTED = ("drafted", "verified", "accepted", "emitted")
-COUNTED += ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
+COUNTED = (
+    *("drafted", "verified", "accepted", "emitted"),
+    *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
+)
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -94,7 +96,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
     plan, stats = session.plan, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
-    compared = baseline is not None and speculative is not None and plan.reproducible
+    same = identical_rows(baseline.tokens, speculative.tokens) if baseline and speculative else None
     peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
     record = {
         "run": session.run,
@@ -110,7 +112,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
         "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
-        "identical_sequences": identical_rows(baseline.tokens, speculative.tokens) if compared else None,
+        "identical_sequences": same if plan.reproducible else None,
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,

@@ -40,13 +40,9 @@ Value = TypeVar("Value")
 class Session:
     """A loaded target over its cache, and the prompts of one replica.
 
-    Attributes:
-        processes: the ranks of all replicas.
-        run: a name of the run, for its record and saved rows.
-        numbered_from: the first prompt's index among the prompts of all replicas.
-        models: models and heads that draft.
-        continuations: the text behind each prompt in the data set, if it was cut.
-        put_off: errors that are raised when the run has ended.
+    processes: the ranks of all replicas. run: a name for its record and saved rows. numbered_from: the first prompt's
+    index among those of all replicas. models: models and heads that draft. continuations: tokens behind each prompt, if
+    they were cut. put_off: errors that are raised when the run has ended.
     """
 
     plan: Plan
@@ -72,7 +68,7 @@ class Session:
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
-        """Open a session from a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
+        """Open a session. n_continued: tokens to cut behind each prompt of a data set. Errors: UserError."""
         require_room(plan)
         options, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
         processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)

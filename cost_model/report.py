@@ -47,7 +47,7 @@ def report_measured(flags: CostFlags) -> None:
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
-        "dataset": session.dataset if is_measured else None,
+        "dataset": session.plan.dataset if is_measured else None,
         **grid.record(),
         **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
     }
@@ -96,7 +96,7 @@ def open_largest(flags: CostFlags) -> Session:
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
+    return Session.of_plan(resolve_several(config, list(flags.configs().values())))
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
@@ -125,14 +125,14 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
         return dict.fromkeys(flags.configs(), Acceptance(flags.alpha))
     assert session.tokenizer is not None
     n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
-    narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
+    narrow, plan = session.narrowed(n_row, context + n_token + gamma + 1), session.plan
     stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
     say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")
     texts = [stretch[:context] for stretch in stretches], [stretch[context:] for stretch in stretches]
     rates = {}
     for draft, config in flags.configs().items():
         drafter = narrow.drafter(replace(config, gamma=gamma))
-        rows = forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode)
+        rows = forced_acceptance(narrow.runner, drafter, *texts, plan.sampling, plan.verification)
         summed = total(rows)
         rates[draft] = Acceptance(summed.accepted / summed.verified, acceptance_standard_error(rows))
     return rates

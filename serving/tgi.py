@@ -45,7 +45,7 @@ def routes(service: Service) -> APIRouter:
     async def info() -> dict[str, Any]:
         session, limits, prompts = service.session, service.limits, service.prompts
         runner, draft = session.runner, session.plan.draft
-        drafts = None if draft is None else {"draft": draft.kind, "gamma": draft.gamma, "auto": draft.automatic}
+        drafts = None if draft is None else {"draft": draft.config.name, "gamma": draft.gamma, "auto": draft.automatic}
         info: dict[str, Any] = {"model_id": session.name, "model_sha": session.plan.target.manifest_sha256}
         info |= {"model_dtype": str(session.plan.dtype), "model_device_type": runner.device.type}
         info |= {"max_concurrent_requests": runner.max_batch + limits.max_queue, "max_best_of": 1}

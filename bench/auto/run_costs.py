@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.auto.costs import Costs
-from bench.auto.measure import MEASURING_SECONDS, measure_costs, measure_for_decode, scope, still_hold
+from bench.auto.measure import MEASURING_SECONDS, has_time, measure_costs, measure_for_decode, still_hold
 from bench.auto.rehearsal import Rehearsal
 from bench.auto.saved_costs import load_costs, store_costs
 from bench.progress import BarProgress, progress_bar
@@ -65,12 +65,11 @@ def costs_of(
     key = _key(session) | {"rows": n_rows}
 
     def known() -> dict[int, list[Costs]] | None:
-        """Return the costs of an earlier run, unless this one has the time to measure more."""
+        """Return the costs of an earlier run, unless only this one has the time to measure all gammas."""
         if whole or plan.config.passes.measure_costs or not (found := load_costs(key)):
             return None
-        wanted = scope(found[n_rows], gammas, n_steps, session.runner.n_computed(1) < n_rows)
-        is_less = wanted.few_rows > (len(found) > 1) or not {*wanted.gammas} <= {*found[n_rows][0].at}
-        return None if is_less else found
+        is_less = len(found[n_rows][0].at) < len(gammas)
+        return None if is_less and has_time(found[n_rows], gammas, n_steps) else found
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
