@@ -1,5 +1,7 @@
 """Books to prompts of equal length: PG-19, the built-in book, or .txt, .jsonl and .parquet files."""
 
+from __future__ import annotations
+
 import json
 import os
 from array import array

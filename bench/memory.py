@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.plan import DraftPlan, Plan
+from bench.plan import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.runner import ModelRunner
@@ -48,16 +48,25 @@ class MemoryPlan:
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """Return the bytes of all weights and KV entries."""
-    config = _largest_shard(plan.target.config, plan.group)
-    weights = model_bytes(config, plan.dtype, plan.config.target.quantize, plan.device)
-    kv = FullKVCache(config, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes
-    draft_kv = 0
+    target = _largest_shard(plan.target.config, plan.group)
+    weights = model_bytes(target, plan.dtype, plan.config.target.quantize, plan.device)
+    kv, draft_kv = FullKVCache(target, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes, 0
     for draft in plan.draft.levels if plan.draft else ():
-        draft_config = _draft_config(plan, draft, config)
-        weights += _draft_weights(plan, draft, draft_config)
-        if draft.policy is not None:
-            sizes = draft_config, 1, plan.capacity, "meta", draft.kv_dtype or plan.dtype
-            draft_kv += _n_caches(plan, draft) * sum(policy.new_cache(*sizes).n_bytes for policy in draft.policies)
+        dtype, is_inner, config = draft.dtype or plan.dtype, draft is not plan.draft, target
+        n_caches = len(plan.draft.policies) if is_inner and plan.draft else 1  # each outer draft has an inner draft
+        if isinstance(draft.source, HeadSource):
+            config = draft.source.config
+            weights += draft.source.n_weights * dtype.itemsize
+        elif draft.source is not None:
+            config = _largest_shard(draft.source.config, plan.draft_group)
+            weights += model_bytes(config, dtype, draft.quantize, plan.device)
+            n_caches *= 2 if plan.chooses else 1  # prompts are kept where costs are measured
+        else:
+            config = target if draft.layers is None else replace(target, n_layer=len(draft.layers))
+            if draft.dtype is not None and not plan.shares_weights and not is_inner:
+                weights += model_bytes(config, dtype, draft.quantize, plan.device)
+        sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or dtype
+        draft_kv += n_caches * sum(policy.new_cache(*sizes).n_bytes for policy in draft.policies)
     return MemoryPlan({"weights": weights}, {"target KV": kv, "draft KV": draft_kv})
 
 
@@ -70,31 +79,6 @@ def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, d
     linear = config.n_layer * config.n_linear_weights_per_layer
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
-
-
-def _draft_config(plan: Plan, draft: DraftPlan, target: ModelConfig) -> ModelConfig:
-    """Return the shape of the model that a draft runs. target: the shape of the target's largest shard."""
-    if draft.source is not None:
-        is_head = isinstance(draft.source, HeadSource)
-        return draft.source.config if is_head else _largest_shard(draft.source.config, plan.draft_group)
-    return target if draft.layers is None else replace(target, n_layer=len(draft.layers))
-
-
-def _draft_weights(plan: Plan, draft: DraftPlan, config: ModelConfig) -> int:
-    dtype = draft.dtype or plan.dtype
-    if isinstance(draft.source, HeadSource):
-        return draft.source.n_weights * dtype.itemsize
-    # A draft of a self-draft runs the weights of that draft.
-    shares = draft.source is None and (plan.shares_weights or draft is not plan.draft or draft.dtype is None)
-    return 0 if shares else model_bytes(config, dtype, draft.quantize, plan.device)
-
-
-def _n_caches(plan: Plan, draft: DraftPlan) -> int:
-    """Return how many caches of a policy exist: a draft model's prompts are kept where costs are measured, and each
-    policy of a draft has a draft for itself."""
-    has_model = draft.source is not None and not isinstance(draft.source, HeadSource)
-    n_outer = len(plan.draft.policies) if plan.draft and draft is not plan.draft else 1
-    return (2 if has_model and plan.chooses else 1) * n_outer
 
 
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:

@@ -344,20 +344,31 @@ def _linear_shapes(config: ModelConfig, n_ranks: int) -> list[tuple[int, ...]]:
 
 
 def resolve_several(
-    config: RunConfig, drafts: Sequence[DrafterConfig], texts: Sequence[PromptText] | None = None
+    config: RunConfig,
+    drafts: Sequence[DrafterConfig],
+    texts: Sequence[PromptText] | None = None,
+    in_turn: bool = False,
 ) -> Plan:
-    """Return a plan for several drafts of the same models, with room for rounds of all gammas and the largest cache."""
+    """Return a plan for several drafts of the same models, with room for rounds of all gammas, and for all caches.
+
+    in_turn: a single draft has a cache at any time. Errors: UserError.
+    """
     deepest = max(drafts, key=lambda draft: (_most_drafts(draft), draft.has_model))
     plan = resolve(replace(config, draft=deepest), texts)
-    each = [one for draft in drafts if (planned := with_draft(plan, draft).draft) for one in planned.each()]
+    planned = (with_draft(plan, draft).draft for draft in drafts)
+    each = [one for draft in planned if draft for one in draft.each() if one.policy]
+    each.sort(key=lambda draft: -draft.capacity)
 
     def n_bytes(draft: DraftPlan) -> int:
-        sizes = plan.target.config, 1, plan.capacity, "meta", draft.kv_dtype or plan.dtype
-        return draft.policy.new_cache(*sizes).n_bytes if draft.policy else 0
+        assert draft.policy and draft.kv_dtype
+        return draft.policy.new_cache(plan.target.config, 1, plan.capacity, "meta", draft.kv_dtype).n_bytes
 
-    largest = max(each, key=n_bytes)
+    if in_turn and each:
+        each = [max(each, key=n_bytes)]
+    policies = tuple(policy for draft in each for policy in draft.policies)
+    capacities = tuple(draft.capacity for draft in each)
     assert plan.draft is not None
-    return replace(plan, draft=replace(plan.draft, policies=largest.policies, capacities=largest.capacities))
+    return replace(plan, draft=replace(plan.draft, policies=policies, capacities=capacities))
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
@@ -440,8 +451,6 @@ def remarks(plan: Plan) -> list[str]:
     draft, said, longest = plan.draft, list[str](), plan.prefix_len + plan.gen_len
     if draft and draft.policy and draft.policy.holds_all(longest):
         said.append(f"the draft's cache keeps the whole context ({draft.capacity} entries), as the target's does")
-    if draft and not draft.auto_gamma and draft.gamma >= plan.gen_len > 1:  # the first token comes from the prompt
-        said.append(f"a round drafts up to {draft.gamma} tokens, of which a row takes at most {plan.gen_len - 1}")
     for level in draft.levels if draft else ():
         if level.policy is None or level.source is None:
             continue

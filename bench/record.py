@@ -133,7 +133,7 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         record["choices"] = _choices(session, speculative)
     if costs and speculative:
         record |= {"measured_costs": costs_record(session, costs.by_rows), "measured_costs_seconds": costs.seconds}
-        record |= {"measured_costs_kept": costs.kept, "held_up_rounds": costs.held_up(speculative.stats.rounds)}
+        record["measured_costs_kept"] = costs.kept
     return rounded(record_of(benchmark, session, record))
 
 

@@ -51,11 +51,18 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
             config: Any = tyro.cli(kind, prog=prog, description=about, args=argv, config=MARKERS, use_underscores=True)
     except SystemExit as ending:
         if ending.code:
-            raise _unreadable(prog, re.sub(r"[\s│╭╮╰╯─]+", " ", messages.getvalue()).strip()) from None
+            raise _unreadable(prog, _plain(messages.getvalue())) from None
         raise
     if empty := list(_empty_lists(config)):
         raise _unreadable(prog, f"{' '.join(empty)} without a value")
     return config
+
+
+def _plain(message: str) -> str:
+    """Return tyro's message without its frame, and without unknown words that are no flags, which may be secrets."""
+    text = re.sub(r"[\s│╭╮╰╯─]+", " ", message).strip()
+    unknown = re.compile(r"(Unrecognized options: )(.*?)(?= Perhaps| For full|$)")
+    return unknown.sub(lambda found: found[1] + " ".join(re.findall(r"--?[a-z]\w*", found[2])), text)
 
 
 def _empty_lists(config: Any) -> Iterator[str]:

@@ -36,7 +36,7 @@ from common.provenance import provenance
 from common.say import dtype_name
 from common.tables import markdown
 from cost_model.machines import Machine
-from cost_model.roofline import Stored, forward_parts
+from cost_model.roofline import ModelStorage, forward_parts
 from models.packed_linear import pack_linears
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, phases_of, rows_of
@@ -97,10 +97,10 @@ def phases(session: bench.Session, row: Mapping[str, Any], seconds: float, limit
     """Return what prefill, plain step, verification and draft step take, and their least time by the limits. seconds:
     of the prefill, whose bytes do not limit it."""
     config, draft = session.plan.target.config, session.plan.draft
-    model = Stored(
+    model = ModelStorage(
         config, dtype_name(session.plan.dtype), session.plan.config.target.quantize, dtype_name(session.plan.kv_dtype)
     )
-    drafts = Stored(config, dtype_name(draft.dtype), draft.quantize, dtype_name(draft.kv_dtype))
+    drafts = ModelStorage(config, dtype_name(draft.dtype), draft.quantize, dtype_name(draft.kv_dtype))
     machine = Machine(limits["bandwidth"], limits["bfloat16"], limits["float32"], tile=1)
     n, rows = session.plan.prefix_len, session.plan.n_rows
     each = [

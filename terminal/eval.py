@@ -1,4 +1,4 @@
-"""foretoken.py eval: multiplications, plain and speculative; does speculation keep the quality of the answers?"""
+"""foretoken.py eval: the quality of plain and speculative answers to multiplications."""
 
 import os
 from contextlib import suppress
@@ -27,13 +27,13 @@ class SeededSampling(Sampling):
     temperature: float = 0.6
     """0 is greedy"""
     seed: int = 0
-    """key of the problems, and of the random numbers"""
+    """key of the problems and of the random numbers"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(ModelFlags):
-    """does speculation keep the quality of a model's answers? multiplications, plain and speculative. Unless
-    --draft_budget is given, a draft's cache keeps half of a prompt"""
+    """the quality of answers to multiplications, plain and speculative. Unless --draft_budget is given, a draft's cache
+    keeps half of a prompt"""
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"save_rows": "--save"}
 
@@ -50,7 +50,7 @@ class Eval(ModelFlags):
         require_at_least("nb_prompts", self.nb_prompts, 1)
         asked = problems(self.sampling.seed, self.nb_prompts)
         if self.save == Eval.save:
-            with suppress(OSError):  # said of the file that is to be in it
+            with suppress(OSError):  # reported when the file is opened
                 os.makedirs(os.path.dirname(self.save), exist_ok=True)
         # A seed has no effect on greedy decoding.
         sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
@@ -93,7 +93,7 @@ COLUMNS = [
 
 
 def _said(record: dict[str, Any]) -> str:
-    """The table, and what it says."""
+    """Return the table of a record, with its statistics in sentences."""
     rows = [{"way": "plain decoding", **record["plain"]}, {"way": "speculation", **record["speculative"]}]
     low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
     found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"

@@ -72,9 +72,9 @@ class Latency(ModelFlags):
     length: Literal["short", "long"] | int = "short"
     """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
     nb_prompts: int = 15
-    """how many are measured, behind one that warms up"""
+    """batches of prompts that are measured, behind a batch that warms up"""
     B: BatchSize = 1
-    """rows decoded together, each with a prompt of its own: so many times more prompts"""
+    """rows decoded together, each with a different prompt"""
     gen_len: int = 64
     """new tokens per row"""
 
@@ -87,7 +87,7 @@ class Latency(ModelFlags):
         rows: list[dict[str, Any]] = []
         evicts = self.draft.draft_budget is None
         for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
-            if rows:  # what an interruption leaves
+            if rows:  # if the next target is interrupted
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
         record = {"benchmark": "latency", **vars(sizes), "nb_prompts": self.nb_prompts, "rows": rows, **provenance()}

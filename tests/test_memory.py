@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_before_loading_or_behind_it(available, che
         Session.open(config, [[1] * 40] * 2)
 
 
-def test_several_drafts_have_room_for_the_largest_cache(checkpoint: Path) -> None:
+def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: Path) -> None:
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8))
     drafts = [SelfConfig(policy=Streaming(n)) for n in (16, 24)]
 
@@ -100,7 +100,8 @@ def test_several_drafts_have_room_for_the_largest_cache(checkpoint: Path) -> Non
         return memory_plan(plan).per_row["draft KV"]
 
     alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
-    assert draft_kv(resolve_several(config, drafts, [[1] * 40])) == max(alone)
+    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], in_turn)) for in_turn in (False, True)]
+    assert several == [sum(alone), max(alone)]
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])

@@ -42,9 +42,7 @@ def test_notes_are_made_where_a_record_would_be_misread(run, draft, n_notes):
     assert len(notes(run, draft)) == n_notes
 
 
-@pytest.mark.parametrize(
-    "gamma,gen_len,budget,n_remarks", [(4, 8, 207, 0), (4, 8, 208, 1), (4, 5, 16, 0), (5, 5, 16, 1), ("auto", 5, 16, 0)]
-)
+@pytest.mark.parametrize("gamma,gen_len,budget,n_remarks", [(4, 8, 207, 0), (4, 8, 208, 1), ("auto", 5, 16, 0)])
 def test_remarks_are_made_where_a_plan_would_be_misread(gamma, gen_len, budget, n_remarks):
     target = Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy")
     draft = SelfConfig(gamma=gamma, policy=Streaming(budget))

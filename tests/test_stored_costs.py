@@ -11,12 +11,10 @@ from tiny import full_cache, random_prompts, tiny_runner
 from bench.auto.costs import Costs
 from bench.auto.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
 from bench.auto.rehearsal import Rehearsal
-from bench.auto.run_costs import RunCosts
 from bench.auto.saved_costs import load_costs, store_costs
 from engine import SelfSpeculation
 from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice
-from engine.stats import RoundStats
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40 --gamma auto"
@@ -86,13 +84,6 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
     if found:
         assert [found[8][0].round_ms(6), found[2][0].plain_ms] == pytest.approx([252 * plain / 100, 60 * plain / 100])
         assert found[8][0].acceptance == AcceptanceRate(0.7, 10)
-
-
-def test_rounds_that_were_held_up_are_counted():
-    costs = RunCosts(1000, {4: [Costs(100, (1, 3), (120, 150), 10, 2)]}, 0.0, kept=False)
-    drafted = [(4, Choice(0, 3), 9.0), (4, Choice(0, 3), 0.36), (4, Choice(0, 3), 0.37)]
-    rounds = [(4, PLAIN, 0.19), (4, PLAIN, 0.21), *drafted, (3, PLAIN, 9.0)]
-    assert costs.held_up([RoundStats(seconds, busy, busy, choice) for busy, choice, seconds in rounds]) == 2
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from bench.auto.costs import Costs
@@ -16,13 +15,9 @@ from bench.session import Session
 from bench.settings import nested, settings_record
 from common.provenance import provenance
 from engine.drafters import Drafter
-from engine.pacing import Choice
-from engine.stats import RoundStats
 
 # Prompts whose lengths round to the same quarter of a power of two share their costs.
 LENGTHS_PER_OCTAVE = 4
-# A round that takes this many times the predicted ms was held up by another process.
-HELD_UP = 2.0
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,6 @@ class RunCosts:
     by_rows: Mapping[int, Sequence[Costs]]
     seconds: float
     kept: bool
-
-    def held_up(self, rounds: Sequence[RoundStats]) -> int:
-        """Return how many rounds of all rows took over HELD_UP times these costs, without rounds that may catch up."""
-        n_rows, costs = max(self.by_rows.items())
-
-        def predicted(choice: Choice) -> float:
-            return costs[0].plain_ms if choice.drafter is None else costs[choice.drafter].round_ms(choice.gamma)
-
-        went_on = (now for last, now in pairwise(rounds) if now.choice.drafter in (None, last.choice.drafter))
-        return sum(one.busy == n_rows and 1e3 * one.seconds > HELD_UP * predicted(one.choice) for one in went_on)
 
 
 def costs_of(
