@@ -410,9 +410,10 @@ def _own_prompts(config: RunConfig, target: ModelSource, texts: Sequence[PromptT
 
 def _check_oracle(config: RunConfig, reproducible: bool) -> None:
     if config.draft and config.draft.needs_baseline and (config.passes.no_baseline or not reproducible):
-        what, seen = "an oracle drafts the tokens of plain decoding", f"{flag('draft')} {config.draft.name}"
-        required = f"greedy or coupled verification, which repeats plain decoding, and no {flag('no_baseline')}"
-        raise ConfigError(what, flag("verification"), seen, required, f"use {flag('verification')} coupled")
+        what, where = "an oracle drafts the tokens of plain decoding", f"{flag('draft')} {config.draft.name}"
+        seen = f"rejection verification, or {flag('no_baseline')}"
+        required = "greedy or coupled verification, which repeats plain decoding, and plain decoding"
+        raise ConfigError(what, where, seen, required, f"use {flag('verification')} coupled, and both passes")
 
 
 def _length_in_context(plan: Plan) -> int:

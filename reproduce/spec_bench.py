@@ -168,7 +168,7 @@ def converse(
                     drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
                 seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
-                parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
+                parts.append(counted(seen[PLAIN], seen[draft], own.plan.reproducible))
                 for row, counts in zip(rows, seen[draft].stats.rows, strict=True):
                     each[draft][row].append(counts)
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):

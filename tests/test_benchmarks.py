@@ -144,12 +144,6 @@ def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
     assert len(ast.literal_eval(shown.partition(": ")[2])) == 32, "token ids, since random weights have no text"
 
 
-def test_one_row_has_no_standard_error(call) -> None:
-    ended = call(SELFSPEC, f"{SIZES} {DRAFT} --B 1 --dtype float64")
-    assert 0 < ended.record["acceptance_rate"] < 1 and ended.record["acceptance_standard_error"] is None
-    assert "±" not in ended.out
-
-
 def test_selfspec_stops_rows_at_their_end(call) -> None:
     record = call(SELFSPEC, f"{SIZES} {DRAFT} --num_prompts 6 --stop_at_eos --dtype float64").record
     check_record(record, {"seed", *OF_PHASES}, benchmark="selfspec", sequences=6, identical_sequences=6)
@@ -167,12 +161,6 @@ def test_coupled_samples_are_the_same_from_both_commands(call) -> None:
     assert plain["distinct_4gram_fraction"] > 0.9, "samples are meant to vary"
 
 
-def test_rejection_is_reported_without_comparing_rows(call) -> None:
-    """Its rows are other samples of the same law: a count of identical ones would mean nothing."""
-    record = call(SELFSPEC, f"{SIZES} --temperature 1.0").record
-    assert record["verification"] == "rejection" and record["identical_sequences"] is None and record["speedup"]
-
-
 def test_the_baseline_drafts_nothing(call) -> None:
     record = call(BASELINE, f"{SIZES} --num_prompts 3").record
     nulls = {"seed", "identical_sequences", *OF_DRAFT, *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_PHASES}
@@ -185,13 +173,6 @@ def test_a_flag_of_sampling_without_effect_is_a_note(call) -> None:
     same = ("tokens_sha256", "seed", "top_k")
     assert [plain.record[name] for name in same] == [seeded.record[name] for name in same]
     assert "note: --top_k, --seed" in seeded.err and "note: " not in plain.err
-
-
-def test_a_baseline_under_torchrun_of_one_process(checkpoint: Path, books: Path, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    flags = f"--model {checkpoint} --dataset {books} --num_prompts 3 --printoutput {SIZES}"
-    record = python(*launcher, ROOT / BASELINE, *flags.split(), cwd=tmp_path).record
-    assert record["tokens_generated"] == 3 * GEN_LEN and record["decode_tokens_per_second"] > 0
 
 
 def test_a_full_disk_loses_nothing_of_a_run(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import pytest
-from programs import BENCHMARKS, COST_MODEL, ROOT, TERMINAL, Ended, python, run
+from programs import BENCHMARKS, COST_MODEL, TERMINAL, run
 
 from bench.draft_flags import draft_flags
 from common.cli import read
@@ -97,15 +96,6 @@ def test_a_token_is_not_repeated():
         assert "hf_secret" not in run("download.py", flags).refusal
 
 
-def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
-    """It is pressed by a stand-in for torch."""
-    # A shell's background jobs ignore it, and so would what they start.
-    heeded = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    (tmp_path / "torch.py").write_text(heeded + "os.kill(os.getpid(), signal.SIGINT)\n")
-    for program in ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py"):
-        assert python(ROOT / program, PYTHONPATH=str(tmp_path)) == Ended(130, "", "interrupted\n")
-
-
 @pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL])
 def test_help_ends_well(program: str):
     ended = run(program, ["--help"])
@@ -128,25 +118,3 @@ WITH_BATCH = {"tests/longspec_benchmark.py": ["--model", "m"]}
 def test_the_batch_size_has_its_usual_name_too(program: str):
     said = run(program, ["--batch_size", "many", *WITH_BATCH.get(program, [])]).refusal
     assert "--B" in said and "many" in said and "unrecognized" not in said
-
-
-def test_a_python_without_the_packages_is_told_which_one_to_use():
-    ended = python("-S", ROOT / "tests/selfspec_benchmark.py")
-    assert ended.code == 2 and "Traceback" not in ended.err and "tyro" in ended.err
-
-
-def test_a_program_outside_of_the_checkout_is_called_by_its_file(monkeypatch, tmp_path):
-    """As `python -m pytest` of a virtual environment that lies elsewhere."""
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "__main__.py")])
-    with pytest.raises(ConfigError, match=r"where:    __main__\.py\n"):
-        read(Flags, ["--zzz"])
-
-
-def test_flags_of_a_command_are_put_behind_it():
-    for argv in (["--B", "1", "compare"], ["--B=1", "--zzz", "compare"]):
-        assert run("foretoken.py", argv).err.endswith("fix:      put flags behind compare\n")
-    assert "put flags" not in run("foretoken.py", ["compare", "--gama", "2"]).err
-
-
-def test_what_is_no_command_is_told_which_there_are():
-    assert "seen:     compar\n  required: a command: compare, " in run("foretoken.py", ["compar", "--B", "1"]).err

@@ -181,12 +181,6 @@ def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
 FIRST = [PLAIN, Choice(0, 3), Choice(1, 3)]
 
 
-def test_a_short_decode_is_measured_for_by_the_fewest_rounds(decodes):
-    found = measured_for(n_steps=1)
-    assert kinds(decodes) == {(4, one): 1 + FEWEST_TIMED for one in FIRST}
-    assert [*found] == [4] and [costs.at for costs in found[4]] == [(3,), (3,)]
-
-
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
     found = measured_for(n_steps=10**9)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {

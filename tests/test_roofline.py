@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from programs import COST_MODEL, run
 
-from bench.auto.costs import tokens_per_round
 from cost_model.machines import MACHINES, Collective, Machine, find_machine
 from cost_model.published import ACCEPTANCE, published_acceptance
-from cost_model.roofline import KERNELS, ModelStorage, forward_ms, predict_costs
+from cost_model.roofline import ModelStorage, forward_ms, predict_costs
 from models.presets import preset_config
 from reproduce.paper.published import published
 
@@ -50,18 +49,6 @@ def test_operations_by_hand(dtype, rate):
         )
 
 
-def test_rows_of_queries_fill_tiles():
-    """Four heads share KV: packed, 4 tokens are 16 rows of one tile; else each head has a tile of its own."""
-
-    def attention(tokens: int, machine: Machine) -> float:
-        linear, all_of_it = (forward_ms(ModelStorage(LLAMA_3), machine, 8, tokens, entries) for entries in (0, 4000))
-        return (all_of_it - linear) * 1e12 / (4 * 32 * 8 * 128 * 32000)
-
-    packed, apart = replace(OPS_ONLY, tile=16), replace(OPS_ONLY, tile=64, packs_group=False)
-    assert [round(attention(tokens, packed)) for tokens in (1, 4, 5)] == [16, 16, 32]
-    assert [round(attention(tokens, apart)) for tokens in (1, 4, 65)] == [64, 4 * 64, 4 * 128]
-
-
 def test_ranks_halve_the_bytes_and_add_collectives():
     one, link = forward_ms(ModelStorage(LLAMA_3), BYTES_ONLY, 8, 4, 4000), Collective(1e-5, 2e-6, 1e11)
     two = forward_ms(ModelStorage(LLAMA_3), replace(BYTES_ONLY, devices=2, protocols=(link,)), 8, 4, 4000)
@@ -80,12 +67,6 @@ def test_a_collective_takes_the_quicker_protocol():
     assert replace(machine, devices=1).collective_s(1e8) == 0
 
 
-def test_every_layer_launches_its_kernels():
-    slower = {"launch": 1e-6}, {"unexplained": 0.002}
-    first, *more = (forward_ms(ModelStorage(LLAMA_3), replace(BYTES_ONLY, **one), 8, 1, 100) for one in ({}, *slower))
-    assert [one - first for one in more] == pytest.approx([32 * KERNELS * 1e-3, 2])
-
-
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_better_machine_is_never_slower(name):
     one = replace(MACHINES[name], devices=8)
@@ -97,19 +78,6 @@ def test_a_better_machine_is_never_slower(name):
         before = forward_ms(ModelStorage(LLAMA_3, dtype), one, *size)
         after = [forward_ms(ModelStorage(LLAMA_3, dtype), machine, *size) for machine in better]
         assert max(after) <= before and min(after) < before
-
-
-def test_with_the_context_speedup_goes_to_the_tokens_of_a_round():
-    """A verification then is a step, and a draft step is nothing beside it."""
-    wanted, found = tokens_per_round(0.8, 3), []
-    for context in (1_000, 10_000, 100_000, 100_000_000):
-        sizes = {"batch": 8, "context": context, "budget": 512, "gammas": (1, 3)}
-        found.append(
-            predict_costs(ModelStorage(LLAMA_3), ModelStorage(LLAMA_3), find_machine("8xA100"), **sizes).speedup(
-                wanted, 3
-            )
-        )
-    assert found == sorted(found) and found[0] < 1 < wanted and found[-1] == pytest.approx(wanted, rel=0.01)
 
 
 def test_a_draft_has_its_budget_and_a_model_of_its_own_its_shape():
@@ -164,16 +132,3 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     assert record["predicted_plain_ms"] == [[pytest.approx(wanted, abs=1e-4)]]
     assert all(name.startswith("predicted_") for name in record if name.endswith("_ms"))
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
-
-
-def test_given_acceptance_covers_every_draft_and_storage_counts(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sizes = "--machine H100 --model_name meta-llama/Llama-3.2-1B --batches 1 8 --contexts 1000 4000 --alpha 0.8"
-    record = predicted(sizes).record
-    assert len(record["drafts"]) == 8 and record["acceptance_of"] == "given" and len(record["best"]) == 4
-    same, of_draft, of_both = (
-        [predicted(f"{sizes} {flags}").record[f"predicted_{name}_ms"][1][1] for name in ("plain", "draft")]
-        for flags in ("", "--draft_weights int4 --draft_layers 0-7", "--quantize int8 --kv_dtype fp8")
-    )
-    assert of_draft[0] == same[0] and all(new < old / 2 for new, old in zip(of_draft[1], same[1], strict=True))
-    assert of_both[0] < 0.7 * same[0] and of_both[1][0] < same[1][0]

@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,13 +12,12 @@ from serving_cases import FLAGS, PLAIN, Alone, Served, serving
 from tiny import decode
 
 from bench.auto.adaptive import Adaptive
-from bench.memory import memory_plan
-from bench.session import Session
+from bench.session import Session, random_prompts
 from common import cli
-from common.errors import ConfigError, OutOfMemoryError
+from common.errors import ConfigError
 from engine.requests import Request
 from engine.sampling import SamplingParams
-from serving.opening import open_session, plan_of
+from serving.opening import open_session
 from serving.scheduler import Scheduler
 from serving.serve import Serve
 
@@ -65,20 +63,10 @@ def test_a_server_says_how_long_rows_can_be(chat_checkpoint, capsys, length: int
         assert f" on {one.server.url}{how}\n" in capsys.readouterr().err
 
 
-def test_there_has_to_be_room_for_samples(chat_checkpoint, monkeypatch):
-    config = cli.read(Serve, [f"--model={chat_checkpoint}", *FLAGS.split()], prog="serving").config()
-    plan = plan_of(config, 4, 320)
-    sampled = memory_plan(replace(plan, sampling=replace(plan.sampling, params=SamplingParams(1.0, top_k=3))))
-    assert memory_plan(plan).total(4) < sampled.total(3)
-    monkeypatch.setattr("bench.memory.available_bytes", lambda device: sampled.total(3))
-    with pytest.raises(OutOfMemoryError) as caught:
-        open_session(config, 4, 320)
-    assert "use --max_batch 3, the largest batch that fits" in caught.value.told(Serve.FLAGS)
-
-
 def test_no_request_goes_on_behind_noise(chat_checkpoint, alone: Alone):
     with serving(chat_checkpoint, "--gamma auto") as one:
-        prompt = one.server.service.session.prompts[0]
+        session = one.server.service.session
+        prompt = random_prompts(session.runner.vocab_size, session.plan.n_rows, session.plan.prefix_len)[0]
         body = {"prompt": prompt[:60], "max_tokens": 20, "temperature": 0}
         answer = one.ask("/v1/completions", body).json
         assert answer["choices"][0]["text"] == alone.tokenizer.decode(alone.tokens(prompt[:60], 20))

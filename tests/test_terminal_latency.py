@@ -1,6 +1,5 @@
 """`foretoken.py latency`: what is measured in which order, and what is made of it."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +96,6 @@ def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
     assert plain["ms_per_token"] == pytest.approx([1e3 * TICK * TICKS_A_ROUND * first for first in (2, 4, 6)])
     assert len(speculative["ms_per_token"]) == 3
     assert (record["B"], plain["draft"], speculative["draft"]) == (2, None, "ngram")
-
-
-def test_a_model_is_gone_before_the_next_one_is_loaded(latency, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[weakref.ref] = []
-    load = sessions.load_target
-
-    def watched(*args: Any) -> Any:
-        assert not [one for one in loaded if one() is not None]
-        model = load(*args)
-        loaded.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(sessions, "load_target", watched)
-    assert latency("--nb_prompts 1 --quantize int8", n_targets=2).code == 0 and len(loaded) == 4
 
 
 def decoded(*rounds: tuple[float, int, int]) -> GenerateOutput:

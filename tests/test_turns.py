@@ -76,12 +76,6 @@ def test_each_pass_decodes_as_if_it_were_alone(mode: str, kind: int) -> None:
     assert sum(a != b for a, b in pairwise(names)) >= 2 * max(LIMITS) // TURN - 2
 
 
-def test_entries_of_8_bits_are_copied_as_they_are() -> None:
-    runner = runner_of(torch.int8)
-    seen = passes_of(runner, NGram(runner, GAMMA), "greedy", 4)
-    assert seen["in turns"] == seen["alone"]
-
-
 def test_passes_over_more_prompts_than_rows_run_one_behind_the_other() -> None:
     runner = runner_of()
     seen = passes_of(runner, drafters_of(runner)[0], "greedy", 5)
