@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses whose fields are its flags, with their help below them."""
+"""The configuration of a run: frozen dataclasses whose fields are its flags, with their help below them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TargetBesideDraft(Target):
 
 @dataclass(frozen=True)
 class Text:
-    """What the prompts are cut from."""
+    """The text that prompts are cut from."""
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
@@ -81,7 +81,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is decoded at once."""
+    """Sizes of a batch."""
 
     B: BatchSize = 8
     """rows decoded together"""
@@ -93,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which prompts, and where rows end."""
+    """The prompts, and the ends of their rows."""
 
     prompts: str | None = None
     """your prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
@@ -158,7 +158,7 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the record goes."""
+    """The file of records."""
 
     output: str | None = None
     """append the JSON record to this file"""
@@ -166,7 +166,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Passes:
-    """Which passes run beside the speculation itself."""
+    """The passes that run beside speculation."""
 
     no_baseline: bool = False
     """skip plain decoding: no speedup, no comparison of rows"""

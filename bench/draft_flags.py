@@ -1,4 +1,4 @@
-"""Flags of what drafts: a flag for every option of every drafter and policy, each of which is defined in its file."""
+"""Flags of drafts: one for every option of every drafter and policy, each of which is defined in its file."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draf
 
 @dataclass(frozen=True)
 class DraftFlags:
-    """What drafts, and how."""
+    """The draft."""
 
     KINDS: ClassVar[Mapping[str, type[DrafterConfig]]]
 
@@ -178,7 +178,7 @@ EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draf
 
 @dataclass(frozen=True, kw_only=True)
 class NamedDraft(EveryDraft):
-    """What drafts, and how."""
+    """The draft."""
 
     draft: Annotated[str | None, DRAFT] = None
 

@@ -164,9 +164,9 @@ def decode_in_turns(
     session.processes.gathered(None)
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         drafter.inner_counts()  # forgets the counts of earlier passes
-    with ExitStack() as shown:
+    with ExitStack() as watching:
         passes = {
-            name: session.generation(pacing=pacing, phase=phase, progress=shown.enter_context(watch(session, name)))
+            name: session.generation(pacing=pacing, phase=phase, progress=watching.enter_context(watch(session, name)))
             for name, pacing in pacings.items()
         }
         usages = take_turns(session.runner, [*passes.values()])

@@ -13,10 +13,10 @@ from common.process import is_leader
 from engine.requests import Progress, Request
 
 
-def progress_bar(name: str, total: int | None, shown: bool = True, unit: str = "tok") -> tqdm:
+def progress_bar(name: str, total: int | None, visible: bool = True, unit: str = "tok") -> tqdm:
     """Return a bar of `total` units; None: unknown, so that only their number is displayed."""
     labels = {"desc": f"{name:<12}", "unit": unit}
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (shown and is_leader()), **labels)
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (visible and is_leader()), **labels)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def bar_of_pass(session: Session, name: str, shown: bool = True) -> Iterator[Progress]:
+def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
     """Watch a pass of a session by a progress bar."""
-    with progress_bar(name, len(session.prompts) * session.plan.gen_len, shown) as bar:
+    with progress_bar(name, len(session.prompts) * session.plan.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)

@@ -1,4 +1,4 @@
-"""Where models run and how they are stored: the device, dtypes and weight schemes that stand for `auto`."""
+"""Resolves the device, dtypes and weight schemes that `auto` stands for."""
 
 import os
 from collections.abc import Sequence

@@ -28,8 +28,10 @@ def require_appendable(path: str | None, field: str = "output") -> None:
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append one JSON line and force it to disk. What is there stays: behind a last line that a killed run left
-    unfinished, a new one begins. Errors: ConfigError, whatever the system's reason."""
+    """Append a JSON line and force it to disk, behind a line break if a killed run left its last line unfinished.
+
+    Errors: ConfigError, whatever the system's reason.
+    """
     if path is None:
         return
     try:
@@ -48,7 +50,7 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record of a run that goes on where that fails: then it is printed, the error said once and put off."""
+    """Append a record; if that fails, print the record, warn once, and put the error off, so that the run goes on."""
     try:
         append_record(path, record)
     except UserError as error:
@@ -62,9 +64,11 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 def publish(
     path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = (), for_people: bool = False
 ) -> None:
-    """Print the texts and last the record, and append it to `path`: either is done where the other fails. for_people: a
-    terminal is not shown a record that has no `path`. Errors: ConfigError of what was not appended, or the first that a
-    run `put_off`; OSError of what was not printed."""
+    """Print texts and last the record, and append the record to `path`; each is done even if the other fails.
+
+    for_people: do not print a record without `path` on a terminal. Errors: ConfigError if it was not appended, or the
+    first that a run `put_off`; OSError if something was not printed.
+    """
     is_hidden = for_people and path is None and sys.stdout.isatty()
     try:
         for line in (*texts, *([] if is_hidden else [json.dumps(record)])):
@@ -80,14 +84,16 @@ _STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether it is the beginning of a JSON object whose writer was ended: one that is not closed again."""
+    """Return whether a line is a JSON object that is not closed: its writer was killed."""
     brackets = _STRINGS.sub(b"", line)
     return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """The file's JSON values, each with the number of its line: none of a file that is not there, nor of an empty line
-    or a torn one; a damaged one is its text."""
+    """Yield the JSON values of a file with their line numbers; a damaged line as its text.
+
+    Nothing is yielded for a file that is not there, or for an empty or torn line.
+    """
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""What torchrun says of this process: its rank, and how many there are."""
+"""This process among those that torchrun started: its rank, and how many there are."""
 
 import os
 from functools import partial
@@ -19,5 +19,5 @@ local_world_size = partial(_said, "LOCAL_WORLD_SIZE", 1)
 
 
 def is_leader() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Return True on the process that prints for all."""
     return own_rank() == LEADER

@@ -7,8 +7,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table. key: an entry of the row, which is a mapping then, or a function of the row. format: as of
-    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers."""
+    """A column of a table. key: an entry of a row (a mapping), or a function of the row. format: of `format()`, or
+    a function of the value; None is printed as `missing`. align: "<" for texts, ">" for numbers."""
 
     key: str | Callable[[Any], object]
     head: str
@@ -24,7 +24,7 @@ class Column:
 
 
 def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
-    """A line of heads and a line for each row, in columns that are as wide as what is in them."""
+    """Return a line of heads and a line for each row, in columns as wide as their content."""
     lines = _lines(rows, columns)
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     shown = (
@@ -35,7 +35,7 @@ def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") 
 
 
 def markdown(rows: Iterable[Any], columns: Sequence[Column]) -> str:
-    """The same as a table of GitHub's Markdown."""
+    """Return rows as a table of GitHub's Markdown."""
     head, *lines = ([cell.replace("|", r"\|") for cell in line] for line in _lines(rows, columns))
     rule = ["---:" if column.align == ">" else "---" for column in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])

@@ -34,7 +34,7 @@ PAGE = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_templat
 
 @dataclass(frozen=True)
 class Questions(Rows):
-    """Which prompts, and where rows end."""
+    """The prompts, and the ends of their rows."""
 
     prompts: str | None = None
     """your prompts, in the model's chat template if it has one: a file or folder as the benchmarks take (default: a few

@@ -24,7 +24,7 @@ class PositionalTarget(Target):
 
 @dataclass(frozen=True, kw_only=True)
 class Draft(NamedDraft):
-    """What drafts, and how."""
+    """The draft."""
 
     second: Positional[Annotated[str | None, SECOND]] = None
     """the draft, as --draft"""

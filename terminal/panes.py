@@ -45,7 +45,7 @@ class Panes:
         """Watch a pass while it runs."""
         assert session.tokenizer is not None
         live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        with bar_of_pass(session, name, shown=not self._console.is_terminal) as bar:
+        with bar_of_pass(session, name, visible=not self._console.is_terminal) as bar:
             track = self.tracks[name] = Track(bar, session.tokenizer, len(self._names), live.refresh)
             with live:  # draws nothing without a terminal
                 yield track
