@@ -103,6 +103,8 @@ def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, A
         "load_format": plan.config.target.load_format,
         "tensor_parallel": len(session.target_ranks.ranks),
         "data_parallel": plan.config.n_replicas,
+        "rank_group": session.target_ranks.ranks,
+        "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
         "all_reduce": session.target_ranks.all_reduce.name,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),

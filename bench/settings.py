@@ -67,7 +67,7 @@ def _draft_record(draft: DraftPlan | None) -> dict[str, Any]:
     record: dict[str, Any] = {"draft": draft.config.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
     record |= {"draft_policy": None, "draft_budget": None}
     if draft.source:
-        record |= {"draft_model": draft.source.name}
+        record |= {"draft_model": draft.source.name, "draft_borrows": list(draft.source.borrowed)}
     if draft.policy and draft.dtype:
         record |= {
             "draft_policy": AUTO if draft.auto_policy else draft.policy.name,

@@ -58,7 +58,7 @@ class Models:
 
 SAME_ON_ANY_RANKS = (
     *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences", "distinct_4gram_fraction"),
-    *("drafted", "judged", "accepted", "emitted", "acceptance_rate", "acceptance_per_position"),
+    *("drafted", "verified", "accepted", "emitted", "acceptance_rate", "acceptance_per_position"),
     *("mean_accepted_length", "mean_accepted_length_per_row"),
 )
 

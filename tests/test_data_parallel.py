@@ -55,11 +55,11 @@ UNDIVIDED = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "ra
 REPLICAS = {"data_parallel": 2, "tensor_parallel": 2}
 CASES = {
     2: [
-        Case("selfspec", "", "--check_ranks", UNDIVIDED | {"check_ranks": True}),
+        Case("selfspec", "", "--check_ranks", UNDIVIDED),
         Case("selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", UNDIVIDED | {"rank_group": [1, 0]}),
         Case("baseline", COUPLED, "", UNDIVIDED),
         Case("longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}),
-        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1], "check_ranks": False}, draft="padded"),
+        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1]}, draft="padded"),
     ],
     4: [
         Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),

@@ -123,4 +123,4 @@ def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path
     one = benchmark("selfspec", models.arguments("selfspec")).record
     two = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec", "--check_ranks"), "skew_sums").record
     assert results(two) == results(one)
-    assert two["check_ranks"] is True
+    assert two["config"]["ranks"]["check_ranks"] is True
