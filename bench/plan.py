@@ -281,11 +281,10 @@ def _draft_source(plan: Plan, config: DrafterConfig, outer: DraftPlan | None) ->
     """Return the second model that a draft runs, None if there is none. Errors: ConfigError if it is not the plan's."""
     if (path := vars(config).get("draft_model")) is None:
         return None
-    source = plan.draft_source
+    source, where = plan.draft_source, flag("draft_of_draft" if outer else "draft_model")
     if source is None or source.path != path:
-        seen = source.path if source else "no draft model: the session was opened without"
-        where = flag("draft_of_draft" if outer else "draft_model")
-        raise ConfigError("a session has one draft model", where, path, seen, "open a session with that draft")
+        required = source.path if source else "no draft model"
+        raise ConfigError("a session has one draft model", where, path, required, "open a session with that draft")
     return source
 
 
@@ -305,9 +304,8 @@ def _check_choice(config: ModelDrafterConfig) -> None:
 def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:
     """Raise ConfigError unless a draft's layers are layers of the model."""
     if layers and max(layers) >= n_layer:
-        what, seen = "the draft's layers are not all layers of the model", f"layer {max(layers)}"
-        fix = f"name layers below {n_layer}, such as 0-{n_layer - 1}"
-        raise ConfigError(what, flag("draft_layers"), seen, f"0 to {n_layer - 1}", fix)
+        what, where, last = "the draft's layers are not all layers of the model", flag("draft_layers"), n_layer - 1
+        raise ConfigError(what, where, f"layer {max(layers)}", f"0 to {last}", f"name layers up to {last}")
 
 
 def _check_window(model: ModelSource, policies: Sequence[Policy]) -> None:
@@ -421,12 +419,10 @@ def _length_in_context(plan: Plan) -> int:
     length, context = plan.prefix_len + plan.gen_len + plan.gamma + 1, plan.target.config.max_context
     if length <= context:
         return length
-    room = context - plan.gamma - 1
     what = "prompt + new tokens + gamma + 1 exceeds the model's context"
     where = f"{flag('prefix_len' if plan.prompts is None else 'prompts')}, {flag('gen_len')} and {flag('gamma')}"
     seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {length} tokens"
-    fix = f"shorten prompts or {flag('gen_len')}: there is room for {room} prompt and new tokens together"
-    raise ConfigError(what, f"{where} on {plan.target.name}", seen, f"<= {context}", fix)
+    raise ConfigError(what, where, seen, f"<= {context}", "use shorter prompts, or fewer new tokens")
 
 
 def _rank_groups(

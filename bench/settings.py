@@ -1,7 +1,7 @@
 """A run's configuration in its record: nested as it was given, and as it was resolved."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from bench.config import AUTO
@@ -13,13 +13,15 @@ from kv_cache.policy import policies
 
 
 def nested(config: Any) -> Any:
-    """Return a configuration as JSON has it, without fields that are not set; drafters and policies have a `name`."""
+    """Return a configuration as JSON has it, without fields that are not set or have no effect; drafters and policies
+    have a `name`."""
     if isinstance(config, tuple):
         return [nested(value) for value in config]
     if not is_dataclass(config):
         return config
     named = {"name": config.name} if hasattr(config, "name") else {}
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    unused = getattr(config, "unused", ())
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in unused}
     return named | {name: nested(value) for name, value in values.items() if value not in (None, ())}
 
 
@@ -47,7 +49,7 @@ def settings_record(session: Session) -> dict[str, Any]:
     return {
         **_draft_record(plan.draft),
         "verification": plan.verification,
-        **vars(plan.sampling),
+        **asdict(plan.sampling),
         "seed": None if plan.sampling.greedy else plan.sampling.seed,
         "device": str(runner.device),
         "dtype": dtype_name(plan.dtype),
