@@ -150,17 +150,17 @@ class Session:
         Weights of a draft are loaded unless a draft of this session has them. Errors: ConfigError for a draft that the
         models cannot do, and for another draft model than the session's.
         """
-        config = self.plan.config
-        sizes = config.sizes if gen_len is None else replace(config.sizes, gen_len=gen_len)
-        sampling = config.sampling if sampling is None else sampling
-        prompts = self.prompts if prompts is None else prompts
-        params, verification = resolve_sampling(sampling)
-        config = replace(config, sizes=sizes, sampling=sampling)
-        plan = replace(self.plan, config=config, sampling=params, verification=verification)
+        plan = self.plan
+        if gen_len is not None:
+            plan = replace(plan, config=replace(plan.config, sizes=replace(plan.config.sizes, gen_len=gen_len)))
+        if sampling is not None:
+            params, verification = resolve_sampling(sampling)
+            config = replace(plan.config, sampling=sampling)
+            plan = replace(plan, config=config, sampling=params, verification=verification)
         if not isinstance(draft, EllipsisType):
             plan = with_draft(plan, draft)
         load_draft(plan, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
-        return replace(self, plan=plan, prompts=prompts)
+        return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
         """Return a session over the first rows and slots of the cache, whose entries are forgotten."""
