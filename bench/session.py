@@ -76,8 +76,7 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """Open a session. n_continued: tokens to cut behind each prompt of a data set. Errors: UserError."""
         require_room(plan)
-        options, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
-        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
+        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
@@ -218,6 +217,11 @@ class Session:
         """Begin to continue the prompts. arguments: of `generate`, in place of the configuration's."""
         stop_tokens = self.plan.target.config.eos_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
+
+
+def _join_ranks(plan: Plan) -> Ranks:
+    options = plan.config.ranks or RankOptions()
+    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
