@@ -24,6 +24,8 @@ from models.quantize import linear_bytes
 from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
+# Kept free on a GPU before anything is loaded: for activations, which are then measured, CUDA and NCCL.
+RESERVE_BYTES = 4 * GIB
 # A forward's measured peak is taken this many times: sampling, choosing entries and captured rounds come on top of it.
 MARGIN = 1.5
 
@@ -47,7 +49,7 @@ class MemoryPlan:
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
-    """Return the bytes of all weights and KV entries."""
+    """Return the bytes of all weights and KV entries, with a reserve on a GPU."""
     target = _largest_shard(plan.target.config, plan.group)
     weights = model_bytes(target, plan.dtype, plan.config.target.quantize, plan.device)
     kv, draft_kv = FullKVCache(target, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes, 0
@@ -67,7 +69,8 @@ def memory_plan(plan: Plan) -> MemoryPlan:
                 weights += model_bytes(config, dtype, draft.quantize, plan.device)
         sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or dtype
         draft_kv += n_caches * sum(policy.new_cache(*sizes).n_bytes for policy in draft.policies)
-    return MemoryPlan({"weights": weights}, {"target KV": kv, "draft KV": draft_kv})
+    reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
+    return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
 
 
 def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
