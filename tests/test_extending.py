@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from programs import ROOT, python
 
-from bench.settings import options_of
-
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "tests")
 # Where a row goes, and what stands before the file's imports.
 TABLES = {"tests/policies.py": "POLICIES = {\n", "tests/scenarios.py": "TEXT_DRAFTERS = {\n"}
@@ -75,7 +73,9 @@ def test_it_drafts_from_the_command_line(flags: str, extended: Path, checkpoint:
     record = python("tests/selfspec_benchmark.py", *sizes.split(), *flags.split(), cwd=extended).record
     assert record["identical_sequences"] == record["sequences"] == 3
     assert 0 < record["accepted"] < record["verified"]
-    assert DRAFTS[flags].items() <= options_of(record).items()
+    draft = record["config"]["draft"]
+    texts = [text["name"] for text in draft.get("texts", ())]
+    assert DRAFTS[flags].items() <= (draft | draft.get("policy", {}) | {"text_drafts": texts}).items()
 
 
 def test_an_option_that_makes_no_sense_is_refused(extended: Path) -> None:
