@@ -126,7 +126,7 @@ class Contender:
         if self.plain:
             passes = [bench.Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
             runs = [bench.make_record("", self.session, each) for each in passes]
-            row |= {name: runs[0][name] for name in OPTIONS[2:]}
+            row |= {name: runs[0].get(name) for name in OPTIONS[2:]}
             seen = {name: [run[name] for run in runs] for name in MEDIANS}
             row |= {name: None if None in values else median(values) for name, values in seen.items()}
         return bench.rounded(row)
