@@ -61,7 +61,7 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
 def _plain(message: str) -> str:
     """Return tyro's message without its frame, and without unknown words that are no flags, which may be secrets."""
     text = re.sub(r"([\s│╭╮╰╯─]|-{3,})+", " ", message).strip()
-    unknown = re.compile(r"(Unrecognized (?:or misplaced )?options: )(.*?)(?= Perhaps| For full|$)")
+    unknown = re.compile(r"(Unrecognized (?:or misplaced )?options: )(.*?)(?= Arguments| Perhaps| For full|$)")
     return unknown.sub(lambda found: found[1] + " ".join(re.findall(r"--?[a-zA-Z]\w*", found[2])), text)
 
 
