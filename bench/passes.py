@@ -19,6 +19,7 @@ from engine.contention import Usage, usage_so_far
 from engine.counts import Counts, total
 from engine.decoding import GenerateOutput, Generation, Phase
 from engine.drafters import Drafter
+from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, captured_sizes
@@ -136,7 +137,7 @@ def prefill(session: Session) -> float:
     started = time.perf_counter()
     with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            for n_tokens in runner.prefilling(row, prompt)[1]:
+            for n_tokens in runner.start_prefill(row, prompt)[1]:
                 bar.update(n_tokens)
     synchronize(runner.device)
     return max(session.processes.gathered(time.perf_counter() - started))
@@ -163,7 +164,8 @@ def decode_in_turns(
     """Decode the prompts once for each pacing, by name, in turns (see `take_turns`)."""
     session.processes.gathered(None)
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
-        drafter.inner_counts()  # forgets the counts of earlier passes
+        if isinstance(drafter, Speculated):
+            drafter.inner_counts()  # forgets the counts of earlier passes
     with ExitStack() as watching:
         passes = {
             name: session.generation(pacing=pacing, phase=phase, progress=watching.enter_context(watch(session, name)))
@@ -210,7 +212,7 @@ def _joined(
     session: Session, name: str, generation: Generation, pacing: Pacing, usage: Usage, phase: Phase | None
 ) -> Decoded:
     """Join the outputs of all replicas in a pass."""
-    inner = [counts for one in pacing.drafters if (counts := one.inner_counts())]
+    inner = [one.inner_counts() for one in pacing.drafters if isinstance(one, Speculated)]
     seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
     outputs, of_phases, inners = zip(*session.of_replicas((generation.output, seconds, inner)), strict=True)
     of_rows = ("tokens", "finish_reasons", "errors")

@@ -257,7 +257,7 @@ def _resolve_draft(plan: Plan, config: DrafterConfig, outer: DraftPlan | None = 
             policy.check()
         narrowest = min(policies, key=lambda policy: policy.room)
         gamma = min(gamma, narrowest.room - 1) if auto_gamma else gamma
-        check_gamma(gamma, narrowest.room, narrowest.for_block(gamma + 1))
+        check_gamma(gamma, narrowest.room)
     length = plan.capacity or plan.prefix_len + plan.gen_len + gamma + 1
     if source is not None:
         longest = length + (outer.gamma if outer else 0)
@@ -432,7 +432,7 @@ def _rank_groups(
     if config.ranks is None:
         require_single_process()
         return (LEADER,), (LEADER,)
-    group = check_rank_group(config.ranks.rank_group, n_ranks, config.n_replicas)
+    group = check_rank_group(config.ranks.rank_group, n_ranks)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
     inner = config.draft.inner if config.draft else None
     drafting = inner or config.draft

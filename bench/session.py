@@ -164,9 +164,9 @@ class Session:
     def narrowed(self, n_rows: int, length: int) -> Session:
         """Return a session over the first rows and slots of the cache, whose entries are forgotten."""
         runner = self.runner
-        runner.cache.notes.clear()
+        runner.cache.prefilled.clear()
         cache = runner.cache.view(slice(0, n_rows), length)
-        cache.capacity, cache.notes = cache.positions.shape[1], {}
+        cache.capacity, cache.prefilled = cache.positions.shape[1], {}
         runner = ModelRunner(runner.model, cache, ranks=runner.ranks, new_graphs=runner.new_graphs)
         return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
 

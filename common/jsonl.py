@@ -1,4 +1,4 @@
-"""Files of JSON lines: records appended to them, and read from them."""
+"""Files of JSON lines: append records, and read them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from common.say import say
 
 
 def require_appendable(path: str | None, field: str = "output") -> None:
-    """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
+    """Raise ConfigError unless a record can be appended to `path`; called before a run, not after it."""
     if path is None:
         return
     if os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK):
@@ -28,10 +28,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append a JSON line and force it to disk, behind a line break if a killed run left its last line unfinished.
-
-    Errors: ConfigError, whatever the system's reason.
-    """
+    """Append one JSON line and force it to disk; begin a new line behind one that a killed run left unfinished.
+    Errors: ConfigError for any error of the system."""
     if path is None:
         return
     try:
@@ -50,7 +48,7 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record; if that fails, print the record, warn once, and put the error off, so that the run goes on."""
+    """Append a record of a run that goes on if that fails: the record is printed, and the error put off."""
     try:
         append_record(path, record)
     except UserError as error:
@@ -64,11 +62,9 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 def publish(
     path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = (), for_people: bool = False
 ) -> None:
-    """Print texts and last the record, and append the record to `path`; each is done even if the other fails.
-
-    for_people: do not print a record without `path` on a terminal. Errors: ConfigError if it was not appended, or the
-    first that a run `put_off`; OSError if something was not printed.
-    """
+    """Print the texts and last the record, and append it to `path`, each even if the other fails. for_people: print no
+    record without a `path` to a terminal. Errors: ConfigError if it was not appended, or the first error that the run
+    `put_off`; OSError if it was not printed."""
     is_hidden = for_people and path is None and sys.stdout.isatty()
     try:
         for line in (*texts, *([] if is_hidden else [json.dumps(record)])):
@@ -79,21 +75,19 @@ def publish(
         raise put_off[0]
 
 
-# The strings of a line, the last of which may have no end.
+# The strings of a line; the last may have no end.
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
 
 
 def is_torn(line: bytes) -> bool:
-    """Return whether a line is a JSON object that is not closed: its writer was killed."""
+    """Return whether a line is the beginning of a JSON object whose writer was killed."""
     brackets = _STRINGS.sub(b"", line)
     return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON values of a file with their line numbers; a damaged line as its text.
-
-    Nothing is yielded for a file that is not there, or for an empty or torn line.
-    """
+    """Yield a file's JSON values with the numbers of their lines. A missing file and empty or torn lines yield nothing;
+    a damaged line yields its text."""
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip():

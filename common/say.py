@@ -1,4 +1,4 @@
-"""Prints progress and notes of a run."""
+"""Progress and remarks of a run."""
 
 import sys
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from common.process import is_leader
 
 
 def say(message: str) -> None:
-    """Print a message on stderr, from the leader: stdout is for results, its last line for the record."""
+    """Print to stderr, on the leader only: stdout is for results, its last line for the record."""
     if is_leader():
         print(message, file=sys.stderr, flush=True)
 

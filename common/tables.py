@@ -1,4 +1,4 @@
-"""Tables: a column is described once, and drawn for the console or in Markdown."""
+"""Tables, drawn for the console or in Markdown from columns that are described once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. key: an entry of a row (a mapping), or a function of the row. format: of `format()`, or
-    a function of the value; None is printed as `missing`. align: "<" for texts, ">" for numbers."""
+    """One column of a table. key: an entry of the row, which is a mapping then, or a function of the row. format: as of
+    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers."""
 
     key: str | Callable[[Any], object]
     head: str
@@ -24,18 +24,18 @@ class Column:
 
 
 def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
-    """Return a line of heads and a line for each row, in columns as wide as their content."""
+    """Return a line of heads and a line for each row, in columns as wide as their longest cell."""
     lines = _lines(rows, columns)
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    shown = (
+    drawn = (
         "  ".join(f"{cell:{column.align}{width}}" for cell, column, width in zip(line, columns, widths, strict=True))
         for line in lines
     )
-    return "\n".join(f"{indent}{line}".rstrip() for line in shown)
+    return "\n".join(f"{indent}{line}".rstrip() for line in drawn)
 
 
 def markdown(rows: Iterable[Any], columns: Sequence[Column]) -> str:
-    """Return rows as a table of GitHub's Markdown."""
+    """Return a table in GitHub's Markdown."""
     head, *lines = ([cell.replace("|", r"\|") for cell in line] for line in _lines(rows, columns))
     rule = ["---:" if column.align == ">" else "---" for column in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])

@@ -28,7 +28,8 @@ from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from common.tables import console
-from engine.drafters import SelfSpeculation, Shown
+from engine.drafters import RowUpdate
+from engine.drafters.self_speculation import SelfSpeculation
 from engine.sampling import logits_to_probs
 from models.llama import select_layers
 from reproduce.paper.columns import of
@@ -75,7 +76,7 @@ def main(flags: Flags) -> None:
         (own, drafter), starts = draft(layers), range(0, book.shape[1] - gamma + 1, gamma)
         shares = torch.zeros(len(starts))
         for place, start in enumerate(starts):
-            drafter.follow([Shown(row, row, text[: length + start], 0) for row, text in enumerate(texts)])
+            drafter.follow([RowUpdate(row, row, text[: length + start], 0) for row, text in enumerate(texts)])
             block = slice(start, start + gamma)
             logits = own.step(book[:, block], positions[:, block])
             drafts = logits_to_probs(logits, sampling.params)

@@ -10,6 +10,7 @@ from bench.passes import make_pacing, warm_up
 from bench.plan import resolve
 from bench.session import Session, random_prompts
 from engine.drafters import Drafter
+from engine.drafters.standalone import drop_kept_prompts
 from engine.pacing import Fixed, Pacing
 from engine.sampling import SamplingParams
 
@@ -36,9 +37,8 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Se
         warm_up(rehearsed, drafters)
     lengths = {max(1, plan.prefix_len // SHORTER), plan.prefix_len} if plan.chooses else set()
     costs = [_costs_behind(rehearsed, drafters, length) for length in sorted(lengths)]
-    session.runner.cache.notes.clear()  # no request begins with what was rehearsed
-    for drafter in drafters:
-        drafter.keep_no_prompts()
+    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
+    drop_kept_prompts(drafters)
     return session, make_pacing(session, drafters, *costs)
 
 

@@ -19,12 +19,13 @@ from bench.auto.measure import (
 )
 from bench.auto.rehearsal import Rehearsal
 from common.errors import UserError
-from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
+from engine.drafters.saved_text import SavedText
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
-from kv_cache import VerifyTopK, VerifyTopKCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 Decode = list[RoundStats]
 

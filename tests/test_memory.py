@@ -19,7 +19,8 @@ from bench.plan import resolve, resolve_several
 from bench.session import Session
 from common.errors import OutOfMemoryError
 from engine.drafters.self_speculation import SelfConfig
-from kv_cache import FullKVCache, Streaming
+from kv_cache import FullKVCache
+from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 

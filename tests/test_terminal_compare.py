@@ -23,8 +23,7 @@ from bench import RunConfig, Session
 from bench.config import Sizes, Target
 from engine.counts import acceptance_text
 from engine.drafters.self_speculation import SelfConfig
-from engine.requests import Progress, Request
-from engine.round import Outcome
+from engine.requests import Outcome, Progress, Request
 from kv_cache.streaming import Streaming
 from terminal.compare import first_difference
 from terminal.panes import Panes
