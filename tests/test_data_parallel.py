@@ -110,7 +110,7 @@ def test_ranks_emit_what_one_process_emits(
         if case.own:
             rows = read_rows(folder / "rows")
             assert rows == read_rows(alone / "rows") and len(rows) == 2 * N_PROMPTS
-    assert ended.out.count('"benchmark": ') == len(cases), "one rank prints"
+    assert ended.out.count('{"benchmark": ') == len(cases), "one rank prints"
     if n_ranks == 2:
         assert all(ended.err.count(once) == said.count(once) for once in ("loading ", "note: ")), ended.err
     else:
