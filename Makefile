@@ -23,7 +23,7 @@ demo: $(VENV)/.installed  ## fetch the default model and book, then self-specula
 	@echo "  python tests/selfspec_benchmark.py --prompts FILE_OR_FOLDER --printoutput       your own text"
 	@echo "  python tests/selfspec_benchmark.py --temperature 0.6 --verification coupled     the samples of plain decoding"
 	@echo "  python tests/selfspec_benchmark.py --gamma auto --draft_budget auto             what pays best on this machine"
-	@echo "  python tests/selfspec_benchmark.py --help_all                                   all else; README.md says more"
+	@echo "  python tests/selfspec_benchmark.py --help                                       all else; README.md says more"
 
 serve: $(VENV)/.installed  ## fetch the default model, then serve it on http://127.0.0.1:8000
 	$(RUN) download.py

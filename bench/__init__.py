@@ -4,7 +4,7 @@ from bench.auto.run_costs import RunCosts, costs_of
 from bench.config import RunConfig
 from bench.data import load_books, make_prompts
 from bench.passes import Decoded, Passes, decode, make_pacing, prefill, warm_up
-from bench.plan import resolve, resolve_several
+from bench.plan import resolve, resolve_dataset, resolve_several
 from bench.record import (
     COUNTED,
     cache_of,
@@ -18,5 +18,4 @@ from bench.record import (
     tokens_per_second,
 )
 from bench.session import Session
-from bench.settings import option_names, settings_record
-from bench.text import resolve_dataset
+from bench.settings import nested, option_names, options_of, settings_record

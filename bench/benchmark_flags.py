@@ -1,4 +1,4 @@
-"""The command lines of the three benchmarks: what each has flags for."""
+"""The command lines of the three benchmarks."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,19 +15,15 @@ class BaselineFlags(PlainRun):
     ranks: RankOptions = field(default_factory=RankOptions)
 
     def config(self) -> RunConfig:
-        """The run that they ask for. Errors: ConfigError for draft flags without effect."""
-        own = dict(vars(self))
-        if "draft" in own:
-            own["draft"] = own["draft"].config()
-        return RunConfig(**own)
+        """Return the run that the flags describe. Errors: ConfigError."""
+        groups = dict(vars(self))
+        if "draft" in groups:
+            groups["draft"] = groups["draft"].config()
+        return RunConfig(**groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpecFlags(BaselineFlags):
-    ELSEWHERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        Standalone.KINDS, "use tests/longspec_benchmark.py, whose --model is the draft's checkpoint"
-    )
-
     draft: SelfDraft = field(default_factory=SelfDraft)
     passes: Passes = field(default_factory=Passes)
 
@@ -35,7 +31,6 @@ class SelfSpecFlags(BaselineFlags):
 @dataclass(frozen=True, kw_only=True)
 class LongSpecFlags(BaselineFlags):
     FLAGS: ClassVar[dict[str, str]] = {"model": "--target", "draft_model": "--model"}
-    ELSEWHERE: ClassVar[dict[str, str]] = dict.fromkeys(SelfDraft.KINDS, "use tests/selfspec_benchmark.py")
 
     target: TargetBesideDraft = field(default_factory=TargetBesideDraft)
     draft: Standalone

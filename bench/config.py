@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses whose fields are its flags. Imports no torch, so that --help is quick."""
+"""The configuration of a run: frozen dataclasses whose fields are its flags, with their help below them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from common.errors import ConfigError, flag
-from common.flags import COMMON, Common
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
@@ -16,18 +15,18 @@ from models.names import Backend, Dtype, KVDtype, Scheme
 
 AUTO = "auto"
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
-DEFAULT_ROWS, DEFAULT_PREFIX_LEN = 8, 6000
-BatchSize = Annotated[int, arg(aliases=["--batch_size"]), COMMON]
+DEFAULT_PREFIX_LEN = 6000
+BatchSize = Annotated[int, arg(aliases=["--batch_size"])]
 
 
 @dataclass(frozen=True)
 class Target:
     """The target model, how it is stored, and what it runs on."""
 
-    model: Common[str] = DEFAULT_MODEL
+    model: str = DEFAULT_MODEL
     """the target's converted checkpoint"""
-    model_name: Annotated[str | None, arg(help_behavior_hint="(default: its folder's name)")] = None
-    """name for the record; with --load_format dummy, the configuration to build"""
+    model_name: str | None = None
+    """name for the record, if not its folder's; with --load_format dummy, the configuration to build"""
     load_format: Literal["pth", "dummy"] = "pth"
     """dummy: random weights, for costs only"""
     verify: bool = False
@@ -36,29 +35,29 @@ class Target:
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto"] | Dtype = "auto"
     """auto: bfloat16, but float32 on a CPU without instructions for it, or of a checkpoint published in more bits"""
-    quantize: Annotated[Scheme | None, arg(help_behavior_hint="(default: in --dtype)")] = None
+    quantize: Scheme | None = None
     """the target's linear layers in 8 or 4 bits"""
     kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the target's KV cache"""
     attention: Backend = "auto"
-    """attention backend; auto says which, and why"""
+    """attention backend; auto prints its choice, and why"""
     compile: bool = False
     """torch.compile what lies between matrix products and attention"""
     no_cuda_graphs: bool = False
     """on a GPU, do not capture rounds as CUDA graphs"""
 
     def require_trained(self, what: str) -> None:
-        """Raise ConfigError for random weights. what: why they will not do."""
+        """Raise ConfigError, which says `what` is wrong, for random weights."""
         if self.load_format == "dummy":
             where = flag("load_format")
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
 
     def source(self) -> ModelSource:
-        """The model, found but not loaded. Errors: UserError."""
+        """Find the model without loading it. Errors: UserError."""
         return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify)
 
     def with_text(self) -> ModelSource:
-        """The same. Errors: UserError, also for random weights."""
+        """Find the model without loading it. Errors: UserError, also for random weights, which have no tokenizer."""
         self.require_trained("random weights have nothing to say")
         return self.source()
 
@@ -67,13 +66,13 @@ class Target:
 class TargetBesideDraft(Target):
     """The target model, how it is stored, and what it runs on."""
 
-    model: Common[Annotated[str, arg(name="target", metavar="MODEL")]] = DEFAULT_MODEL
+    model: Annotated[str, arg(name="target", metavar="MODEL")] = DEFAULT_MODEL
     """the target's converted checkpoint"""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the prompts are cut from."""
+    """The text that prompts are cut from."""
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
@@ -82,29 +81,29 @@ class Text:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is decoded at once."""
+    """Sizes of a batch."""
 
-    B: BatchSize = DEFAULT_ROWS
+    B: BatchSize = 8
     """rows decoded together"""
-    prefix_len: Common[Annotated[int | None, arg(help_behavior_hint="(default: 6000)")]] = None
-    """prompt tokens per row"""
-    gen_len: Common[int] = 64
+    prefix_len: int | None = None
+    """prompt tokens per row (default: 6000)"""
+    gen_len: int = 64
     """new tokens per row"""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which prompts, and where rows end."""
+    """The prompts, and the ends of their rows."""
 
-    prompts: Common[Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")]] = None
-    """one's own prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
+    prompts: str | None = None
+    """your prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     a .jsonl or .parquet file with `prompt`, `turns` or `context` in each row, or a known set (spec-bench,
     speed-bench/SPLIT)"""
-    num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None
-    """prompts in all, at least B (with --data_parallel, B of each replica)"""
+    num_prompts: int | None = None
+    """prompts in all, at least B, which is the default (with --data_parallel, B of each replica)"""
     stop_at_eos: bool = False
     """end a row at the model's end token (default: fixed length)"""
-    save_rows: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    save_rows: str | None = None
     """append each row to this file as it finishes: its tokens survive a run that does not"""
 
 
@@ -112,21 +111,21 @@ class Rows:
 class Sampling:
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    temperature: Common[float] = 0.0
+    temperature: float = 0.0
     """0 is greedy"""
     top_k: int = 0
     """keep the k likeliest tokens; 0 keeps all"""
     top_p: float = 1.0
     """keep the likeliest tokens until their mass reaches this"""
-    seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None
-    """key of the random numbers"""
-    verification: Common[Literal["auto", "greedy", "rejection", "coupled"]] = "auto"
+    seed: int | None = None
+    """key of the random numbers (default: 0)"""
+    verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
     """rejection: speculative sampling, the target's distribution; coupled: the samples of plain decoding in that mode,
     token for token; auto: greedy at temperature 0, else rejection"""
 
     @property
     def mode(self) -> str:
-        """The verification mode to resolve."""
+        """The verification mode; `auto` is resolved by the temperature."""
         return self.verification
 
 
@@ -134,7 +133,7 @@ class Sampling:
 class ComparedSampling(Sampling):
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    verification: Common[Literal["auto", "greedy", "rejection", "coupled"]] = "auto"
+    verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
     """coupled: the samples of plain decoding in that mode, token for token, so that all drafts decode one text;
     rejection: speculative sampling, other samples for each draft; auto: greedy at temperature 0, else coupled"""
 
@@ -145,12 +144,12 @@ class ComparedSampling(Sampling):
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Under torchrun: which ranks hold what, and how they are watched."""
+    """Under torchrun: which ranks hold which model, and how they are watched."""
 
     data_parallel: int = 1
-    """replicas of both models, each on as many of the ranks: prompts are divided over them, and B is of each"""
-    rank_group: Annotated[tuple[int, ...] | None, arg(help_behavior_hint="(default: all)")] = None
-    """ranks that share the target, in shard order; of a replica, numbered from 0"""
+    """replicas of both models, each on an equal share of the ranks: prompts are divided over them, and B is of each"""
+    rank_group: tuple[int, ...] | None = None
+    """ranks that share the target, in shard order; of a replica, numbered from 0 (default: all)"""
     check_ranks: bool = False
     """compare a digest over ranks each round; stop if one differs"""
     rank_timeout: float = 600
@@ -159,22 +158,22 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the record goes."""
+    """The file of records."""
 
-    output: Common[Annotated[str | None, arg(help_behavior_hint="(default: none)")]] = None
+    output: str | None = None
     """append the JSON record to this file"""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Which passes are made beside the speculation itself."""
+    """The passes that run beside speculation."""
 
     no_baseline: bool = False
     """skip plain decoding: no speedup, no comparison of rows"""
     benchmark: bool = False
     """time draft and verification steps, in a pass of their own"""
     measure_costs: bool = False
-    """measure what `auto` chooses by, whatever earlier runs have measured"""
+    """measure the costs that `auto` chooses by, whatever earlier runs have measured"""
 
 
 @dataclass(frozen=True)
@@ -191,11 +190,6 @@ class PlainRun:
     printoutput: bool = False
     """print every row's generated text"""
 
-    @property
-    def n_replicas(self) -> int:
-        """Of the models, each with prompts of its own."""
-        return self.ranks.data_parallel if self.ranks else 1
-
 
 @dataclass(frozen=True)
 class RunConfig(PlainRun):
@@ -203,3 +197,8 @@ class RunConfig(PlainRun):
 
     draft: DrafterConfig | None = None
     passes: Passes = field(default_factory=Passes)
+
+    @property
+    def n_replicas(self) -> int:
+        """Copies of the models, each with its share of the prompts."""
+        return self.ranks.data_parallel if self.ranks else 1

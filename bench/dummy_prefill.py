@@ -1,4 +1,4 @@
-"""Random entries instead of a prefill, where only costs are measured."""
+"""Random KV entries in place of a prefill, where only costs are measured."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from models.llama import logits_dtype
 
 @torch.inference_mode()
 def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
-    """Every row holds random keys and values at the positions of its prompt, and counts as prefilled with it."""
+    """Fill every row with random keys and values at the positions of its prompt, as if that had been prefilled."""
     cache, model = runner.cache, runner.model
     randomise(cache.view(extent=max(map(len, prompts))))
     dtype = logits_dtype(model.dtype, cache.device)
@@ -24,11 +24,11 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
 
 
 def randomise(cache: KVCache) -> None:
-    """Fill every slot with random keys and values, beside which no more than a row of a layer takes memory."""
+    """Fill every slot with random keys and values; 8-bit entries are drawn a row of a layer at a time, in float32."""
     if cache.scales is None:
         cache.entries.normal_()
-    else:
-        for layer in cache.entries:  # 8-bit entries have no random numbers of their own
-            for row in layer.unbind(1):
-                row.copy_(torch.randn(row.shape, device=row.device))
-        cache.scales.fill_(1)
+        return
+    for layer in cache.entries:
+        for row in layer.unbind(1):
+            row.copy_(torch.randn(row.shape, device=row.device))
+    cache.scales.fill_(1)

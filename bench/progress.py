@@ -13,19 +13,19 @@ from common.process import is_leader
 from engine.requests import Progress, Request
 
 
-def progress_bar(name: str, total: int | None, shown: bool = True, unit: str = "tok") -> tqdm:
-    """Of tokens; without a total it shows how many there were."""
-    named = {"desc": f"{name:<12}", "unit": unit}
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (shown and is_leader()), **named)
+def progress_bar(name: str, total: int | None, visible: bool = True, unit: str = "tok") -> tqdm:
+    """Return a bar of `total` units; None: unknown, so that only their number is displayed."""
+    labels = {"desc": f"{name:<12}", "unit": unit}
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (visible and is_leader()), **labels)
 
 
 @dataclass(frozen=True)
 class BarProgress(Progress):
-    """On a bar; of that pass of a session, it also saves the rows that have finished."""
+    """Moves a bar. With a session it also saves each row that has finished, under the name of the pass."""
 
     bar: tqdm
     session: Session | None = None
-    phase: str = ""
+    name: str = ""
 
     def prefilled(self, n_tokens: int) -> None:
         self.bar.set_postfix_str("prefilling", refresh=True)
@@ -35,15 +35,16 @@ class BarProgress(Progress):
         self.bar.update(n_tokens)
 
     def finished(self, request: Request) -> None:
-        own = self.session
-        if own is not None and own.config.rows.save_rows is not None and own.ranks.leads:
-            text = own.tokenizer.decode(request.tokens) if own.tokenizer else None
-            row = {"run": own.run, "pass": self.phase, "row": request.index, "finish_reason": request.finish_reason}
-            append_or_put_off(own.config.rows.save_rows, row | {"tokens": request.tokens, "text": text}, own.put_off)
+        session = self.session
+        if session is None or not session.ranks.leads or (path := session.plan.config.rows.save_rows) is None:
+            return
+        text = session.tokenizer.decode(request.tokens) if session.tokenizer else None
+        row = {"run": session.run, "pass": self.name, "row": request.index, "finish_reason": request.finish_reason}
+        append_or_put_off(path, row | {"tokens": request.tokens, "text": text}, session.put_off)
 
 
 @contextmanager
-def bar_of_pass(session: Session, name: str, shown: bool = True) -> Iterator[Progress]:
-    """How a benchmark watches a pass."""
-    with progress_bar(name, len(session.prompts) * session.gen_len, shown) as bar:
+def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
+    """Watch a pass of a session by a progress bar."""
+    with progress_bar(name, len(session.prompts) * session.plan.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)

@@ -1,4 +1,4 @@
-"""Prompt sets: what a user says, turn by turn, with an id and a category, from one's own files or from a known set."""
+"""Prompt sets: conversations with an id and a category, from files or from a known set."""
 
 import hashlib
 import os
@@ -20,17 +20,16 @@ SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 SPEC_BENCH_FILE = ROOT / "data" / "spec_bench" / "question.jsonl"
 SPEED_BENCH = "nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4"
-# What SPEED-Bench's public copy has in place of many texts; NVIDIA's prepare_data.py fetches them from their sources.
+# Stands for many texts in SPEED-Bench's public copy; NVIDIA's prepare_data.py fetches them from their sources.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-UNCATEGORISED = "uncategorised"
 ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
 KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
-REQUIRED = "in every line a text under `prompt` or `context`, or a list of texts under `turns`, none of them empty"
+FIX = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to have: what the user says in each turn."""
+    """A conversation to have: the user's message in each turn."""
 
     id: str
     category: str
@@ -38,10 +37,12 @@ class Prompt:
 
 
 def load_prompts(name: str) -> list[Prompt]:
-    """Those of a .txt file, of a folder of them in the order of their names, of a .jsonl or .parquet file, or of a set:
-    `spec-bench`, and `speed-bench` with `/qualitative` or `/throughput_1k` and the like. A row's keys say its format:
-    `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench). Placeholders are left out, and
-    that is said. Errors: DataError."""
+    """Return the prompts of a .txt, .jsonl or .parquet file, of a folder of .txt files, or of a known set.
+
+    Sets are `spec-bench`, and `speed-bench` with `/qualitative`, `/throughput_1k` and the like. A row's keys are its
+    format: `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench). Placeholders are left
+    out, with a note. Errors: DataError.
+    """
     each = ((file, rows_of(file, KEYS, "prompts")) for file in _files(name))
     found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
     whole = [prompt for prompt in found if not any(PLACEHOLDER in turn for turn in prompt.turns)]
@@ -56,7 +57,7 @@ def load_prompts(name: str) -> list[Prompt]:
 def by_category(
     prompts: Iterable[Prompt], categories: Sequence[str] = (), per_category: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Of each category, or of those, the first so many, in order. Errors: ConfigError for one that is not there."""
+    """Return the first `per_category` prompts of each category, or of the named ones. Errors: ConfigError."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category, []).append(prompt)
@@ -68,17 +69,15 @@ def by_category(
 
 def _files(name: str) -> list[Path]:
     kind, _, part = name.partition("/")
-    fix = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
-    what = f"{name} could not be fetched"
     if name == "spec-bench" and not os.path.exists(name):
-        return [_spec_bench(what, fix)]
+        return [_spec_bench()]
     if kind == "speed-bench" and not os.path.exists(name):
-        return hub_files(*SPEED_BENCH, f"{part or 'qualitative'}/test-*.parquet", what, fix)
-    return files_of(name, "prompts", [".txt"], others="spec-bench, speed-bench/SPLIT")
+        return hub_files(*SPEED_BENCH, f"{part or 'qualitative'}/test-*.parquet", FIX)
+    return files_of(name, "prompts", [".txt"], "spec-bench, speed-bench/SPLIT")
 
 
-def _spec_bench(what: str, fix: str) -> Path:
-    """From GitHub, where it is published, once."""
+def _spec_bench() -> Path:
+    """Return Spec-Bench's file, fetched from GitHub the first time. Errors: DataError."""
     if SPEC_BENCH_FILE.is_file():
         return SPEC_BENCH_FILE
     url = SPEC_BENCH.format(revision=SPEC_BENCH_REVISION)
@@ -89,24 +88,25 @@ def _spec_bench(what: str, fix: str) -> Path:
         if (seen := hashlib.sha256(content).hexdigest()) != SPEC_BENCH_SHA256:
             raise OSError(f"sha256 {seen}")
     except (OSError, HTTPException) as error:
-        raise DataError(what, url, error, f"the file with sha256 {SPEC_BENCH_SHA256}", fix) from None
+        required = f"the file with sha256 {SPEC_BENCH_SHA256}"
+        raise DataError("spec-bench could not be fetched", url, error, required, FIX) from None
     with atomic_path(SPEC_BENCH_FILE) as partial:
         partial.write_bytes(content)
     return SPEC_BENCH_FILE
 
 
 def _prompt(row: object, path: Path, number: int) -> Prompt:
-    given = row if isinstance(row, dict) else {}
-    own: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    said = own.get("prompt", own.get("turns"))
-    if said is None and "context" in own:
-        parts = own["context"], own.get("input") or ""
-        said = "\n\n".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else None
-    turns: list[Any] = said if isinstance(said, list) else [said]
+    values: dict[str, Any] = (
+        {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
+    )
+    text = values.get("prompt", values.get("turns"))
+    if text is None and "context" in values:
+        parts = values["context"], values.get("input") or ""
+        text = "\n\n".join(filter(None, parts)) if all(isinstance(part, str) for part in parts) else None
+    turns: list[Any] = text if isinstance(text, list) else [text]
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
-        if path.suffix.lower() == ".txt":
-            raise unreadable(path, "an empty file", "text", "prompts")
-        raise unreadable(path, seen, REQUIRED, "prompts")
-    id_, category = (next((own[key] for key in keys if key in own), None) for keys in (ID_KEYS, CATEGORY_KEYS))
-    return Prompt(str(number if id_ is None else id_), str(category or UNCATEGORISED), tuple(turns))
+        required = "a text under `prompt` or `context`, or a list of texts under `turns`, none of them empty"
+        raise unreadable(path, seen, required, "prompts")
+    id_, category = (next((values[key] for key in keys if key in values), None) for keys in (ID_KEYS, CATEGORY_KEYS))
+    return Prompt(str(number if id_ is None else id_), str(category or "uncategorised"), tuple(turns))

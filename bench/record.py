@@ -1,20 +1,17 @@
-"""What a benchmark says of its passes to programs: the JSON record."""
+"""The JSON record of a run: its configuration, as it was resolved, and its results."""
 
 import hashlib
 import json
-import resource
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-import torch
-
 from bench.auto.costs import Costs
+from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, Passes
 from bench.session import Session
-from bench.settings import settings_record
+from bench.settings import nested, settings_record
 from common.provenance import provenance
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error
@@ -22,18 +19,20 @@ from engine.decoding import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
 
-# What is counted of drafts: a record's key, and its name in `Counts`.
-COUNTED = {"drafted": "drafted", "judged": "verified", "accepted": "accepted", "emitted": "emitted"}
-COUNTED |= {name: name for name in ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")}
+# Fields of `Counts` in a record.
+COUNTED = (
+    *("drafted", "verified", "accepted", "emitted"),
+    *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
+)
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
-    """Of the rounds in which every slot was busy."""
+    """Return the tokens per second of the rounds in which every slot was busy."""
     return output.stats.tokens_per_second if output else None
 
 
 def round_ms(output: GenerateOutput | None) -> float | None:
-    """Median wall time in ms of the rounds in which every slot was busy."""
+    """Return the median ms of the rounds in which every slot was busy."""
     return _median_ms([round_.seconds for round_ in output.stats.steady()] if output else [])
 
 
@@ -42,7 +41,7 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 
 def _counted(counts: Counts | None) -> dict[str, Any]:
-    return {key: getattr(counts, name, None) for key, name in COUNTED.items()}
+    return {name: getattr(counts, name, None) for name in COUNTED}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -50,108 +49,98 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def identical_rows(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> int:
-    """How many rows are the same tokens."""
+    """Return the number of rows whose tokens are equal in both."""
     return sum(x == y for x, y in zip(a, b, strict=True))
 
 
 def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
-    """A digest of every row's tokens in the order of the prompts: equal where two runs emitted the same."""
+    """Return a digest of every row's tokens, in the order of the prompts."""
     return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
 
 
 def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
-    """Mean over rows of distinct 4-grams among all 4-grams: near 0 where a row loops, 1 where it never repeats."""
+    """Return the mean over rows of distinct 4-grams among all 4-grams: near 0 where a row loops."""
     grams_of_rows = ([tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in rows)
     fractions = [len(set(grams)) / len(grams) for grams in grams_of_rows if grams]
     return mean(fractions) if fractions else None
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes held so far: allocated on a GPU, the resident set of the process (its libraries too) on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def rounded(value: Any) -> Any:
-    """A record with its floats, also those in lists and records within it, rounded for reading."""
+    """Return a record with its floats, also nested ones, rounded to four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
-    """Of a run, asked for by every rank. What was not measured is null; random weights measure no acceptance."""
-    config, stats = session.config, passes.last.stats
-    baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
-    drafted = speculative if session.target.has_text else None
-    levels = session.draft.levels if session.draft else ()
-    peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
-    record = {
-        "run": session.run,
-        "draft": session.draft.kind if session.draft else None,
-        "load_format": config.target.load_format,
-        "prompts": config.rows.prompts,
-        "tensor_parallel": len(session.target_ranks.ranks),
-        "data_parallel": config.n_replicas,
-        "rank_group": session.target_ranks.ranks,
-        "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
-        "all_reduce": session.target_ranks.all_reduce.name,
-        "check_ranks": session.ranks.check,
-        "tokens_generated": sum(map(len, passes.last.tokens)),
-        **_counted(drafted.stats.counts if drafted else None),
-        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
-        "inner": _counted(drafted.inner) if drafted and drafted.inner else None,
-        "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
-        "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
-        "baseline_tokens_per_second": tokens_per_second(baseline),
-        "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
-        "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
-        "identical_sequences": identical_rows(baseline.tokens, speculative.tokens)
-        if baseline and speculative and session.sampling.reproducible
-        else None,
-        "sequences": len(passes.last.tokens),
-        "tokens_sha256": tokens_sha256(passes.last.tokens),
-        "prefill_seconds": passes.prefill_seconds,
-        "draft_prefill_seconds": stats.draft_prefill_seconds if any(level.source for level in levels) else None,
-        "baseline_step_ms": round_ms(baseline),
-        "round_ms": round_ms(speculative),
-        **_phase_times(passes.timed),
-        "refresh_ms": _median_ms(passes.timed.phases.get("refresh", ()) if passes.timed else ()),
-        "steady_rounds": len(stats.steady()),
-        "choices": _choices(session, speculative) if speculative else None,
-        "measured_costs": costs_record(session, costs.by_rows) if costs else None,
-        "measured_costs_seconds": costs.seconds if costs else None,
-        "measured_costs_kept": costs.kept if costs else None,
-        "held_up_rounds": costs.held_up(speculative.stats.rounds) if costs and speculative else None,
-        "contention": {name: contention(session.processes.gathered(one.usage)) for name, one in passes.by_name.items()},
-        "peak_memory_bytes": max(peaks),
-        "peak_memory_bytes_per_rank": peaks,
-        "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if session.target.has_text else None,
-    }
-    return rounded(record_of(benchmark, session, record))
+        return {key: rounded(nested) for key, nested in value.items()}
+    return [rounded(nested) for nested in value] if isinstance(value, (list, tuple)) else value
 
 
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Of one or several runs: model, text, sizes and settings, `without` each row's own, then what was measured."""
-    shared = {
-        "benchmark": benchmark,
-        "model": session.name,
-        "dataset": session.dataset,
-        "B": session.n_rows,
-        "prefix_len": session.prefix_len,
-        "gen_len": session.gen_len,
-        **settings_record(session),
+    """Return the record of one or several runs of a session.
+
+    without: settings that differ between the runs; the options of drafts are then left out, too.
+    """
+    plan = session.plan
+    config = nested(plan.config)
+    if without:
+        config.pop("draft", None)
+    settings = {"model": session.name, "dataset": plan.dataset, "B": plan.n_rows}
+    settings |= {"prefix_len": plan.prefix_len, "gen_len": plan.gen_len, **settings_record(session)}
+    settings = {name: value for name, value in settings.items() if name not in without}
+    return {"benchmark": benchmark, "config": config, **settings, **measured, **provenance()}
+
+
+def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
+    """Return the record of a benchmark; every rank has to call this. A figure that was not measured is null."""
+    plan, stats = session.plan, passes.last.stats
+    baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
+    drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
+    same = identical_rows(baseline.tokens, speculative.tokens) if baseline and speculative else None
+    peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
+    record = {
+        "run": session.run,
+        "load_format": plan.config.target.load_format,
+        "tensor_parallel": len(session.target_ranks.ranks),
+        "data_parallel": plan.config.n_replicas,
+        "rank_group": session.target_ranks.ranks,
+        "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
+        "all_reduce": session.target_ranks.all_reduce.name,
+        "tokens_generated": sum(map(len, passes.last.tokens)),
+        **_counted(drafted.stats.counts if drafted else None),
+        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
+        "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
+        "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
+        "baseline_tokens_per_second": tokens_per_second(baseline),
+        "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
+        "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
+        "identical_sequences": same if plan.reproducible else None,
+        "sequences": len(passes.last.tokens),
+        "tokens_sha256": tokens_sha256(passes.last.tokens),
+        "prefill_seconds": passes.prefill_seconds,
+        "baseline_step_ms": round_ms(baseline),
+        "round_ms": round_ms(speculative),
+        **_phase_times(passes.timed),
+        "steady_rounds": len(stats.steady()),
+        "contention": {name: contention(session.processes.gathered(one.usage)) for name, one in passes.by_name.items()},
+        "peak_memory_bytes": max(peaks),
+        "peak_memory_bytes_per_rank": peaks,
+        "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
-    return {**{name: shared[name] for name in shared if name not in without}, **measured, **provenance()}
+    if drafted and drafted.inner:
+        record["inner"] = _counted(drafted.inner)
+    if plan.draft and any(level.source for level in plan.draft.levels):
+        record["draft_prefill_seconds"] = stats.draft_prefill_seconds
+    if speculative:
+        record["choices"] = _choices(session, speculative)
+    if costs and speculative:
+        record |= {"measured_costs": costs_record(session, costs.by_rows), "measured_costs_seconds": costs.seconds}
+        record["measured_costs_kept"] = costs.kept
+    return rounded(record_of(benchmark, session, record))
 
 
 def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
-    """Medians over the rounds of the timed pass, if any draft over those: a draft step, a verification, the rest."""
+    """Return median ms of a draft step, a verification and the rest of a round, in rounds that drafted if any did."""
     phases: list[tuple[RoundStats, float, float]] = []
     if timed:
         draft_and_verify = (timed.phases.get(name, ()) for name in ("draft", "verify"))
@@ -162,11 +151,12 @@ def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
         "draft_step_ms": _median_ms([draft / round_.choice.gamma for round_, draft, _ in drafting]),
         "verify_step_ms": _median_ms([verify for _, _, verify in phases]),
         "other_ms_per_round": _median_ms([round_.seconds - draft - verify for round_, draft, verify in phases]),
+        "refresh_ms": _median_ms(timed.phases.get("refresh", ()) if timed else ()),
     }
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:
-    """How many rounds drafted how far, by which policy, and with how many KV entries a row."""
+    """Return the number of rounds of each policy, budget and gamma."""
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
         {**cache_of(session, choice), "gamma": choice.gamma, "rounds": n}
@@ -175,7 +165,7 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
-    """What rounds cost and accepted while so many rows decode, the most first, and of each drafter."""
+    """Return what rounds cost, and the acceptance seen, for each number of rows, the most first, and each drafter."""
     return [
         {
             "rows": n_rows,
@@ -184,7 +174,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
             "gammas": one.at,
             **{name: getattr(one, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
             "accepted_share": one.acceptance.value if one.acceptance else None,
-            "places_reached": one.acceptance.n if one.acceptance else None,
+            "verified": one.acceptance.n if one.acceptance else None,
         }
         for n_rows, each in sorted(costs.items(), reverse=True)
         for index, one in enumerate(each)
@@ -192,8 +182,8 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
 
 
 def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
-    """Policy and KV entries a row of what a round drafted with; None if nothing did, or it has no cache."""
-    if not session.draft or not session.draft.policies or choice.drafter is None or not choice.gamma:
+    """Return the policy and the KV entries of a row that a round drafted with; None if it had no cache."""
+    draft = session.plan.draft
+    if not draft or not draft.policies or choice.drafter is None or not choice.gamma:
         return {"draft_policy": None, "draft_budget": None}
-    policy, budget = session.draft.policies[choice.drafter], session.draft.capacities[choice.drafter]
-    return {"draft_policy": policy.name, "draft_budget": budget}
+    return {"draft_policy": draft.policies[choice.drafter].name, "draft_budget": draft.capacities[choice.drafter]}

@@ -1,4 +1,4 @@
-"""A session: ranks joined, models loaded, the target's cache, prompts; what a run's configuration becomes."""
+"""A session: a plan with its models loaded, the target's cache, prompts, and the ranks that run it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
-from bench.loading import Models, load_draft, load_target
-from bench.memory import require_room
-from bench.plan import Plan, remarks, resolve, with_draft
-from bench.resolved import ResolvedDraft, auto_dtype, resolve_sampling
-from bench.text import PromptText
+from bench.memory import require_room, require_room_to_run
+from bench.plan import DraftPlan, Plan, PromptText, remarks, resolve, resolve_sampling, with_draft
+from bench.storage import auto_dtype
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
 from engine.decoding import GenerateOutput, Generation
@@ -30,41 +28,53 @@ from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import FullKVCache, KVCache
-from models import ModelConfig
+from models import ModelConfig, Transformer
+from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
+from models.heads.loading import HeadSource
+from models.llama import select_layers
+from models.pointwise import compiled, use_pointwise
+from models.pointwise_cpp import pointwise_beside
 from models.tensor_parallel import Shard
 
 Value = TypeVar("Value")
+# Models and heads that draft, by `DraftPlan.weights`.
+Models = dict[tuple[object, ...], Any]
 
 
 @dataclass(frozen=True)
-class Session(Plan):
-    """A plan carried out: a loaded model over its cache, and the prompts to continue, of one replica. continuations: of
-    the data set behind each prompt, if asked for. run: what names the run in its record and saved rows. put_off: errors
-    that a run outlives, and ends with. processes: the ranks of all replicas. numbered_from: the first prompt's index
-    among those of all."""
+class Session:
+    """A loaded target over its cache, and the prompts of one replica.
 
+    processes: the ranks of all replicas. run: a name for its record and saved rows. numbered_from: the first prompt's
+    index among those of all replicas. models: models and heads that draft. continuations: tokens behind each prompt, if
+    they were cut. put_off: errors that are raised when the run has ended.
+    """
+
+    plan: Plan
     runner: ModelRunner
     prompts: list[list[int]]
     tokenizer: Tokenizer | None
     target_ranks: ModelRanks
+    draft_ranks: ModelRanks | None
     processes: Ranks
     run: str
     numbered_from: int = 0
-    draft_ranks: ModelRanks | None = None
     models: Models = field(default_factory=dict)
     continuations: list[list[int]] = field(default_factory=list)
     put_off: list[UserError] = field(default_factory=list)
 
     @classmethod
     def open(cls, config: RunConfig, prompts: Sequence[PromptText] | None = None) -> Session:
-        """Check everything that can be wrong, cheapest first; then load the models and allocate the target's cache.
-        prompts: texts to continue, whole, or their ids, in place of the configuration's. Errors: UserError."""
+        """Check a run, the cheapest checks first; then load its models and allocate the target's cache.
+
+        prompts: texts to continue, whole, or their token ids, in place of the configuration's. Errors: UserError.
+        """
         return cls.of_plan(resolve(config, prompts))
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
-        """The same, of a plan. n_continued: tokens of the data set to cut behind each prompt. Errors: UserError."""
+        """Open a session. n_continued: tokens to cut behind each prompt of a data set. Errors: UserError."""
         require_room(plan)
         processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
         ranks = processes.replica(n_replicas)
@@ -72,7 +82,7 @@ class Session(Plan):
             torch.cuda.set_device(ranks.device)
         target_ranks = model_ranks(ranks, plan.group)
         draft_ranks = model_ranks(ranks, plan.draft_group) if plan.draft_source else None
-        # Found now, and read when the prompts are cut.
+        # Books that are not there are reported now; their text is read when prompts are cut.
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
         for remark in ranks.shared(lambda: remarks(plan)):
             say(f"note: {remark}")
@@ -90,44 +100,41 @@ class Session(Plan):
         new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs)
+        require_room_to_run(plan, runner)
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
-        own: dict[str, Any] = {"runner": runner, "prompts": prompts, "tokenizer": tokenizer, "numbered_from": first}
-        own |= {"target_ranks": target_ranks, "draft_ranks": draft_ranks, "processes": processes, "models": models}
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
-        return cls(**vars(plan), **own, run=run, continuations=continuations)
-
-    @property
-    def plan(self) -> Plan:
-        return self
+        of_ranks = target_ranks, draft_ranks, processes
+        return cls(plan, runner, prompts, tokenizer, *of_ranks, run, first, models, continuations)
 
     @property
     def ranks(self) -> Ranks:
+        """The ranks of this replica."""
         return self.runner.ranks
-
-    def of_replicas(self, value: Value) -> list[Value]:
-        """What the leader of each replica has, on every process; all have to call this."""
-        return self.processes.gathered(value)[:: self.ranks.size]
 
     @property
     def name(self) -> str:
-        return self.target.name
+        return self.plan.target.name
 
     @property
     def draft_model(self) -> Any:
-        """The model or head that drafts, where that is not the target itself; None on a rank that has no part of it."""
-        return self.models.get(self.draft.form) if self.draft else None
+        """The model or head that drafts; None if that is the target itself, or if this rank holds no part of it."""
+        return self.models.get(self.plan.draft.weights) if self.plan.draft else None
 
     @property
     def how(self) -> dict[str, Any]:
-        """How it decodes, as arguments of `generate`; whatever would end a row is not among them."""
-        sampling: dict[str, Any] = {"sampling": self.sampling.params, "verification": self.sampling.mode}
-        return sampling | {"max_new_tokens": self.gen_len, "numbered_from": self.numbered_from}
+        """Arguments of `generate` for this run, but for those that end a row early."""
+        sampling: dict[str, Any] = {"sampling": self.plan.sampling, "verification": self.plan.verification}
+        return sampling | {"max_new_tokens": self.plan.gen_len, "numbered_from": self.numbered_from}
+
+    def of_replicas(self, value: Value) -> list[Value]:
+        """Return the values that the replicas' leaders call this with, on every process; all have to call it."""
+        return self.processes.gathered(value)[:: self.ranks.size]
 
     def books(self) -> Iterator[str]:
-        """Those of the data set, from the first on. For a target that has text."""
-        assert self.dataset is not None, "random weights and one's own prompts read no data set"
-        return load_books(self.dataset)
+        """Return the texts of the data set."""
+        assert self.plan.dataset is not None, "random weights and a user's prompts read no data set"
+        return load_books(self.plan.dataset)
 
     def variant(
         self,
@@ -137,56 +144,62 @@ class Session(Plan):
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
     ) -> Session:
-        """The same model and cache under another draft (None: plain decoding) or sampling; what is not given stays.
-        What drafts is loaded where no draft of this session had its form. Errors: ConfigError for a draft that the
-        models cannot do, and for another draft model than the session's."""
-        own = self.config
-        sizes = own.sizes if gen_len is None else replace(own.sizes, gen_len=gen_len)
-        sampling = own.sampling if sampling is None else sampling
-        config = replace(own, sizes=sizes, sampling=sampling)
-        prompts = self.prompts if prompts is None else prompts
-        session = replace(self, config=config, sampling=resolve_sampling(sampling), prompts=prompts)
+        """Return a session of the same model and cache with another draft (None: plain decoding), sampling or prompts.
+
+        Weights of a draft are loaded unless a draft of this session has them. Errors: ConfigError for a draft that the
+        models cannot do, and for another draft model than the session's.
+        """
+        plan = self.plan
+        if gen_len is not None:
+            plan = replace(plan, config=replace(plan.config, sizes=replace(plan.config.sizes, gen_len=gen_len)))
+        if sampling is not None:
+            params, verification = resolve_sampling(sampling)
+            config = replace(plan.config, sampling=sampling)
+            plan = replace(plan, config=config, sampling=params, verification=verification)
         if not isinstance(draft, EllipsisType):
-            session = with_draft(session, draft)
-        load_draft(session, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
-        return session
+            plan = with_draft(plan, draft)
+        load_draft(plan, self.models, self.runner.model, self.target_ranks, self.draft_ranks)
+        return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """The same model over the first rows and slots of the cache, as if it had no others; its entries are gone."""
-        own = self.runner
-        own.cache.prefilled.clear()
-        cache = own.cache.view(slice(0, n_rows), length)
+        """Return a session over the first rows and slots of the cache, whose entries are forgotten."""
+        runner = self.runner
+        runner.cache.prefilled.clear()
+        cache = runner.cache.view(slice(0, n_rows), length)
         cache.capacity, cache.prefilled = cache.positions.shape[1], {}
-        runner = ModelRunner(own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs)
-        return replace(self, runner=runner, n_rows=n_rows, capacity=length)
+        runner = ModelRunner(runner.model, cache, ranks=runner.ranks, new_graphs=runner.new_graphs)
+        return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
-        """One drafter, or one for each policy and budget that `auto` chooses among, the largest budgets first."""
-        assert self.draft is not None, "the session was opened without a draft"
-        return [self._build(one, texts) for one in self.draft.each()]
+        """Return a drafter for each policy and budget to choose among, those with the largest budgets first."""
+        assert self.plan.draft is not None, "the session was opened without a draft"
+        return [self._build(draft, texts) for draft in self.plan.draft.each()]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """That drafter, or the configuration's, over an empty cache; weights of one form are loaded once. texts: what
-        the baseline emitted, for a drafter that needs it. Errors: ConfigError, also for `auto`."""
-        own = self if draft is None else self.variant(draft=draft)
-        if own.draft is None or own.draft.automatic or (own.draft.config.needs_baseline and texts is None):
+        """Return the drafter of a configuration, by default of the session's, over an empty cache.
+
+        texts: the tokens of plain decoding, for a drafter that needs them. Errors: ConfigError, also for `auto`.
+        """
+        session = self if draft is None else self.variant(draft=draft)
+        planned = session.plan.draft
+        if planned is None or planned.automatic or (planned.config.needs_baseline and texts is None):
             required = "a draft of one gamma and one budget, and texts for an oracle"
             fix = "name numbers, or use drafters() with passes.make_pacing()"
-            raise ConfigError("there is no one drafter to make", "Session.drafter", own.config.draft, required, fix)
-        return own._build(own.draft, texts)
+            raise ConfigError("there is no single drafter", "Session.drafter", planned, required, fix)
+        return session._build(planned, texts)
 
-    def _build(self, draft: ResolvedDraft, texts: Sequence[Sequence[int]] | None) -> Drafter:
+    def _build(self, draft: DraftPlan, texts: Sequence[Sequence[int]] | None) -> Drafter:
         def new_cache(config: ModelConfig) -> KVCache:
             assert draft.policy is not None and draft.kv_dtype is not None
             rows, device = self.runner.max_batch, self.runner.device
-            return draft.policy.new_cache(config, rows, self.capacity, device, draft.kv_dtype)
+            return draft.policy.new_cache(config, rows, self.plan.capacity, device, draft.kv_dtype)
 
         def remote() -> RemoteRunner:
             assert draft.source is not None and draft.dtype is not None and self.draft_ranks is not None
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
-        model = self.models.get(draft.form)
-        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.chooses)
+        model = self.models.get(draft.weights)
+        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.plan.chooses)
         drafter = draft.config.build(parts)
         if draft.inner:
             assert isinstance(drafter, SelfSpeculation)
@@ -195,14 +208,14 @@ class Session(Plan):
         return beside_texts(drafter, draft.config, parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
-        """Continue the prompts by the configuration's sampling and length, or by `arguments`, as of `generate`."""
+        """Continue the prompts. arguments: of `generate`, in place of the configuration's."""
         generation = self.generation(drafter=drafter, **arguments)
         generation.run()
         return generation.output
 
     def generation(self, **arguments: Any) -> Generation:
-        """Begin what `generate` does."""
-        stop_tokens = self.target.config.eos_tokens if self.config.rows.stop_at_eos else ()
+        """Begin to continue the prompts. arguments: of `generate`, in place of the configuration's."""
+        stop_tokens = self.plan.target.config.eos_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
 
 
@@ -212,14 +225,73 @@ def _join_ranks(plan: Plan) -> Ranks:
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
-    """One's own, or stretches of the data set, so much longer; random tokens for random weights without a tokenizer."""
-    if plan.own_prompts is not None:
-        return plan.own_prompts
+    """Return the prompts, with `n_continued` tokens behind those that are cut; for random weights, random tokens."""
+    if plan.prompts is not None:
+        return plan.prompts
     if tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (plan.n_prompts, plan.prefix_len)
-        return torch.randint(plan.target.config.vocab_size, shape, generator=generator).tolist()
+        return random_prompts(plan.target.config.vocab_size, plan.n_prompts, plan.prefix_len)
     say(f"tokenising {plan.n_prompts} prompts of {plan.prefix_len} tokens from {plan.dataset}")
     prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=plan.prefix_len + n_continued)
     plan.target.check_tokens(prompts)
     return prompts
+
+
+def random_prompts(vocab_size: int, n_prompts: int, prefix_len: int) -> list[list[int]]:
+    """Return prompts of random tokens, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (n_prompts, prefix_len), generator=generator).tolist()
+
+
+def load_target(plan: Plan, ranks: ModelRanks) -> Transformer:
+    """Return the target, or this rank's shard of it."""
+    model = _load(plan, plan.target, ranks, dtype=plan.dtype, quantize=plan.config.target.quantize)
+    return _prepared(plan, model, plan.kv_dtype, "attention")
+
+
+def load_draft(
+    plan: Plan, models: Models, target: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
+) -> None:
+    """Add the models that draft to `models`, but for those that are there and for the target as it is loaded."""
+    for draft in plan.draft.levels if plan.draft else ():
+        if draft.weights in models or (draft.dtype is None and draft.source is None):
+            continue
+        model = _draft_model(plan, draft, target, target_ranks, draft_ranks)
+        if model is None:
+            continue
+        models[draft.weights] = model
+        if draft.quantize and vars(draft.config).get("draft_weights") == AUTO:
+            say(f"the draft's weights: {draft.quantize} (--draft_weights auto)")
+        if draft.policy is not None:
+            _prepared(plan, getattr(model, "body", model), draft.kv_dtype, "the draft's attention")
+
+
+def _draft_model(
+    plan: Plan, draft: DraftPlan, target: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
+) -> Any:
+    """Return a model or head that drafts; None if that is the target itself, or if this rank holds no part of it."""
+    stored: dict[str, Any] = {"dtype": draft.dtype or plan.dtype, "quantize": draft.quantize}
+    if isinstance(draft.source, HeadSource):
+        if borrowed := draft.source.borrowed:
+            say(f"{draft.source.name} uses the target's {' and '.join(borrowed)}")
+        return draft.source.load(device=plan.device, **stored)
+    if draft.source is not None:
+        return _load(plan, draft.source, draft_ranks, **stored) if draft_ranks and draft_ranks.holds else None
+    if not plan.shares_weights:
+        return _load(plan, plan.target, target_ranks, **stored, layers=draft.layers)
+    return select_layers(target, draft.layers) if draft.layers is not None else None
+
+
+def _load(plan: Plan, source: ModelSource, ranks: ModelRanks, **stored: Any) -> Transformer:
+    exchange = ranks if len(plan.group) > 1 else None
+    return source.load(device=plan.device, attention=plan.config.target.attention, exchange=exchange, **stored)
+
+
+def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, name: str) -> Transformer:
+    """Give a model the attention backend for its shape and KV entries, and pointwise kernels that suit the backend."""
+    config = model.config
+    model.backend, why = plan.attention(config, model.dtype, entries)
+    say(f"{name}: {model.backend.name} ({why})")
+    sizes = (config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim)
+    compiles = plan.config.target.compile
+    use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_beside(model.backend))
+    return model

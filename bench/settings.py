@@ -1,80 +1,81 @@
-"""How a run decodes and drafts, as records say it."""
+"""A run's configuration in its record: nested as it was given, and as it was resolved."""
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from bench.config import AUTO
-from bench.resolved import ResolvedDraft
+from bench.plan import DraftPlan
 from bench.session import Session
 from common.say import dtype_name
-from engine.drafters.config import ModelDrafterConfig, drafters
+from engine.drafters.config import drafters
 from kv_cache.policy import policies
 
-# Fields of drafters that are no options of a record, or have another place there.
-ELSEWHERE = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
+
+def nested(config: Any) -> Any:
+    """Return a configuration as JSON has it, without fields that are not set or have no effect; drafters and policies
+    have a `name`."""
+    if isinstance(config, tuple):
+        return [nested(value) for value in config]
+    if not is_dataclass(config):
+        return config
+    named = {"name": config.name} if hasattr(config, "name") else {}
+    unused = getattr(config, "unused", ())
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in unused}
+    return named | {name: nested(value) for name, value in values.items() if value not in (None, ())}
+
+
+def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a record's draft and its policy, by name; older records have them beside their results."""
+    draft = record.get("config", {}).get("draft", {})
+    options = (
+        draft | draft.get("policy", {}) | {"text_drafts": [text["name"] for text in draft.get("texts", ())] or None}
+    )
+    known = {name: options[name] for name in option_names() if options.get(name) is not None}
+    return known | {name: record[name] for name in option_names() if name in record}
+
+
+def option_names() -> list[str]:
+    """Return the names of all options of drafters and policies."""
+    kinds: list[Any] = [*policies().values(), *drafters().values()]
+    named_elsewhere = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
+    names = dict.fromkeys(field.name for kind in kinds for field in fields(kind))
+    return [*(name for name in names if name not in named_elsewhere), "text_drafts"]
 
 
 def settings_record(session: Session) -> dict[str, Any]:
-    """How a run decodes and drafts, and how both models are stored: the same in every record."""
-    params, runner = session.sampling.params, session.runner
+    """Return how a session decodes and drafts, and how its models are stored, with every `auto` resolved."""
+    plan, runner = session.plan, session.runner
     return {
-        **_draft_record(session.draft),
-        "verification": session.sampling.mode,
-        **vars(params),
-        "seed": None if params.greedy else params.seed,
+        **_draft_record(plan.draft),
+        "verification": plan.verification,
+        **asdict(plan.sampling),
+        "seed": None if plan.sampling.greedy else plan.sampling.seed,
         "device": str(runner.device),
-        "dtype": dtype_name(session.dtype),
+        "dtype": dtype_name(plan.dtype),
         "attention": runner.model.backend.name,
-        "compile": session.config.target.compile,
+        "compile": plan.config.target.compile,
         "cuda_graphs": runner.graphs is not None,
-        "quantize": session.config.target.quantize,
+        "quantize": plan.config.target.quantize,
         "kv_dtype": dtype_name(runner.cache.keys.dtype),
         "pointwise": runner.model.pointwise.name,
     }
 
 
-def _draft_record(draft: ResolvedDraft | None) -> dict[str, Any]:
-    """Every option of every drafter and policy, null where it is not this draft's."""
-    nothing = {"draft_model": None, "draft_borrows": None, "gamma": 0, "draft_policy": None}
-    nothing |= dict.fromkeys(option_names())
+def _draft_record(draft: DraftPlan | None) -> dict[str, Any]:
+    """Return what drafts, and how it is stored if it is a model."""
     if draft is None:
-        return nothing
-    config, texts = draft.config, getattr(draft.config, "texts", ())
-    own = {name: value for owner in (*texts, config) for name, value in vars(owner).items()}
-    own |= _of_policies(draft)
-    schedule = AUTO if config.gamma == AUTO else config.gamma_schedule or "constant"
-    own |= {"text_drafts": [text.name for text in texts] or None, "gamma_schedule": schedule}
-    own |= dict.fromkeys(config.unused)
-    own |= {"draft_model": draft.source and draft.source.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
-    if draft.source and draft.source.borrowed:
-        own |= {"draft_borrows": list(draft.source.borrowed)}
+        return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
+    record: dict[str, Any] = {"draft": draft.config.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
+    record |= {"draft_policy": None, "draft_budget": None}
+    if draft.source:
+        record |= {"draft_model": draft.source.name, "draft_borrows": list(draft.source.borrowed)}
     if draft.policy and draft.dtype:
-        own |= {
+        record |= {
             "draft_policy": AUTO if draft.auto_policy else draft.policy.name,
             "draft_budget": AUTO if draft.auto_budget else draft.capacity,
-            "draft_positions": own.get("draft_positions", AUTO).replace(AUTO, "absolute"),
-            "draft_layers": draft.layers,
             "draft_dtype": dtype_name(draft.dtype),
             "draft_weights": draft.quantize,
-            "draft_kv_dtype": dtype_name(draft.kv_dtype or draft.dtype),
+            "draft_kv_dtype": dtype_name(draft.kv_dtype),
         }
-    if draft.inner and draft.inner.source:
-        own |= {"draft_of_draft": draft.inner.source.name}
-    return {name: own.get(name) for name in nothing}
-
-
-def _of_policies(draft: ResolvedDraft) -> dict[str, Any]:
-    """Options of the policies: of one with a value of its own in each, those by the policy's name."""
-    each: dict[str, dict[str, Any]] = {}
-    for policy in draft.policies:
-        for name, value in vars(policy).items():
-            each.setdefault(name, {})[policy.name] = value
-    return {name: values if len({*values.values()}) > 1 else {*values.values()}.pop() for name, values in each.items()}
-
-
-def option_names() -> list[str]:
-    """The options of all policies and drafters, in the order of records: of drafts without a model before others."""
-    by_kind = sorted(drafters().values(), key=lambda kind: issubclass(kind, ModelDrafterConfig))
-    kinds: list[Any] = [*policies().values(), *by_kind]
-    every = dict.fromkeys(one.name for kind in kinds for one in fields(kind))
-    return [*(name for name in every if name not in ELSEWHERE), "text_drafts"]
+    return record

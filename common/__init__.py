@@ -1,1 +1,1 @@
-"""What everything may import; it imports nothing of the project."""
+"""Modules that every other package may import; they import nothing of the project."""

@@ -1,4 +1,4 @@
-"""Where the checkout lies."""
+"""The folder of the checkout."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The exceptions a user can cause."""
 
 import copyreg
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 def flag(field: str) -> str:
@@ -10,14 +10,14 @@ def flag(field: str) -> str:
 
 
 class UserError(Exception):
-    """Bad input, told as: what is wrong, where, the value seen, the value required, one fix."""
+    """Bad input: what is wrong, where, the value seen, the value required, and a fix."""
 
     def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
         self.what, self.seen = what, str(seen)
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The message as it is, for a process that is told of another's error."""
+        """Pickle the message, for the error of another process."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def told(self, flags: Mapping[str, str]) -> str:
@@ -38,7 +38,7 @@ class CheckpointError(UserError):
 
 
 class DataError(UserError):
-    """Text that is missing, unreadable, or too short for the prompts asked of it."""
+    """Text that is missing, unreadable, or too short for the prompts."""
 
 
 class RankError(UserError):
@@ -47,12 +47,6 @@ class RankError(UserError):
 
 class OutOfMemoryError(UserError):
     """Weights and caches that would not fit, found before anything is allocated."""
-
-
-def without_effect(fields: Sequence[str], what: str, *, seen: object, required: object) -> ConfigError:
-    """The error of fields that were given where they have no effect."""
-    where, leave_out = (separator.join(map(flag, fields)) for separator in (", ", " and "))
-    return ConfigError(what, where, seen, required, f"leave out {leave_out}")
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:

@@ -1,4 +1,4 @@
-"""How a program ends: user errors become an exit code, and a reader of its output may leave early."""
+"""The end of a program: errors of users and Ctrl-C become exit codes; readers may leave before its output ends."""
 
 import io
 import os
@@ -8,25 +8,30 @@ from contextlib import contextmanager, suppress
 
 from common.errors import UserError
 
-# The code of a program that SIGPIPE ended: 128 + 13.
-UNREAD_CODE = 141
+# Exit codes that a shell reports of programs that SIGPIPE and SIGINT ended: 128 and the signal's number.
+UNREAD_CODE, INTERRUPTED_CODE = 141, 130
 
 
 def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
-    """Run a program's `main`; a `UserError` becomes one message on stderr and exit code 2. flags: this program's names
-    of fields."""
+    """Run a program's `main`; a `UserError` becomes a message on stderr and exit code 2, Ctrl-C exit code 130.
+
+    flags: the program's flags for fields that it calls by another name.
+    """
     try:
         with readers_may_leave():
             main()
     except UserError as error:
         tell(f"error: {error.told(flags or {})}")
         sys.exit(2)
+    except KeyboardInterrupt:
+        tell("interrupted")
+        sys.exit(INTERRUPTED_CODE)
 
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """End the program quietly, with UNREAD_CODE, when a reader of its output leaves. Characters that stdout's encoding
-    lacks are escaped, as on stderr."""
+    """End the program quietly, with UNREAD_CODE, if a reader of its output has left. Characters that stdout's encoding
+    lacks are escaped."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -39,6 +44,6 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Print to stderr, if anybody still reads there."""
+    """Print a message on stderr, if anybody still reads there."""
     with suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: commit, machine, versions."""
+"""The origin of a measurement: commit, machine, versions."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Machines that costs are predicted for: what their vendors say of them, and what collectives and kernels take."""
+"""Machines that costs are predicted for: numbers of their vendors, and of collectives and kernels."""
 
 import math
 import re
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, flag
 
 
-class Protocol(NamedTuple):
-    """Of a collective: seconds of one of nothing and of each step of its ring, and bytes per second of a device."""
+class Collective(NamedTuple):
+    """A collective's protocol. latency: seconds of an empty call. hop: seconds of a step of its ring. bandwidth: bytes
+    per second of a device."""
 
     latency: float
     hop: float
@@ -20,24 +21,24 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, in SI units. bandwidth: bytes of memory read. ops, ops_32: dense operations (a
-    multiplication and an addition are two) with 16 and 32 bits. launch: of a kernel, beside its work. tile: rows of
-    queries that attention multiplies at least. packs_group: heads that share KV are rows of one tile also where there
-    are several tokens. unexplained: of a forward, by nothing else here."""
+    """Equal devices, in SI units. bandwidth: bytes of memory read per second. ops, ops_32: dense operations (a
+    multiplication and an addition are two) per second in 16 and 32 bits. launch: seconds of a kernel beside its work.
+    tile: the fewest rows of queries that attention multiplies. packs_group: True if heads that share KV are rows of the
+    same tile for several tokens, too. unexplained: seconds of a forward that nothing else here explains."""
 
     bandwidth: float
     ops: float
     ops_32: float
     launch: float = 0.0
-    protocols: tuple[Protocol, ...] = ()
+    protocols: tuple[Collective, ...] = ()
     devices: int = 1
     tile: int = 16  # an operand of tensor cores has 16 rows (NVIDIA, PTX ISA: mma.m16n8k16)
     packs_group: bool = True
     unexplained: float = 0.0
 
     def collective_s(self, n_bytes: float, *, is_reduced: bool = True) -> float:
-        """Seconds of an all-reduce (or a gather) of so many bytes by the quickest protocol: a ring, whose steps each
-        move a share of `1 / devices`: Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2), 117-124."""
+        """Return the seconds of an all-reduce (or a gather) by the quickest protocol: a ring, whose steps each move a
+        share of `1 / devices` (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2), 117-124)."""
         if self.devices == 1:
             return 0.0
         steps = (2 if is_reduced else 1) * (self.devices - 1)
@@ -46,9 +47,9 @@ class Machine:
 
 
 def _known() -> dict[str, Machine]:
-    """By name, by the numbers of machines.toml."""
+    """Return the machines of machines.toml by name."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    protocols = {name: tuple(Protocol(*numbers) for numbers in each) for name, each in known["protocols"].items()}
+    protocols = {name: tuple(Collective(*numbers) for numbers in each) for name, each in known["protocols"].items()}
     return {
         name: Machine(bandwidth, ops, ops_32, known["launch"], protocols[kind])
         for name, (kind, bandwidth, ops, ops_32) in known["devices"].items()
@@ -61,20 +62,20 @@ EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 
 def find_machine(text: str) -> Machine:
-    """Of "A100-80" or "8xA100-80", or of NUMBERS in SI units: "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where
-    `ops_32` is `ops` unless it is given, and what else is not given takes no time. Errors: ConfigError."""
+    """Return the machine that a text names: "A100-80", "8xA100-80", or NUMBERS in SI units, such as
+    "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where `ops_32` is `ops` unless it is given, and other numbers
+    that are not given take no time. Errors: ConfigError."""
     count, name = re.fullmatch(r"(?:(\d{1,4})x)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     machine, devices = _given(name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
     if machine is None or devices < 1 or (devices > 1 and not machine.protocols):
-        required = f"one of {', '.join(MACHINES)}, behind 8x for eight of them; or numbers above 0 "
-        required += f"({', '.join(NUMBERS)}), of which it takes bandwidth, ops, and between several devices link"
+        required = f"one of {', '.join(MACHINES)}, or bandwidth, ops and, for several devices, link, all above 0"
         fix = f"use {flag('machine')} 8xA100, or {flag('machine')} {EXAMPLE}"
-        raise ConfigError("nothing is known of this machine", flag("machine"), text, required, fix)
+        raise ConfigError("this machine is unknown", flag("machine"), text, required, fix)
     return replace(machine, devices=devices)
 
 
 def _given(numbers: str) -> Machine | None:
-    """None where they cannot be read, or are not enough."""
+    """Return a machine by its numbers; None if they cannot be read, or are not enough."""
     try:
         found: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in numbers.split(","))}
     except ValueError:
@@ -82,4 +83,4 @@ def _given(numbers: str) -> Machine | None:
     if not {"bandwidth", "ops"} <= found.keys() <= {*NUMBERS} or not all(0 < one < math.inf for one in found.values()):
         return None
     latency, link = found.pop("latency", 0.0), found.pop("link", None)
-    return Machine(**{"ops_32": found["ops"]} | found, protocols=(Protocol(latency, 0.0, link),) if link else ())
+    return Machine(**{"ops_32": found["ops"]} | found, protocols=(Collective(latency, 0.0, link),) if link else ())

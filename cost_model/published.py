@@ -1,16 +1,16 @@
 """Acceptance that was published, for predictions without a measurement: MagicDec (arXiv 2408.11049), on PG-19."""
 
-# By the context, in tokens; by the model, and the draft's policy and budget.
+# Acceptance rates by context (tokens), by model, policy and budget.
 LLAMA_3 = {4000: 0.84, 8000: 0.83, 16000: 0.82, 32000: 0.81, 64000: 0.79, 100000: 0.79}
 ACCEPTANCE = {("meta-llama/Meta-Llama-3.1-8B", "streaming", 512): LLAMA_3}
 
 
 def same_context(a: int, b: int) -> bool:
-    """Whether they are the same setting: 8000 and 8192 tokens, say."""
+    """Return whether two contexts are the same setting, such as 8000 and 8192 tokens."""
     return abs(a - b) <= 0.03 * max(a, b)
 
 
 def published_acceptance(model: str, policy: str, budget: int, context: int) -> float | None:
-    """Of self-speculation: the share of verified positions behind so many tokens; None if there is none."""
+    """Return the published acceptance rate of self-speculation behind `context` tokens; None if there is none."""
     by_context = ACCEPTANCE.get((model, policy, budget), {})
     return next((rate for known, rate in by_context.items() if same_context(known, context)), None)

@@ -1,7 +1,7 @@
-"""The cost model: what rounds cost and accept, measured from one loaded model or predicted, and what follows."""
+"""Reports of the cost model: costs and acceptance, measured with a loaded model or predicted, and speedups."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,30 +24,28 @@ from cost_model.flags import CostFlags, Draft
 from cost_model.grid import CostGrid
 from cost_model.machines import find_machine
 from cost_model.published import published_acceptance
-from cost_model.roofline import Stored, predict_costs
+from cost_model.roofline import ModelStorage, predict_costs
 from cost_model.tables import Acceptance, Acceptances, best_of_each, best_table, cost_table, heat_map
 from engine.counts import acceptance_standard_error, total
 from engine.evaluation.teacher_forcing import forced_acceptance
-from kv_cache.policy import policies
 from models.config import ModelConfig
 
 # New tokens that the caches have room for where costs are measured.
 ROOM = 48
-# What acceptance is measured on: rows of text, tokens of each, and the gamma, if no smaller one is the largest.
+# Rows of text that acceptance is measured on, tokens of each, and gamma, unless the largest gamma is smaller.
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
-# Sizes and settings that a grid has several of.
-OF_POLICIES = {one.name for kind in policies().values() for one in fields(kind)}
-VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "max_ngram"} | OF_POLICIES
+# Sizes and settings that differ within a grid.
+VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget"}
 
 
 def report_measured(flags: CostFlags) -> None:
-    """Measure costs and, unless it is given, acceptance; print and record what follows. Errors: UserError."""
+    """Measure costs, and acceptance unless it is given; print and record them with predictions. Errors: UserError."""
     session, is_measured = open_largest(flags), flags.alpha is None
     acceptances = {context: measure_acceptance(session, flags, context) for context in flags.sorted("contexts")}
     grid = measure_grid(session, flags)
     found = {
         "load_format": flags.target.load_format,
-        "dataset": session.dataset if is_measured else None,
+        "dataset": session.plan.dataset if is_measured else None,
         **grid.record(),
         **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
     }
@@ -56,14 +54,13 @@ def report_measured(flags: CostFlags) -> None:
 
 
 def report_predicted(flags: CostFlags) -> None:
-    """The same of another machine: costs are those of the roofline, acceptance is given or published."""
+    """Predict the costs of another machine, with acceptance given or published; print and record them."""
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
     source = replace(flags.target, load_format="dummy").source()
     (target, draft), contexts = stored_models(source.config, flags), flags.sorted("contexts")
     acceptances = acceptances_of(source.name, flags)
     drafts = list(acceptances[contexts[0]])
-
     cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
     grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
@@ -85,22 +82,22 @@ def report_predicted(flags: CostFlags) -> None:
 def publish_tables(
     flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
 ) -> None:
-    """Behind that head costs, what is predicted of each draft, and what pays best; then the record."""
+    """Print costs below a head, the predictions of each draft, and what pays best; then publish the record."""
     costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
     tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """The models, and a cache for the largest batch and context; room for drafts of all budgets. Errors: UserError."""
+    """Open a session for the largest batch and context, with room for drafts of all budgets. Errors: UserError."""
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, list(flags.configs().values()), at_once="one of each budget"))
+    return Session.of_plan(resolve_several(config, list(flags.configs().values())))
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Costs over caches of random entries; a draft step costs what its budget does, whatever the policy keeps."""
+    """Measure costs over caches of random entries; those of a draft step depend on its budget, not on the policy."""
     drafts, gammas = flags.configs(), flags.sorted("gammas")
     of_budget = {budget: config for (_, budget), config in drafts.items()}
     budgets = sorted(of_budget, reverse=True)
@@ -120,50 +117,49 @@ def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
 
 
 def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, Acceptance]:
-    """The acceptance of each draft on the data set's own text behind `context` tokens, unless it is given."""
+    """Measure the acceptance of each draft on the data set's text behind `context` tokens, unless it is given."""
     if flags.alpha is not None:
         return dict.fromkeys(flags.configs(), Acceptance(flags.alpha))
     assert session.tokenizer is not None
     n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
-    narrow, sampling = session.narrowed(n_row, context + n_token + gamma + 1), session.sampling
+    narrow, plan = session.narrowed(n_row, context + n_token + gamma + 1), session.plan
     stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
     say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")
     texts = [stretch[:context] for stretch in stretches], [stretch[context:] for stretch in stretches]
     rates = {}
     for draft, config in flags.configs().items():
         drafter = narrow.drafter(replace(config, gamma=gamma))
-        rows = forced_acceptance(narrow.runner, drafter, *texts, sampling.params, sampling.mode)
+        rows = forced_acceptance(narrow.runner, drafter, *texts, plan.sampling, plan.verification)
         summed = total(rows)
         rates[draft] = Acceptance(summed.accepted / summed.verified, acceptance_standard_error(rows))
     return rates
 
 
-def follows(grid: CostGrid, acceptances: Acceptances, of: str) -> dict[str, Any]:
-    """Return for a record acceptance rates `[D][S]` by draft and context, their standard errors, what they are of, and
-    what pays best."""
+def follows(grid: CostGrid, acceptances: Acceptances, origin: str) -> dict[str, Any]:
+    """Return, for a record, acceptance rates `[D][S]` with their standard errors and origin, and what pays best."""
     rows = [[acceptances[context][draft] for context in grid.contexts] for draft in grid.drafts]
     rates, errors = (rounded([[one[i] for one in row] for row in rows]) for i in (0, 1))
     found = {"acceptance_rates_by_context": rates, "acceptance_standard_errors_by_context": errors}
-    return found | {"acceptance_of": of, "best": best_of_each(grid, acceptances)}
+    return found | {"acceptance_of": origin, "best": best_of_each(grid, acceptances)}
 
 
-def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[Stored, Stored]:
-    """The target, in bfloat16 unless another dtype is named, and as it drafts for itself, at any budget. Errors:
-    ConfigError, also for float64."""
-    own, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
-    dtype = "bfloat16" if own.dtype == AUTO else own.dtype
+def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[ModelStorage, ModelStorage]:
+    """Return the target, in bfloat16 unless another dtype is given, and the self-draft. Errors: ConfigError."""
+    target, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
+    dtype = "bfloat16" if target.dtype == AUTO else target.dtype
     if dtype == "float64":
         required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
-        raise ConfigError("no machine's rate of float64 is stored", flag("dtype"), dtype, required, fix)
-    target = Stored(config, dtype, own.quantize, None if own.kv_dtype == "same" else own.kv_dtype)
+        raise ConfigError("no machine's rate of float64 is known", flag("dtype"), dtype, required, fix)
+    stored = ModelStorage(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
     check_layers(draft.layers, config.n_layer)
-    said = zip(target[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
-    stored: list[Any] = [same if one in (AUTO, "same") else one for same, one in said]
-    return target, Stored(replace(config, n_layer=len(draft.layers or range(config.n_layer))), *stored)
+    given = zip(stored[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
+    formats: list[Any] = [same if value in (AUTO, "same") else value for same, value in given]
+    n_layer = config.n_layer if draft.layers is None else len(draft.layers)
+    return stored, ModelStorage(replace(config, n_layer=n_layer), *formats)
 
 
 def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
-    """The given one of every draft, or the published ones. Errors: ConfigError where there is none."""
+    """Return the given acceptance rate for every draft, or the published rates. Errors: ConfigError without any."""
     contexts = flags.sorted("contexts")
     rates: dict[Draft, list[Any]] = {
         draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]

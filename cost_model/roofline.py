@@ -1,8 +1,8 @@
-"""Roofline: what steps should cost on a machine that is not here, from the bytes and operations that they take.
+"""Roofline: predicts what steps cost on another machine, from the bytes and operations that they take.
 
 Every part of a forward takes the longer of its bytes over the memory's bandwidth and its operations over their rate
-(Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76), one behind the other; with them the
-collectives of tensor parallelism and the launches of kernels.
+(Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76). To their sum come the collectives of
+tensor parallelism and the launches of kernels.
 """
 
 import math
@@ -15,14 +15,14 @@ from common.errors import ConfigError, flag
 from cost_model.machines import Machine
 from models.config import ModelConfig
 
-# Bytes of a number, as `models.names` calls them; int4 has a scale and a zero point in bfloat16 for 32 weights.
+# Bytes of a number, by the names of `models.names`; int4 has a scale and a zero point in bfloat16 for 32 weights.
 ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
-# Of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
+# Kernels of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
 KERNELS = 11
 
 
-class Stored(NamedTuple):
-    """A model's shape, and what its weights and its KV entries are stored in (None: in dtype)."""
+class ModelStorage(NamedTuple):
+    """A model's shape, and the formats of its weights and KV entries (None: dtype)."""
 
     config: ModelConfig
     dtype: str = "bfloat16"
@@ -31,20 +31,20 @@ class Stored(NamedTuple):
 
     @property
     def n_weights(self) -> int:
-        """Of matrix products, the head's among them."""
+        """Weights of matrix products, the head's included."""
         return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
 
 
 class Part(NamedTuple):
-    """Bytes of memory that a part of a forward reads, and operations that it takes."""
+    """A part of a forward: bytes of memory that it reads, and its operations."""
 
     n_bytes: float
     ops: float
 
 
-def forward_parts(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
-    """Return the products with weights and the attention of a forward of so many tokens in each of `batch` rows, behind
-    so many KV entries, on the device that has most of them."""
+def forward_parts(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
+    """Return the products with weights, and the attention, of a forward of `tokens` in each of `batch` rows behind
+    `entries` KV entries, on the device that has most of them."""
     config, n = model.config, machine.devices
     weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
     linear = Part(weight_bytes / n, 2 * model.n_weights / n * batch * tokens)
@@ -56,8 +56,8 @@ def forward_parts(model: Stored, machine: Machine, batch: int, tokens: int, entr
     return linear, Part(kv_bytes * batch * heads / config.n_kv_head, products)
 
 
-def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries: int) -> float:
-    """A forward of so many tokens in each of `batch` rows, behind so many KV entries. Errors: ConfigError."""
+def forward_ms(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> float:
+    """Return the ms of a forward, by the sizes that `forward_parts` takes. Errors: ConfigError for too many devices."""
     config, n = model.config, machine.devices
     if n > config.n_kv_head:
         required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
@@ -73,11 +73,19 @@ def forward_ms(model: Stored, machine: Machine, batch: int, tokens: int, entries
 
 
 def predict_costs(
-    target: Stored, draft: Stored, machine: Machine, batch: int, context: int, budget: int, gammas: Sequence[int]
+    target: ModelStorage,
+    draft: ModelStorage,
+    machine: Machine,
+    batch: int,
+    context: int,
+    budget: int,
+    gammas: Sequence[int],
 ) -> Costs:
-    """Of a target behind `context` tokens and a draft, itself or another model, whose cache has `budget` entries at
-    most; a draft with fewer KV heads than there are devices is on as many. What else a round takes is the host's, and
-    not predicted: 0. Errors: ConfigError."""
+    """Return the costs of a target behind `context` tokens, and of a draft whose cache has at most `budget` entries.
+
+    A draft with fewer KV heads than there are devices is on as many devices as it has heads. The rest of a round is the
+    host's, and not predicted: 0. Errors: ConfigError.
+    """
     plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
     drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))
     drafted = forward_ms(draft, drafts_on, batch, 1, min(budget, context))

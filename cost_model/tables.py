@@ -1,4 +1,4 @@
-"""What a measured grid of costs predicts: the tables of the cost model, and what pays best."""
+"""Tables of the cost model, and the draft that pays best."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ class Acceptance(NamedTuple):
     acceptance_standard_error: float | None = None
 
 
-# The acceptance of every draft, by context (tokens).
+# Acceptance by context (tokens) and draft.
 Acceptances = Mapping[int, Mapping[Draft, Acceptance]]
 
 
 def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
-    """The speedup, from the draft's acceptance at that context, which is one of those that it was measured at."""
+    """Return the speedup, by the acceptance that the draft has at that context."""
     tokens = tokens_per_round(acceptances[context][draft].acceptance_rate, gamma)
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 
 
 def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any]]:
-    """What has the largest predicted speedup at each batch and context: gamma 0 and no draft is plain decoding."""
+    """Return the choice with the largest predicted speedup at each batch and context; gamma 0 is plain decoding."""
     found = []
     for size in itertools.product(grid.batches, grid.contexts):
         choices: dict[tuple[str | None, int | None, int], float] = {(None, None, 0): 1.0}
@@ -46,7 +46,7 @@ def best_of_each(grid: CostGrid, acceptances: Acceptances) -> list[dict[str, Any
 
 
 def cost_table(grid: CostGrid, draw: Callable[[Sequence[Any], Sequence[Column]], str] = console) -> str:
-    """A line for each batch and context: a plain step, and verifications and draft steps in plain steps."""
+    """Return a line for each batch and context: ms of a plain step; verifications and draft steps in plain steps."""
     of_budget = sorted({budget: i for i, (_, budget) in enumerate(grid.drafts)}.items())
     rows = []
     for at in np.ndindex(grid.plain.shape):
@@ -58,7 +58,7 @@ def cost_table(grid: CostGrid, draw: Callable[[Sequence[Any], Sequence[Column]],
 
 
 def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
-    """Predicted speedups of one draft: a line per batch and context, a column per gamma, darker where larger."""
+    """Return the predicted speedups of a draft: a line per batch and context, a column per gamma, darker if larger."""
     rows, gains = [], {gamma: f"g={gamma}" for gamma in grid.gammas}
     for size in itertools.product(grid.batches, grid.contexts):
         row = {"B": size[0], "context": size[1], **acceptances[size[1]][draft]._asdict()}
@@ -70,13 +70,13 @@ def heat_map(grid: CostGrid, draft: Draft, acceptances: Acceptances) -> str:
 
 
 def _shaded(speedup: float) -> str:
-    """Behind two characters: blank at 0.5 and below, black at 2 and above."""
+    """Return a speedup behind two characters, blank at 0.5 and below, black at 2 and above."""
     shade = SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
     return f"{2 * shade} {speedup:.2f}"
 
 
 def best_table(best: Sequence[Mapping[str, Any]]) -> str:
-    """What pays best at each batch and context, from the rows of `best_of`."""
+    """Return a table of the rows of `best_of_each`."""
     plain = "none: plain decoding is faster"
     drafted = "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}"
     said = Column(lambda row: (drafted if row["gamma"] else plain).format_map(row), "draft", align="<")

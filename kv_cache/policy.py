@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from common.flags import Common
 from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
@@ -81,7 +80,7 @@ class Policy(ABC):
 class BudgetedPolicy(Policy):
     """A policy whose cache holds a fixed number of entries a row, whatever the length of the text."""
 
-    draft_budget: Common[int | Literal["auto"]] = 512
+    draft_budget: int | Literal["auto"] = 512
     """KV entries per row, sinks or selected ones and recent ones together; -1 is --draft_policy full; auto, of a
     self-draft: whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
 

@@ -84,7 +84,7 @@ def main(flags: Flags) -> None:
     flags.check()
     drafts = flags.drafts()
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    plan = bench.resolve_several(config, drafts, at_once="one")  # all are checked before anything is loaded
+    plan = bench.resolve_several(config, drafts, in_turn=True)  # all are checked before anything is loaded
     session = bench.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = bench.prefill(session)
     rows = []
@@ -107,7 +107,7 @@ def _row(session: bench.Session, text: str) -> dict[str, Any]:
         if text in KINDS:
             assert session.tokenizer is not None, "a model that was trained has text"
             encode = partial(session.tokenizer.encode, add_bos=False)
-            prompts, written = needles(text, prompts, encode, session.gen_len)
+            prompts, written = needles(text, prompts, encode, session.plan.gen_len)
         each = forced_acceptance(session.runner, drafter, prompts, written)
     else:
         output = bench.decode(session, text, drafter)

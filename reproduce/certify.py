@@ -69,10 +69,10 @@ class Flags:
 
 def certified(session: bench.Session, following: list[list[int]]) -> dict[str, Any]:
     """The record of the three steps. following: how the data set goes on behind each prompt."""
-    runner, params, prompts = session.runner, session.sampling.params, session.prompts
+    runner, params, prompts = session.runner, session.plan.sampling, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
-    calibration = calibrate(runner.model, runner.cache, prompts, forced, session.draft.gamma + 1)
+    calibration = calibrate(runner.model, runner.cache, prompts, forced, session.plan.draft.gamma + 1)
     output = bench.decode(session, "speculation", session.drafter())
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)

@@ -36,7 +36,7 @@ from common.provenance import provenance
 from common.say import dtype_name
 from common.tables import markdown
 from cost_model.machines import Machine
-from cost_model.roofline import Stored, forward_parts
+from cost_model.roofline import ModelStorage, forward_parts
 from models.packed_linear import pack_linears
 from reproduce.gamma_cell import Contender
 from reproduce.paper.columns import of, phases_of, rows_of
@@ -96,11 +96,13 @@ def rates() -> dict[str, float]:
 def phases(session: bench.Session, row: Mapping[str, Any], seconds: float, limits: Mapping[str, float]) -> list[Any]:
     """Return what prefill, plain step, verification and draft step take, and their least time by the limits. seconds:
     of the prefill, whose bytes do not limit it."""
-    config, draft = session.target.config, session.draft
-    model = Stored(config, dtype_name(session.dtype), session.config.target.quantize, dtype_name(session.kv_dtype))
-    drafts = Stored(config, dtype_name(draft.dtype), draft.quantize, dtype_name(draft.kv_dtype))
+    config, draft = session.plan.target.config, session.plan.draft
+    model = ModelStorage(
+        config, dtype_name(session.plan.dtype), session.plan.config.target.quantize, dtype_name(session.plan.kv_dtype)
+    )
+    drafts = ModelStorage(config, dtype_name(draft.dtype), draft.quantize, dtype_name(draft.kv_dtype))
     machine = Machine(limits["bandwidth"], limits["bfloat16"], limits["float32"], tile=1)
-    n, rows = session.prefix_len, session.n_rows
+    n, rows = session.plan.prefix_len, session.plan.n_rows
     each = [
         ("prefill", model, n, n // 2, 1e3 * seconds),
         ("plain step", model, 1, n, row["baseline_step_ms"]),
@@ -196,7 +198,7 @@ def main(flags: Flags) -> None:
         for (name, session), (said, sampling) in product(sessions.items(), SAMPLINGS.items()):
             plain = Contender(f"{name}, {said}, plain", session.variant(draft=None, sampling=sampling))
             own = session.variant(sampling=sampling)
-            drafts = {"draft_budget": own.draft.policy.budget, "gamma": own.draft.gamma}
+            drafts = {"draft_budget": own.plan.draft.policy.budget, "gamma": own.plan.draft.gamma}
             contenders[name, said] = Contender(f"{name}, {said}", own, plain, own.drafters(), drafts)
             runs |= {one.name: one.run for one in (plain, contenders[name, said])}
         seen = in_turns(runs, flags.turns)

@@ -61,7 +61,7 @@ def main(flags: Flags) -> None:
         one.drafters.clear()
 
     in_turns({one.name: partial(run_anew, one) for one in contenders}, flags.repeats)
-    found = {"text": flags.prompts or session.dataset, "repeats": flags.repeats}
+    found = {"text": flags.prompts or session.plan.dataset, "repeats": flags.repeats}
     found["rows"] = [row_of(one) for one in contenders if one.plain]
     record = bench.record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
     publish(flags.output.output, record, console(rows_of([record]), of("drafters")))

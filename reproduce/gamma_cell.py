@@ -117,7 +117,7 @@ class Contender:
             "speedups": speedups,
             "acceptance_rate": total(counts).acceptance_rate,
             "acceptance_standard_error": acceptance_standard_error(counts),
-            "identical_rows": same if self.session.sampling.reproducible else None,
+            "identical_rows": same if self.session.plan.reproducible else None,
             "gammas": [[choice.gamma for choice in run] for run in choices] if gamma == AUTO else None,
             "budgets": budgets if budget == AUTO else None,
             "measured_costs": [bench.costs_record(self.session, one.by_rows) for one in self.costs] or None,
@@ -126,7 +126,7 @@ class Contender:
         if self.plain:
             passes = [bench.Passes(0.0, plain, own, own if own.phases else None) for plain, own in pairs]
             runs = [bench.make_record("", self.session, each) for each in passes]
-            row |= {name: runs[0][name] for name in OPTIONS[2:]}
+            row |= {name: runs[0].get(name) for name in OPTIONS[2:]}
             seen = {name: [run[name] for run in runs] for name in MEDIANS}
             row |= {name: None if None in values else median(values) for name, values in seen.items()}
         return bench.rounded(row)

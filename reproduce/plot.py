@@ -89,6 +89,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
             if not isinstance(record, dict | None):
                 where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
                 raise ConfigError("this is no record", where, str(line)[:80], "a JSON object in each line", fix)
+            record = record and record | bench.options_of(record)
             records += [record | row for row in record["rows"]] if record and "rows" in record else [record or {}]
     return records
 

@@ -168,7 +168,7 @@ def converse(
                     drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
                 seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
-                parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
+                parts.append(counted(seen[PLAIN], seen[draft], own.plan.reproducible))
                 for row, counts in zip(rows, seen[draft].stats.rows, strict=True):
                     each[draft][row].append(counts)
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
@@ -184,7 +184,8 @@ def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> R
         "sequences": len(drafted.tokens),
         "identical_sequences": bench.identical_rows(plain.tokens, drafted.tokens) if comparable else None,
         "rounds": counts.rounds,
-        **{name: getattr(counts, bench.COUNTED[name]) for name in ("drafted", "judged", "accepted", "emitted")},
+        "judged": counts.verified,
+        **{name: getattr(counts, name) for name in ("drafted", "accepted", "emitted")},
         "seconds": drafted.stats.decode_seconds,
         "baseline_emitted": before.counts.emitted,
         "baseline_seconds": before.decode_seconds,
@@ -229,7 +230,7 @@ def measure(
     put_off: list[Exception],
 ) -> Iterable[Record]:
     """A record of each category that is not done, numbered from `firsts`, appended to the output. Errors: UserError."""
-    options = ("draft_model", "gamma", "draft_policy", *bench.option_names())
+    options = ("draft_model", "gamma", "draft_policy", "draft_budget")
     template = flags.target.with_text().chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*cells.values())]
     sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
@@ -238,7 +239,9 @@ def measure(
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
     settings = {name: bench.settings_record(sessions[name]) for name in configs}
-    own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
+    own = {name: {"drafter": name} | {key: settings[name].get(key) for key in options} for name in configs}
+    for name, config in configs.items():
+        own[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
     drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])

@@ -79,14 +79,14 @@ def main(flags: Flags) -> None:
     source, session = flags.target.with_text(), bench.Session.open(config)
     book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
-    cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.prefix_len)
+    cut = partial(bench.make_prompts, tokenizer=session.tokenizer, prefix_len=session.plan.prefix_len)
     prompts, held_back = cut([first], n_prompts=flags.num_prompts), cut([second], n_prompts=flags.held_back)
     stored = {name: getattr(flags.target, name) for name in ("dtype", "kv_dtype")}
     settings = {"model": source.name, **stored, "num_prompts": flags.num_prompts}
     keep_settings(folder, settings | vars(flags.text) | vars(flags.sizes) | vars(recipe))
     write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
-    how = session.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
+    how = session.plan.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
     written = examples.write_examples(runner, prompts, *how)
     windows = examples.windows_of(folder, recipe.window)
     known = examples.most_frequent(windows, recipe.draft_vocab_size, runner.vocab_size).to(runner.device)
@@ -124,7 +124,7 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=ComparedSampling(temperature))
             stats = session.generate(session.drafter()).stats
-            own = {"draft": draft.name, "temperature": temperature, "verification": session.sampling.mode}
+            own = {"draft": draft.name, "temperature": temperature, "verification": session.plan.verification}
             own |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
             rows.append(own | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
     return rows

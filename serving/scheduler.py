@@ -11,18 +11,15 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
 from tyro.conf import arg
 
 from bench.auto.run_costs import RunCosts, costs_of
 from bench.config import RunConfig, Sizes
 from bench.dummy_prefill import fill_with_noise
-from bench.memory import require_room
 from bench.passes import make_pacing, warm_up
-from bench.plan import Plan, resolve, with_draft
-from bench.session import Session
-from common.errors import UserError, require_at_least
-from common.flags import Common
+from bench.plan import resolve
+from bench.session import Session, random_prompts
+from common.errors import UserError
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
@@ -34,9 +31,9 @@ from engine.sampling import SamplingParams
 HEARTBEAT_SECONDS = 1.0
 # Default of --prefill_tokens.
 CPU_PREFILL, GPU_PREFILL = 256, 2048
-# Costs are measured behind contexts of this many tokens, or of a quarter of a row if that is less, and behind a
-# SHORTER-th of that: what pays depends on the length of a text.
-REPRESENTATIVE_LENGTH, SHORTER = 2048, 16
+# Costs are measured behind the plan's typical prompts, and behind a SHORTER-th of that: what pays depends on the length
+# of a text.
+SHORTER = 16
 # Plain steps of a decode that is long enough for all measuring to pay.
 MANY_STEPS = 10**9
 
@@ -45,13 +42,13 @@ MANY_STEPS = 10**9
 class Batch:
     """What is decoded together."""
 
-    max_batch: Common[int] = 8  # requests that decode at the same time, each in a row of the KV cache
-    max_length: Common[int] = 8192
+    max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
+    max_length: int = 8192
     """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
     """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
     no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text
-    verification: Common[Literal["coupled", "rejection"]] = "coupled"
+    verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
     sampling, which accepts a little more"""
 
@@ -98,7 +95,7 @@ class Scheduler(Progress):
         how: dict[str, Any] = {"verification": batch.verification, "progress": self, "prefill_tokens": chunk}
         how["reuses"] = "nothing" if batch.no_prefix_reuse else "prefixes"
         self._decoder = Decoder(session.runner, pacing, **how)
-        self._decoder.expect(session.sampling.params)
+        self._decoder.expect(session.plan.sampling)
         self._inbox: SimpleQueue[ServedRequest | int | None] = SimpleQueue()
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[int, ServedRequest] = {}
@@ -185,44 +182,28 @@ class Scheduler(Progress):
 def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
     """Open a session without prompts, with a row for each request of a batch, and the pacing of its rounds. Costs are
     measured on random entries. Errors: UserError."""
-    plan = plan_session(config, batch)
-    # Clients may sample, with filters. Rounds are captured for that from the start, and otherwise rehearsed greedily.
-    sampled = replace(plan.sampling, params=SamplingParams(1.0, top_p=0.5))
-    require_room(replace(plan, sampling=sampled))
+    plan = resolve(replace(config, sizes=Sizes(B=batch.max_batch)), max_length=batch.max_length)
     session = Session.of_plan(plan)
     if session.runner.graphs is not None:
-        session = replace(session, sampling=sampled)
-    if session.draft is None:
+        # Clients may sample, with filters: rounds are captured for that from the start.
+        session = replace(session, plan=replace(plan, sampling=SamplingParams(1.0, top_p=0.5)))
+    if plan.draft is None:
         return session, Fixed(None)
-    drafters, noise = session.drafters(), _with_noise(session, session.prefix_len)
-    if session.plan.chooses or session.config.target.compile or session.runner.graphs is not None:
+    drafters, noise = session.drafters(), _with_noise(session, plan.prefix_len)
+    if plan.chooses or plan.config.target.compile or session.runner.graphs is not None:
         warm_up(noise, drafters)
-    lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
+    lengths = {max(1, plan.prefix_len // SHORTER), plan.prefix_len} if plan.chooses else set()
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
     session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
     drop_kept_prompts(drafters)
     return session, make_pacing(noise, drafters, *costs)
 
 
-def plan_session(config: RunConfig, batch: Batch) -> Plan:
-    """Return the plan of a session without prompts, in whose rows costs are measured behind `prefix_len` tokens.
-    Errors: UserError."""
-    plan = resolve(replace(config, sizes=Sizes(B=batch.max_batch, prefix_len=1, gen_len=2)))
-    room = min(batch.max_length, plan.target.config.max_context)
-    require_at_least("max_length", room, plan.gamma + 4)
-    prefix_len = max(1, min(REPRESENTATIVE_LENGTH, room // 4))
-    sizes = Sizes(B=batch.max_batch, gen_len=room - prefix_len - plan.gamma - 1)
-    plan = replace(plan, config=replace(plan.config, sizes=sizes), prefix_len=prefix_len, capacity=room)
-    return with_draft(replace(plan, dataset=None, own_prompts=[], n_prompts=0), config.draft)
-
-
 def _with_noise(session: Session, length: int) -> Session:
     """Return the session with random prompts of this length, of which its rows hold random entries."""
-    generator = torch.Generator().manual_seed(0)
-    shape = session.n_rows, length
-    prompts = torch.randint(session.target.config.vocab_size, shape, generator=generator).tolist()
+    prompts = random_prompts(session.runner.vocab_size, session.plan.n_rows, length)
     fill_with_noise(session.runner, prompts)
-    return replace(session, prompts=prompts, prefix_len=length)
+    return replace(session, plan=replace(session.plan, prefix_len=length), prompts=prompts)
 
 
 def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:

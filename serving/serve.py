@@ -14,9 +14,8 @@ import uvicorn
 from tyro.conf import arg
 
 from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
-from bench.named_draft import NamedDraft
+from bench.draft_flags import NamedDraft
 from common.errors import ConfigError, flag, require_at_least
-from common.flags import Common
 from common.process import is_leader, world_size
 from common.say import say
 from serving.app import make_app
@@ -33,7 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ServedDraft(NamedDraft):
     """What drafts, and how."""
 
-    gamma: Common[int | Literal["auto"]] = "auto"
+    gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
     acceptance seen so far, chosen before every round; 0: plain decoding"""
     draft_ranks: tuple[int, ...] | None = None
@@ -44,9 +43,9 @@ class ServedDraft(NamedDraft):
 class Http:
     """Where it listens, and to whom."""
 
-    host: Common[str] = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
-    port: Common[int] = 8000  # 0: any that is free
-    api_key: Common[Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")]] = None
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
+    port: int = 8000  # 0: any that is free
+    api_key: Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")] = None
     """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
     machine can read command lines, so the environment is the better place"""
     log_prompts: bool = False  # log prompts and answers, too

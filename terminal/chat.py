@@ -1,14 +1,36 @@
-"""foretoken.py chat: a conversation, and after each answer what speculation did."""
+"""foretoken.py chat: a conversation; each answer is decoded behind what was said before, and written as it grows."""
 
-from dataclasses import dataclass
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import ClassVar
 
-from terminal.conversation import converse
+from bench.config import AUTO, RunConfig, Sizes
+from bench.plan import Plan, resolve
+from bench.session import Session
+from common.errors import ConfigError, flag, require_at_least
+from common.say import say
+from engine.decoding import Decoder
+from engine.drafters import Drafter
+from engine.requests import Request
+from engine.runner import not_finite
+from models.checkpoints.text_stream import TextStream
+from terminal.in_turn import require_fixed_text
 from terminal.models import ModelFlags
+from terminal.track import printable
+
+RESET, EXIT = "/reset", "/exit"
+Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelFlags):
     """a conversation with the model, and after each answer what speculation did"""
+
+    FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"max_length": "--context"}
 
     system: str | None = None
     """what the conversation begins with, before the first message"""
@@ -18,4 +40,104 @@ class Chat(ModelFlags):
     """the most tokens of a conversation, if the model's context has as many"""
 
     def run(self) -> None:
-        converse(self.config(), self.system, self.gen_len, self.context)
+        """Answer what is typed, or each line that is piped in. Errors: UserError."""
+        require_at_least("gen_len", self.gen_len, 1)
+        config = self.config()
+        template = config.target.with_text().chat_template()
+        session = Session.of_plan(plan_of(config, self.context))
+        drafter = session.drafter()
+        begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        messages, numbers = begin, count()  # every request has a new id: drafts may keep what a request drew
+        for line in _lines():
+            if line == EXIT:
+                return
+            if line == RESET:
+                messages = begin
+            elif line.startswith("/"):
+                say(f"  there is no command {line.split()[0][:40]}: {RESET} begins anew, {EXIT} ends")
+            elif line:
+                asked = [*messages, {"role": "user", "content": line}]
+                prompt = template.encode(asked)
+                room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
+                if room < 1:
+                    limit = f"{session.plan.capacity} tokens"
+                    say(f"  no room for that in {limit}: {RESET} begins anew, --context has more")
+                    continue
+                ends, params = session.plan.target.config.eos_tokens, session.plan.sampling
+                request = Request(prompt, min(self.gen_len, room), ends, params, id=next(numbers))
+                answer = _answer(session, drafter, request)
+                messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def plan_of(config: RunConfig, context: int) -> Plan:
+    """Return the plan of a conversation of up to `context` tokens. Errors: UserError, also for a draft that chooses."""
+    require_fixed_text(config)
+    plan = resolve(replace(config, sizes=Sizes(B=1)), max_length=context)
+    assert plan.draft is not None
+    if plan.draft.automatic:
+        what = "costs are measured on prompts, and nothing is known of an answer beforehand"
+        name = "gamma" if plan.draft.auto_gamma else "draft_policy" if plan.draft.auto_policy else "draft_budget"
+        required = "a policy" if name == "draft_policy" else "a number"
+        raise ConfigError(what, flag(name), AUTO, required, f"use {flag(name)} with {required}")
+    return plan
+
+
+def _answer(session: Session, drafter: Drafter, request: Request) -> str:
+    """Write the answer as it grows, until Ctrl-C, then what speculation did. Returns the answer.
+
+    Errors: UserError for logits that are not finite.
+    """
+    assert session.tokenizer is not None
+    stream, text, seconds = TextStream(session.tokenizer), "", 0.0
+
+    def write(piece: str) -> str:
+        print(printable(piece), end="", flush=True)
+        return piece
+
+    # A new decoder for each answer: one that was interrupted in a round is of no use any more.
+    decoder = Decoder(session.runner, drafter=drafter, verification=session.plan.verification, reuses="prefixes")
+    decoder.submit(request)
+    with suppress(KeyboardInterrupt):
+        while True:
+            n_written, stats = len(request.tokens), decoder.step()
+            for token in request.tokens[n_written:]:
+                text += write(stream.add(token))
+            if stats is None:
+                break
+            seconds += stats.seconds
+    text += write(stream.rest())
+    print(flush=True)
+    if request.error:
+        raise not_finite("the answer", request.error)
+    say(f"  {_figures(request, seconds)}")
+    return text
+
+
+def _figures(request: Request, seconds: float) -> str:
+    counts = request.counts
+    why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
+    if not counts.emitted:
+        return f"no round was needed{why}"
+    rate = "nothing was drafted" if counts.acceptance_rate is None else f"acceptance rate {counts.acceptance_rate:.3f}"
+    ms, per_round = 1e3 * seconds / counts.emitted, counts.emitted / counts.rounds
+    return f"{rate}, {per_round:.2f} tokens per round, {ms:.1f} ms per token{why}"
+
+
+def _lines() -> Iterator[str]:
+    """Yield lines that are typed, until Ctrl-D, or piped in."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    prompt = "> " if sys.stdin.isatty() else ""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lets what is typed be edited
+    while True:
+        try:
+            yield input(prompt).strip()
+        except EOFError:
+            if prompt:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            say(f"\n  {EXIT} or Ctrl-D ends")

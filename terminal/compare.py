@@ -1,24 +1,44 @@
-"""foretoken.py compare: the same prompts decoded plainly and speculatively, live and side by side."""
+"""foretoken.py compare: the same prompts decoded plainly and speculatively, live, then in figures and as a page."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
-from tyro.conf import arg
+from jinja2 import Environment, FileSystemLoader
+from rich.console import Console
 
-from bench.config import ComparedSampling, Output, Rows, Sizes, Text
-from common.flags import Common
-from terminal.comparison import compare
+from bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Text
+from bench.passes import run_passes
+from bench.plan import PromptText
+from bench.prompt_sets import load_prompts
+from bench.record import make_record
+from bench.session import Session
+from bench.table import PROMPT_END, headline, notes
+from common.errors import ConfigError, flag
+from common.jsonl import publish
+from common.say import say
+from engine.counts import acceptance_text
+from models.checkpoints.chat_template import NoChatTemplateError
 from terminal.models import ModelFlags
+from terminal.panes import TITLES, Panes
+from terminal.track import printable
 
-SOME: Any = arg(help_behavior_hint="(default: a few; with --prefix_len or --dataset stretches of a text)")
+FOLDER = Path(__file__).parent
+# Complete in itself: nothing in the page is loaded from elsewhere.
+PAGE = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html")
 
 
 @dataclass(frozen=True)
 class Questions(Rows):
-    """Which prompts, and where rows end."""
+    """The prompts, and the ends of their rows."""
 
-    prompts: Common[Annotated[str | None, SOME]] = None
-    """one's own, asked in the model's chat template if it has one: a file or folder as the benchmarks take"""
+    prompts: str | None = None
+    """your prompts, in the model's chat template if it has one: a file or folder as the benchmarks take (default: a few
+    questions; with --prefix_len or --dataset stretches of a text)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +50,89 @@ class Compare(ModelFlags):
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
     rows: Questions = field(default_factory=Questions)
     output: Output = field(default_factory=Output)
-    save: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    save: str | None = None
     """write both texts of every row to this file, as a page for a browser"""
 
     def run(self) -> None:
-        compare(self.config(), self.save)
+        """Decode both ways, then publish. Errors: UserError, before anything is loaded where possible."""
+        config, console = self.config(), Console(stderr=True, highlight=False)
+        _check_page(self.save, config.output.output)
+        session, names = _open(config)
+        panes = Panes(names, console)
+        passes = run_passes(session, panes.watch)
+        plain, drafted = passes.baseline, passes.speculative
+        assert plain is not None and drafted is not None
+        differs = first_difference(plain.tokens, drafted.tokens) if session.plan.reproducible else None
+        record = make_record("compare", session, passes) | {"prompts": config.rows.prompts, "first_difference": differs}
+        head = headline(session, record, [len(prompt) for prompt in session.prompts])
+        lines = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.plan.draft))]
+        # On a screen that also displays the record, the lines for people are to stand below it.
+        on_screen = console.is_terminal and sys.stdout.isatty()
+        publish(config.output.output, record, *([] if on_screen else lines), for_people=True)
+        if console.is_terminal:
+            room = console.height - 2 - sum(1 + len(line) // console.width for line in lines)
+            frame = panes.frame(console.width, room, is_running=False)
+            console.print(frame, *(lines if on_screen else []), sep="\n", markup=False)
+        if self.save is not None:
+            page = PAGE.render(names=names, tracks=panes.tracks, figures=lines, titles=TITLES)
+            Path(self.save).write_text(page, encoding="utf-8")
+
+
+def _open(config: RunConfig) -> tuple[Session, list[str]]:
+    """Return a session of questions in the model's chat template, or of stretches of a data set if that or their length
+    is given; and names for its rows. Errors: UserError."""
+    source, prompts = config.target.with_text(), config.rows.prompts
+    if prompts is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
+        session = Session.open(config)
+        assert session.tokenizer is not None
+        return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
+    questions = [prompt.turns[0] for prompt in load_prompts(prompts or str(FOLDER / "questions.jsonl"))]
+    texts: list[PromptText] = [*questions]
+    rows = replace(config.rows, prompts=None)
+    try:
+        template = source.chat_template()
+        texts = [template.encode([{"role": "user", "content": question}]) for question in questions]
+        rows = replace(rows, stop_at_eos=True)  # an answer ends; behind its end a model talks to itself
+    except NoChatTemplateError:
+        say(f"note: {source.name} has no chat template, so questions are continued as they are")
+    return Session.open(replace(config, rows=rows), texts), [*map(printable, questions)]
+
+
+def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> dict[str, int] | None:
+    """Return the first row that differs, and its first token that does, from 0; None if all are equal."""
+    for row, pair in enumerate(zip(a, b, strict=True)):
+        for index, (mine, other) in enumerate(zip_longest(*pair)):
+            if mine != other:
+                return {"row": row, "token": index}
+    return None
+
+
+def verdict(record: dict[str, Any]) -> list[str]:
+    """Return the speeds while all rows were busy, both speedups, and whether the tokens are the same."""
+    same, differs = record["identical_sequences"], record["first_difference"]
+    identity = f"identical: {same} of {record['sequences']} rows"
+    if same is None:
+        identity = "rows are samples, which are not meant to be the same (those of --verification coupled are)"
+    elif differs is not None:
+        identity += f"; row {differs['row']} differs from its token {differs['token']} on (docs/lossless.md says why)"
+    if record["speedup"] is None:
+        return [identity]
+    plain, drafted = (record[f"{name}_tokens_per_second"] for name in ("baseline", "decode"))
+    return [
+        f"plain decoding: {plain:.1f} tokens/s, {1e3 * record['B'] / plain:.1f} ms per token",
+        f"speculation:    {drafted:.1f} tokens/s, {1e3 * record['B'] / drafted:.1f} ms per token: "
+        f"{record['speedup']:.2f} times as fast ({record['wall_speedup']:.2f} to the last row), "
+        f"acceptance rate {acceptance_text(record) or '0.000'}, {record['mean_accepted_length']:.2f} tokens per round",
+        identity,
+    ]
+
+
+def _check_page(save: str | None, output: str | None) -> None:
+    """Raise ConfigError for a page that cannot be written."""
+    if save is None:
+        return
+    page = Path(save).resolve()
+    can_write = not page.is_dir() and os.access(page if page.exists() else page.parent, os.W_OK)
+    if not can_write or (output is not None and page == Path(output).resolve()):
+        required = "another file than --output, in an existing, writable folder"
+        raise ConfigError("a page cannot be written", flag("save"), save[:80] or "an empty name", required, "rename it")

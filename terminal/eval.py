@@ -1,4 +1,4 @@
-"""foretoken.py eval: multiplications, plain and speculative; does speculation keep the quality of the answers?"""
+"""foretoken.py eval: the quality of plain and speculative answers to multiplications."""
 
 import os
 from contextlib import suppress
@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from bench.config import BatchSize, Output, Rows, Sampling, Sizes
-from bench.finish import sampling_text
 from bench.record import record_of
 from bench.session import Session
+from bench.table import sampling_text
 from common.errors import require_at_least
-from common.flags import Common
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
@@ -25,16 +24,16 @@ from terminal.models import ModelFlags
 class SeededSampling(Sampling):
     """The distribution of the next token, and the rule by which drafts are verified."""
 
-    temperature: Common[float] = 0.6
+    temperature: float = 0.6
     """0 is greedy"""
-    seed: Common[int] = 0
-    """key of the problems, and of the random numbers"""
+    seed: int = 0
+    """key of the problems and of the random numbers"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(ModelFlags):
-    """does speculation keep the quality of a model's answers? multiplications, plain and speculative. Unless
-    --draft_budget is given, a draft's cache keeps half of a prompt"""
+    """the quality of answers to multiplications, plain and speculative. Unless --draft_budget is given, a draft's cache
+    keeps half of a prompt"""
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"save_rows": "--save"}
 
@@ -51,7 +50,7 @@ class Eval(ModelFlags):
         require_at_least("nb_prompts", self.nb_prompts, 1)
         asked = problems(self.sampling.seed, self.nb_prompts)
         if self.save == Eval.save:
-            with suppress(OSError):  # said of the file that is to be in it
+            with suppress(OSError):  # reported when the file is opened
                 os.makedirs(os.path.dirname(self.save), exist_ok=True)
         # A seed has no effect on greedy decoding.
         sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
@@ -59,9 +58,9 @@ class Eval(ModelFlags):
         config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
         texts, evicts = [prompt(one) for one in asked], self.draft.draft_budget is None
         session = Session.of_plan(plan_of(config, texts, evicts=evicts))
-        assert session.tokenizer and session.draft
+        assert session.tokenizer and session.plan.draft
         say(f"every generation is appended to {self.save}, run {session.run}")
-        stops = [*session.target.config.eos_tokens, *line_ends(session.tokenizer)]
+        stops = [*session.plan.target.config.eos_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
         for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):
@@ -77,7 +76,7 @@ class Eval(ModelFlags):
         drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
         found["speculative"] |= {one: getattr(drafted, one) for one in ("acceptance_rate", "mean_accepted_length")}
         found["speculative"] |= {"acceptance_standard_error": acceptance_standard_error(counts)}
-        measured = {"run": session.run, "draft": session.draft.kind, "problem_seed": self.sampling.seed}
+        measured = {"run": session.run, "problem_seed": self.sampling.seed}
         measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)
         publish(self.output.output, record, _said(record), put_off=session.put_off, for_people=True)
@@ -94,11 +93,11 @@ COLUMNS = [
 
 
 def _said(record: dict[str, Any]) -> str:
-    """The table, and what it says."""
+    """Return the table of a record, with its statistics in sentences."""
     rows = [{"way": "plain decoding", **record["plain"]}, {"way": "speculation", **record["speculative"]}]
     low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
     found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"
-    draft, n, only = record["draft_model"] or record["draft"], record["problems"], "right in one of the two only"
+    draft, n, only = record.get("draft_model") or record["draft"], record["problems"], "right in one of the two only"
     return f"""
   {record["model"]}, {draft} draft: {n} multiplications, {sampling_text(record)}
 

@@ -1,22 +1,30 @@
 """foretoken.py latency: ms per generated token of several models, plain and speculative."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
-from bench.named_draft import NamedDraft
+from bench.draft_flags import NamedDraft
+from bench.plan import Plan
+from bench.record import rounded
+from bench.session import Session
+from bench.settings import nested, settings_record
 from common.errors import require_at_least
-from common.flags import Common
 from common.jsonl import publish
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
-from engine.counts import acceptance_text
+from engine.contention import contention, usage_so_far
+from engine.counts import acceptance_standard_error, acceptance_text, total
+from engine.decoding import GenerateOutput
 from models.names import Scheme
-from terminal.in_turn import latencies, plan_of
+from terminal.in_turn import decode_in_turn, plan_of
 from terminal.models import ModelFlags, PositionalTarget
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
@@ -24,7 +32,7 @@ LENGTHS = {"short": 48, "long": 3000}
 COLUMNS = [
     Column("model", "model", align="<"),
     Column(lambda row: row["quantize"] or row["dtype"], "weights", align="<"),
-    Column(lambda row: row["draft_model"] or row["draft"], "draft", missing="plain", align="<"),
+    Column(lambda row: row.get("draft_model") or row["draft"], "draft", missing="plain", align="<"),
     Column("median_ms", "median ms", ".1f"),
     Column("p90_ms", "p90 ms", ".1f"),
     Column("spread_ms", "p90 - p10", ".1f"),
@@ -38,9 +46,9 @@ COLUMNS = [
 class Targets(PositionalTarget):
     """The target models, how they are stored, and what they run on."""
 
-    model: Common[Positional[Annotated[tuple[str, ...], SEVERAL]]] = ()  # type: ignore[assignment]
+    model: Positional[Annotated[tuple[str, ...], SEVERAL]] = ()  # type: ignore[assignment]
     """converted checkpoints, one after another: each a model.pth, or its folder"""
-    quantize: Annotated[tuple[Scheme, ...], arg(help_behavior_hint="(default: none)")] = ()  # type: ignore[assignment]
+    quantize: tuple[Scheme, ...] = ()  # type: ignore[assignment]
     """measure each model in these, too"""
 
     def each(self) -> Iterator[Target]:
@@ -64,9 +72,9 @@ class Latency(ModelFlags):
     length: Literal["short", "long"] | int = "short"
     """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
     nb_prompts: int = 15
-    """how many are measured, behind one that warms up"""
+    """batches of prompts that are measured, behind a batch that warms up"""
     B: BatchSize = 1
-    """rows decoded together, each with a prompt of its own: so many times more prompts"""
+    """rows decoded together, each with a different prompt"""
     gen_len: int = 64
     """new tokens per row"""
 
@@ -79,7 +87,7 @@ class Latency(ModelFlags):
         rows: list[dict[str, Any]] = []
         evicts = self.draft.draft_budget is None
         for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
-            if rows:  # what an interruption leaves
+            if rows:  # if the next target is interrupted
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
         record = {"benchmark": "latency", **vars(sizes), "nb_prompts": self.nb_prompts, "rows": rows, **provenance()}
@@ -87,3 +95,32 @@ class Latency(ModelFlags):
         busy = "  threads waited for processors: no time or speedup here is to be trusted\n"
         contended = any(row["contended"] for row in rows)
         publish(self.output.output, record, said, console(rows, COLUMNS), busy if contended else "", for_people=True)
+
+
+def latencies(plan: Plan) -> list[dict[str, Any]]:
+    """Return a row for plain decoding and one for speculation, over all batches but the first. Errors: UserError."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    session, before = Session.of_plan(plan), usage_so_far()
+    _, *counted = decode_in_turn(session)
+    contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
+    for way, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
+        named = {"model": way.name, "dataset": plan.dataset, "config": nested(way.plan.config)}
+        rows.append({**named, **figures(outputs), "contended": contended, **settings_record(way)})
+    return rounded([row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows])
+
+
+def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
+    """Return percentiles of the ms that a row waits for a token, a value for each output, and tokens per second.
+
+    The time of a round counts once for every row that it decoded; prefilling does not count.
+    """
+    rounds = [one.stats.rounds for one in outputs]
+    ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
+    p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
+    rows = [row for one in outputs for row in one.stats.rows]
+    counts = total(rows)
+    rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
+    found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
+    found |= {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    return found | {"acceptance_standard_error": acceptance_standard_error(rows)}

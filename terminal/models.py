@@ -1,4 +1,4 @@
-"""What every subcommand has flags for: TARGET and DRAFT, how both are stored, what drafts how far, and sampling."""
+"""Flags that every subcommand has: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
-from bench.named_draft import NamedDraft
+from bench.draft_flags import NamedDraft
 from common.errors import ConfigError, flag
-from common.flags import Common
 from engine.drafters.config import DrafterConfig
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
@@ -19,30 +18,30 @@ SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
 class PositionalTarget(Target):
     """The target model, how it is stored, and what it runs on."""
 
-    model: Common[Positional[Annotated[str, TARGET]]] = DEFAULT_MODEL
+    model: Positional[Annotated[str, TARGET]] = DEFAULT_MODEL
     """the target's converted checkpoint: its model.pth, or its folder"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft(NamedDraft):
-    """What drafts, and how."""
+    """The draft."""
 
-    second: Common[Positional[Annotated[str | None, SECOND]]] = None
+    second: Positional[Annotated[str | None, SECOND]] = None
     """the draft, as --draft"""
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """Errors: ConfigError also for another draft behind the target than `--draft`."""
+        """Return the drafter's options. Errors: ConfigError, also for two drafts."""
         if self.second is None:
             return super().config(**chosen)
         if self.draft not in (None, self.second):
             where, fix = f"DRAFT, {flag('draft')}", f"leave out {flag('draft')}"
-            raise ConfigError("two drafts are named", where, f"{self.second}, {self.draft}", "one of them", fix)
+            raise ConfigError("two drafts are named", where, f"{self.second}, {self.draft}", "one draft", fix)
         return replace(self, draft=self.second, second=None).config(**chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Those of one process. A subcommand adds groups of a `RunConfig` under their names there, and flags of its own."""
+    """Flags of a subcommand, which adds groups of a `RunConfig` under their names and flags of its kind."""
 
     FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft"}
 
@@ -51,6 +50,6 @@ class ModelFlags:
     sampling: Sampling = field(default_factory=Sampling)
 
     def config(self, **chosen: Any) -> RunConfig:
-        """The run that they ask for; `chosen`: what the subcommand has no flags for. Errors: as of the draft."""
-        own = {one.name: getattr(self, one.name) for one in fields(RunConfig) if hasattr(self, one.name)}
-        return RunConfig(**own | {"draft": self.draft.config()} | chosen)
+        """Return the run that the flags describe. chosen: fields that have no flags here. Errors: ConfigError."""
+        groups = {one.name: getattr(self, one.name) for one in fields(RunConfig) if hasattr(self, one.name)}
+        return RunConfig(**groups | {"draft": self.draft.config()} | chosen)

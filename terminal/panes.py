@@ -1,4 +1,4 @@
-"""Two passes side by side in a terminal: the first as it runs, and once more, at its own pace, beside the second."""
+"""Two passes side by side in a terminal: the first as it runs, then again, at its pace, beside the second."""
 
 import math
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from bench.session import Session
 from engine.requests import Progress
 from terminal.track import Token, Track
 
-# Of a row, with the line that names it; where there is less room, fewer rows are shown.
+# The fewest lines of a row, its name included; a small terminal displays fewer rows.
 LEAST_ROW_LINES = 5
 PLAIN, DRAFTED, OWN, REJECTED, DIM = "none", "green", "bold", "dim strike", "dim"
 # The passes, in their order.
@@ -27,15 +27,14 @@ BETWEEN = Text(" │ ", DIM)
 
 
 def wrapped(tokens: Sequence[Token], name: str, width: int, console: Console) -> list[Text]:
-    """The lines of a row of that pass, wrapped at spaces and never at a token's end."""
+    """Return the lines of a row of a pass, wrapped at spaces, never at a token's end."""
     styles = (PLAIN if name == "baseline" else DRAFTED if token.drafted else OWN for token in tokens)
     text = Text.assemble(*((token.text, style) for token, style in zip(tokens, styles, strict=True)))
     return [*text.wrap(console, width)]
 
 
 class Panes:
-    """What a terminal shows of two passes, whose rows have `names`; where there is none, their progress bars. tracks:
-    what they emitted."""
+    """Displays two passes, whose rows have `names`; without a terminal, their progress bars. tracks: of each pass."""
 
     def __init__(self, names: Sequence[str], console: Console) -> None:
         self.tracks: dict[str, Track] = {}
@@ -43,19 +42,19 @@ class Panes:
 
     @contextmanager
     def watch(self, session: Session, name: str) -> Iterator[Progress]:
-        """A pass, while it runs."""
+        """Watch a pass while it runs."""
         assert session.tokenizer is not None
         live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        with bar_of_pass(session, name, shown=not self._console.is_terminal) as bar:
+        with bar_of_pass(session, name, visible=not self._console.is_terminal) as bar:
             track = self.tracks[name] = Track(bar, session.tokenizer, len(self._names), live.refresh)
-            with live:  # which draws nothing where there is no terminal
+            with live:  # draws nothing without a terminal
                 yield track
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Group]:
         yield self.frame(console.width, console.height - 1)
 
     def frame(self, width: int, height: int, is_running: bool = True) -> Group:
-        """At most so many lines; once nothing runs, no more than there are."""
+        """Return both columns, in at most `height` lines."""
         half, n_rows = (width - BETWEEN.cell_len) // 2, len(self._names)
         seconds = [*self.tracks.values()][-1].seconds if is_running else math.inf
         shown = {name: self._until(name, seconds) for name in TITLES}
@@ -75,12 +74,12 @@ class Panes:
         return Group(*parts, Text.assemble(*legend, (more, DIM), no_wrap=True, overflow="crop"))
 
     def _until(self, name: str, seconds: float) -> list[list[Token]]:
-        """A pass's rows as far as they had come; of one that is still to come, empty ones."""
+        """Return a pass's rows up to a time; empty rows before it has begun."""
         rows = self.tracks[name].rows if name in self.tracks else [list[Token]()] * len(self._names)
         return [row[: bisect_right(row, seconds, key=attrgetter("seconds"))] for row in rows]
 
     def _speed(self, name: str, rows: Sequence[Sequence[Token]], seconds: float) -> Text:
-        """Of all tokens but each row's first, which prefilling gave."""
+        """Return the tokens per second of a pass, without each row's first token, which is the prefill's."""
         n_decoded = sum(max(len(row) - 1, 0) for row in rows)
         if not n_decoded:
             return Text("comes next", DIM)
@@ -89,7 +88,7 @@ class Panes:
 
 
 def _beside(width: int, *columns: Sequence[Text]) -> Table:
-    """Lines of two columns; a third one only makes them more."""
+    """Return lines of two columns; a third one only makes them longer."""
     half = Column(width=width, no_wrap=True, overflow="crop")
     grid = Table.grid(half, Column(width=BETWEEN.cell_len, no_wrap=True), half.copy())
     for left, right, *_ in zip_longest(*columns, fillvalue=Text()):

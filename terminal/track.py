@@ -1,4 +1,4 @@
-"""What a pass emitted, row by row: each token's text, where it came from, and when."""
+"""The tokens of a pass, row by row: text, origin, and time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "") | {ord("\n"): "\n",
 
 
 def printable(text: str) -> str:
-    """With spaces for tabs, and no other control characters: no model is to move a terminal's cursor."""
+    """Return a text with spaces for tabs and without control characters, so that no model moves a terminal's cursor."""
     return text.translate(CONTROLS)
 
 
 class Token(NamedTuple):
-    """round: of its row, from 1; 0 for the one that prefilling gave. seconds: of the pass's rounds until then."""
+    """A token of a row. round: from 1; 0 for the token of the prefill. seconds: of the pass's rounds until then."""
 
     text: str
     drafted: bool
@@ -28,9 +28,10 @@ class Token(NamedTuple):
 
 
 class Track(Progress):
-    """Follows a pass, whose rounds it leaves alone: what they emitted is looked at, and drawn, between them. inner: is
-    notified of the same. seconds: of the rounds so far. rejected: of each row, the text of those drafts of the last
-    round that were not accepted."""
+    """Collects the tokens of a pass between its rounds, and calls `draw` now and then. inner: is notified, too.
+
+    seconds: of all rounds so far. rejected: for each row, the text of the drafts that its last round rejected.
+    """
 
     def __init__(
         self, inner: Progress, tokenizer: Tokenizer, n_rows: int, draw: Callable[[], object] | None = None
@@ -53,13 +54,13 @@ class Track(Progress):
 
     def finished(self, request: Request) -> None:
         self._inner.finished(request)
-        if not self._news:  # its first token ended it
+        if not self._news:  # the prefill's token ended it
             self._take(request, (), 0, 0)
 
     def emitted(self, n_tokens: int) -> None:
         self._inner.emitted(n_tokens)
         now = time.perf_counter()
-        if self._news:  # else it is a prompt's first token, which no round emitted
+        if self._news:  # else a prefill emitted it
             self.seconds += now - self._since
         for news in self._news:
             self._take(*news)
@@ -73,9 +74,9 @@ class Track(Progress):
         row, stream, tokens = self.rows[request.index], self._streams[request.index], request.tokens
         self.rejected[request.index] = printable(self._tokenizer.decode(rejected))
         first, number = len(tokens) - n_kept, row[-1].round + 1 if row else 1
-        for place in range(len(row), len(tokens)):
-            text = stream.add(tokens[place])
-            if request.finish_reason and place == len(tokens) - 1:
+        for index in range(len(row), len(tokens)):
+            text = stream.add(tokens[index])
+            if request.finish_reason and index == len(tokens) - 1:
                 text += stream.rest()
-            is_drafted, of_round = first <= place < first + accepted, number if place >= first else 0
+            is_drafted, of_round = first <= index < first + accepted, number if index >= first else 0
             row.append(Token(printable(text), is_drafted, of_round, self.seconds))

@@ -22,7 +22,6 @@ from bench.config import DEFAULT_MODEL
 from bench.plan import Plan
 from common import cli
 from common.exit import exit_on_user_error
-from models.attention import MAX_BLOCK
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.checkpoints.model_source import ModelSource, find_model
 from models.presets import PRESETS
@@ -204,7 +203,6 @@ class Planner:
         n_bytes = self.gpu_bytes if n_gpus else self.cpu_bytes // n_local
         replaced = {
             "bench.memory.available_bytes": lambda device: n_bytes,
-            **({"bench.memory._dequantizes": lambda *of: of[-2] > MAX_BLOCK} if n_gpus else {}),
             "bench.session._join_ranks": _reach,
             "reproduce.sweep.run_cells": _reach,
             "reproduce.sweeping.runner.run_cells": _reach,

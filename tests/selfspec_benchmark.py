@@ -8,19 +8,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from bench.benchmark_flags import SelfSpecFlags
+from bench.passes import run_passes
+from bench.session import Session
+from bench.table import finish
 from common import cli
 from engine.parallel import end_on_ranks
 
 
 def main(flags: SelfSpecFlags) -> None:
-    from bench import passes
-    from bench.finish import finish
-    from bench.session import Session
-
     session = Session.open(flags.config())
-    finish("selfspec", session, passes.run_passes(session))
+    finish("selfspec", session, run_passes(session))
 
 
 if __name__ == "__main__":

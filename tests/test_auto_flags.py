@@ -41,7 +41,7 @@ def test_gamma_auto_says_what_it_chose_and_why(call, drafting_pays, flags):
     (costs,) = record["measured_costs"]
     assert record["measured_costs_seconds"] > 0
     assert (costs["rows"], costs["gammas"]) == (2, [3]) and costs["plain_ms"] > 0
-    assert costs["draft_budget"] == 40 and 0 <= costs["accepted_share"] <= 1 and costs["places_reached"] > 0
+    assert costs["draft_budget"] == 40 and 0 <= costs["accepted_share"] <= 1 and costs["verified"] > 0
 
 
 def test_the_budget_is_chosen_among_those_that_leave_something_out(call, drafting_pays):
@@ -64,7 +64,7 @@ def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting
     for flags, budgets in (("--draft_budget 50", [50]), ("--draft_budget auto --gamma auto", [128, 64])):
         seen = call(SELFSPEC, f"{longer} {flags}")
         record = seen.record
-        assert (record["draft_policy"], record["refresh"], record["identical_sequences"]) == ("auto", 2, 2)
+        assert (record["draft_policy"], record["identical_sequences"]) == ("auto", 2)
         assert record["draft_budget"] == (50 if budgets == [50] else "auto")
         costs = [(one["draft_budget"], one["draft_policy"]) for one in record["measured_costs"]]
         assert costs == [(budget, name) for budget in budgets for name in names]
@@ -74,7 +74,6 @@ def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting
 
 def test_what_is_measured_of_policies_that_choose_anew_is_what_that_takes(call):
     record = call(SELFSPEC, f"{SIZES} --draft_policy auto --draft_budget 50 --measure_costs").record
-    assert record["refresh"] == {"retrieval": 4, "verify_topk": 1} and record["n_sink"] == 4
     chooses = {one["draft_policy"]: one["refresh_ms"] > 0 for one in record["measured_costs"]}
     assert chooses == {"streaming": False, "snapkv": False, "verify_topk": True, "retrieval": True}
 
@@ -86,5 +85,3 @@ def test_every_drafter_takes_an_automatic_gamma(call, checkpoint, drafting_pays,
     script, given = (LONGSPEC, f"{drafter} {checkpoint}") if drafter.endswith("--target") else (SELFSPEC, drafter)
     record = call(script, f"{SIZES} --gamma auto {given}").record
     assert record["identical_sequences"] == 2 and record["gamma"] == "auto" and drafting(record)
-    if SNAPKV in drafter:
-        assert (record["draft_policy"], record["snapkv_window"], record["n_sink"]) == ("snapkv", 32, None)

@@ -93,12 +93,3 @@ def test_each_context_is_predicted_from_its_own_acceptance():
     at_100, at_200 = tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
     assert "0.300" in at_200 and f"{wanted[2]:.2f}" in at_200
-
-
-def test_the_heat_map_is_darker_where_speculation_gains_more():
-    cells = {(rows, 100): [Costs(100, (1, 3), (ms, ms), 1, 1)] for rows, ms in ((1, 400.0), (8, 100.0))}
-    grid = CostGrid.of(DRAFTS[:1], cells)
-    lines = tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)})).splitlines()
-    assert len(lines) == 4 and "g=1" in lines[1] and "g=3" in lines[1]
-    assert "0.47" in lines[2] and "3.31" in lines[3]
-    assert tables.SHADES[-1] * 2 in lines[3] and tables.SHADES[-1] not in lines[2]

@@ -41,14 +41,6 @@ def test_acceptance_is_measured_at_every_context_as_if_it_were_the_only_one(call
     assert all(error >= 0 for row in errors for error in row) and any(error for row in errors for error in row)
 
 
-def test_a_large_gamma_asks_for_no_more_text_than_is_drafted(call):
-    """Where rates are given, no text is drafted; where they are measured, at most three tokens of it a round."""
-    sizes = "--batches 1 --contexts 40 --policies streaming --budgets 40 --device cpu"
-    assert call(COST_MODEL, f"{sizes} --gammas 1 20 --alpha 0.8").record["gammas"] == [1, 20]
-    record = call(COST_MODEL, f"{sizes} --gammas 1 20").record
-    assert 0 <= record["acceptance_rates_by_context"][0][0] <= 1
-
-
 def test_the_cost_model_is_run_as_a_module_without_a_warning():
     """It would be imported twice if the package imported it."""
     ended = python("-m", "cost_model", "--help")

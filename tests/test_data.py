@@ -123,18 +123,8 @@ def snapshot(tmp_path, monkeypatch):
         calls.append((repository, options))
         return str(tmp_path)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("bench.data.snapshot_download", download)
     return tmp_path, calls
-
-
-def test_pg19_reads_the_split_of_the_hub_snapshot(snapshot):
-    folder, calls = snapshot
-    write_pg19(folder / "data" / "test-00000-of-00001-29a5.parquet", BOOKS)
-    write_pg19(folder / "data" / "train-00000-of-00001-2b13.parquet", ["another split"])
-    assert list(load_books("pg19")) == BOOKS
-    [(repository, options)] = calls
-    assert repository == data.PG19_REPOSITORY and options["repo_type"] == "dataset"
-    assert options["allow_patterns"] == "data/test-*.parquet"
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
@@ -147,15 +137,6 @@ def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch)
     file.parent.mkdir(parents=True)
     file.symlink_to(blob)
     assert list(load_books("pg19")) == BOOKS
-
-
-def test_parquet_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
-    path = write_pg19(tmp_path / "books.parquet", [f"book {i}" for i in range(50)])
-    sizes = []
-    monkeypatch.setattr(data, "_text_of", lambda row, path, number: sizes.append(number) or row["text"])
-    books = load_books(str(path))
-    assert next(books) == "book 0" and sizes == [1]
-    assert list(books) == [f"book {i}" for i in range(1, 50)]
 
 
 DAMAGED = (

@@ -55,11 +55,11 @@ UNDIVIDED = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "ra
 REPLICAS = {"data_parallel": 2, "tensor_parallel": 2}
 CASES = {
     2: [
-        Case("selfspec", "", "--check_ranks", UNDIVIDED | {"check_ranks": True}),
+        Case("selfspec", "", "--check_ranks", UNDIVIDED),
         Case("selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", UNDIVIDED | {"rank_group": [1, 0]}),
         Case("baseline", COUPLED, "", UNDIVIDED),
         Case("longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}),
-        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1], "check_ranks": False}, draft="padded"),
+        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1]}, draft="padded"),
     ],
     4: [
         Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),
@@ -92,14 +92,14 @@ def test_ranks_emit_what_one_process_emits(
     for case, line in zip(cases, (folder / "out").read_text().splitlines(), strict=True):
         undivided, seen = benchmark(case.script, case.command(models, folder)), json.loads(line)
         one, said = undivided.record, said + undivided.err
-        if seen["measured_costs"]:  # what is drafted depends on times, what is emitted does not
+        if seen.get("measured_costs"):  # what is drafted depends on times, what is emitted does not
             assert seen["tokens_sha256"] == one["tokens_sha256"] and seen["identical_sequences"] == N_PROMPTS
         else:
             assert results(seen) == results(one), case
         assert one["sequences"] == N_PROMPTS
         if case.own or (n_ranks == 2 and case.script != "baseline"):
             assert one["identical_sequences"] == N_PROMPTS
-            assert 0 < one["accepted"] < one["judged"], "some drafts are meant to be right, some wrong"
+            assert 0 < one["accepted"] < one["verified"], "some drafts are meant to be right, some wrong"
         expected = case.expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
         assert {key: seen[key] for key in expected} == expected
         assert len(seen["peak_memory_bytes_per_rank"]) == n_ranks
@@ -110,7 +110,7 @@ def test_ranks_emit_what_one_process_emits(
         if case.own:
             rows = read_rows(folder / "rows")
             assert rows == read_rows(alone / "rows") and len(rows) == 2 * N_PROMPTS
-    assert ended.out.count('"benchmark": ') == len(cases), "one rank prints"
+    assert ended.out.count('{"benchmark": ') == len(cases), "one rank prints"
     if n_ranks == 2:
         assert all(ended.err.count(once) == said.count(once) for once in ("loading ", "note: ")), ended.err
     else:

@@ -45,7 +45,6 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     monkeypatch.setattr(Session, "of_plan", never_opened)
     monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
-    monkeypatch.setattr("bench.memory._dequantizes", lambda *arguments: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     words = WORDS[name] if DUMMY in WORDS[name] else f"{SMALL} {WORDS[name]}"
     with pytest.raises(Planned):

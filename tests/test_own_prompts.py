@@ -35,6 +35,7 @@ def test_prompts_are_taken_whole_from_every_kind_of_file(kind: str, checkpoint: 
     record = ended.record
     ends = [line.partition(": ")[2] for line in ended.lines if line.startswith("prompt ")]
     assert [ast.literal_eval(end) for end in ends] == [text[-32:] for text in TEXTS]
-    asked = {"prompts": str(prompts), "dataset": None, "B": 3, "sequences": 3, "identical_sequences": 3}
+    assert record["config"]["rows"]["prompts"] == str(prompts)
+    asked = {"dataset": None, "B": 3, "sequences": 3, "identical_sequences": 3}
     asked |= {"prefix_len": 1 + max(map(len, TEXTS)), "tokens_generated": 3 * 12}
     assert {name: record[name] for name in asked} == asked

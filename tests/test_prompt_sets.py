@@ -66,31 +66,16 @@ def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, c
     "rows, said",
     [
         ([{"turns": ["a"]}, {"turns": []}], r"line 3: \['turns'\]"),
-        ([{"turns": ["a"]}, {"turns": ["b", 3]}], r"line 3: \['turns'\]"),
         ([{"prompt": None}], r"line 1: \['prompt'\]"),
         ([{"context": "c", "input": 5}], r"line 1: \['context', 'input'\]"),
         ([{"prompt": "a"}, "b"], r"line 3: str"),
         ([{"turns": ["a", " \n"]}], r"line 1: \['turns'\]"),
-        ([{"prompt": "a"}, {"context": ""}], r"line 3: \['context'\]"),
         ([], "0 prompts"),
     ],
 )
 def test_a_line_without_prompts_is_named(tmp_path: Path, rows, said) -> None:
     with pytest.raises(DataError, match=said):
         load_prompts(str(jsonl(tmp_path / "bad.jsonl", rows)))
-
-
-@pytest.mark.parametrize(
-    "rows, said",
-    [
-        ([{"question": "a", "answer": "b"}], r"columns \['question', 'answer'\]"),
-        ([{"category": "a"}], r"line 1: \['category'\]"),
-        ([SPEED, SPEED | {"turns": None}], r"line 2: \["),
-    ],
-)
-def test_a_parquet_file_of_other_columns_is_refused(tmp_path: Path, rows, said) -> None:
-    with pytest.raises(DataError, match=rf"file of prompts cannot be read[\s\S]*{said}"):
-        load_prompts(str(parquet(tmp_path / "bad.parquet", rows)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +88,7 @@ def test_speed_bench_comes_from_the_hub(snapshot, name: str, split: str) -> None
     assert [prompt.id for prompt in load_prompts(name)] == [split]
     wanted = {"repo_type": "dataset", "revision": SPEED_BENCH[1], "allow_patterns": f"{split}/test-*.parquet"}
     assert calls == [(SPEED_BENCH[0], wanted)]
-    with pytest.raises(DataError, match=r"speed-bench/other could not be fetched[\s\S]*other/test-\*\.parquet"):
+    with pytest.raises(DataError, match=r"other/test-\*\.parquet"):
         load_prompts("speed-bench/other")
 
 

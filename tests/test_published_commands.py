@@ -82,7 +82,7 @@ def test_a_published_command_emits_the_same_on_two_ranks(published, checkout, pg
     ended = on_two_ranks(checkout, "longspec", [*flags, *["--rank_group", "0", "1", "--draft_ranks", "0"], *changed])
     two = ended.record
     assert results(two) == results(one), ended.err
-    assert (two["tensor_parallel"], two["draft_ranks"], two["check_ranks"]) == (2, [0], True)
+    assert (two["tensor_parallel"], two["draft_ranks"], two["config"]["ranks"]["check_ranks"]) == (2, [0], True)
     assert two["dataset"] == one["dataset"] == "pg19"
     for said_once in ("loading ", "note: ", "looking for "):
         assert ended.err.count(said_once) == undivided.err.count(said_once)

@@ -10,7 +10,7 @@ from recorded_graph import RecordedGraphs
 from tiny import random_prompts, tiny_runner
 from torch.cuda._utils import _get_device_index
 
-from bench.resolved import resolve_device
+from bench.storage import resolve_device
 from common.errors import ConfigError
 from engine import generate
 from engine.parallel.launch import LOST_RANK

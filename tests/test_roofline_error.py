@@ -11,7 +11,7 @@ from published_runs import ORIGIN, write
 from bench.auto.costs import Costs, tokens_per_round
 from cost_model.grid import CostGrid
 from cost_model.machines import find_machine
-from cost_model.roofline import Stored, predict_costs
+from cost_model.roofline import ModelStorage, predict_costs
 from models.presets import preset_config
 from reproduce import published_page, roofline_error
 from reproduce.paper import cpu_roofline, predicted
@@ -71,7 +71,7 @@ def test_predictions_are_as_near_as_is_said():
 def test_a_speedup_is_that_of_its_gamma_or_the_best_where_none_is_named():
     fact = {"model": "Llama-3.1-8B", "draft_model": None, "origin": "8xA100", "prefix_len": 32000, "B": 64, "gamma": 2}
     fact |= {"draft_budget": 512}
-    llama, machine = Stored(preset_config("meta-llama/Meta-Llama-3.1-8B")), find_machine("8xA100")
+    llama, machine = ModelStorage(preset_config("meta-llama/Meta-Llama-3.1-8B")), find_machine("8xA100")
     machine = replace(machine, tile=64, packs_group=False)
     costs = predict_costs(llama, llama, machine, 64, 32000, 512, predicted.GAMMAS)
     by_hand = {gamma: costs.speedup(tokens_per_round(0.81, gamma), gamma) for gamma in predicted.GAMMAS}
@@ -147,7 +147,9 @@ def test_this_cpus_costs_are_measured_beside_their_predictions(monkeypatch, tmp_
     assert record["bandwidth_each"] == [10e9, 20e9, 40e9]
     assert len(record["rows"]) == 2 * (1 + 3 + 2) and len(record["speedups"]) == 2 * 2 * 3
     plain = [row for row in record["rows"] if row["cost"] == "plain step"]
-    bytes_read = [4 * cpu_roofline.Stored(config).n_weights + context * 4 * 2 * 30 * 3 * 64 for context in (1000, 4000)]
+    bytes_read = [
+        4 * cpu_roofline.ModelStorage(config).n_weights + context * 4 * 2 * 30 * 3 * 64 for context in (1000, 4000)
+    ]
     by_hand = [n / rate * 1e3 + 330 * 1e-3 for n, rate in zip(bytes_read, (15e9, 30e9), strict=True)]
     assert [row["predicted_ms"] for row in plain] == pytest.approx(by_hand)
     assert {row["measured_ms"] for row in plain} == {100.0}

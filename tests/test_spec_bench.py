@@ -192,7 +192,7 @@ def test_a_draft_model_drafts_beside_the_others(bench, talking: Path) -> None:
     ended = bench(f"--categories letters --drafters ngram standalone:{talking} --draft_policy full --max_ngram 2")
     ngram, model = ended.record["rows"]
     assert model["drafter"] == f"standalone:{talking}" and model["draft_model"] == "talking"
-    options = [(row["max_ngram"], row["draft_policy"]) for row in (ngram, model)]
+    options = [(row.get("max_ngram"), row["draft_policy"]) for row in (ngram, model)]
     assert options == [(2, None), (None, "full")]
     assert model["acceptance_rate"] == 1.0 and model["identical_sequences"] == model["sequences"] == 2
 

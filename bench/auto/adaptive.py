@@ -1,4 +1,4 @@
-"""Adaptive: before every round, the drafter and the gamma that pay best by measured costs and the acceptance seen."""
+"""Chooses, before every round, the drafter and gamma that pay best by measured costs and the acceptance seen."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -10,11 +10,11 @@ from engine.counts import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
-# What a drafter is expected to do without evidence, worth so many draft positions: enough to be tried where that pays.
+# The acceptance rate that is expected without evidence, and its weight in draft positions: high, to be tried at all.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
-# The most draft positions that what was seen while costs were measured is worth.
+# The largest weight, in draft positions, of the acceptance that was seen while costs were measured.
 MOST_MEASURED = 4.0
-# What is left of all evidence one round later: texts change.
+# The share of all evidence that is left one round later: texts change.
 MEMORY = 0.96
 # A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
 PAID_WITHIN = 1 / 3
@@ -23,19 +23,20 @@ WORTH_A_CHANGE = 1.03
 
 
 class Adaptive:
-    """A `Pacing`: every round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain if
-    none pays. `costs[c][n][i]`: of drafter i while n rows decode behind c tokens, the largest budgets first;
-    interpolated between those n that were measured behind every c. gammas: to choose among, as far as they were
-    measured. policies: each drafter's, by name; None if they differ in their budgets alone.
+    """A `Pacing`: a round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain.
 
-    A drafter is expected to do as it lately did, by discounted counts of verified and accepted draft positions, and as
-    the prior says where there are few; but no better than one of the same policy with a larger budget, since the best
-    of several small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again
-    once the evidence against it has faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018,
-    section 2.6). Ranks that were given the same costs choose alike.
+    costs: `costs[c][n][i]` of drafter i while n rows decode behind c tokens, the largest budgets first; interpolated
+    between the n that were measured at every c. gammas: choices, as far as measured. policies: those of drafters,
+    by name; None if they differ in their budgets alone.
 
-    A token is worth the ms that it would take in the best round with the rows that are about to join: rows that a round
-    hurries through before those are there leave smaller batches behind, whose tokens cost more each.
+    The acceptance rate of a drafter is expected by discounted counts of verified and accepted draft positions, and by
+    the prior where there are few; but at most that of the same policy with a larger budget, since the best of several
+    small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
+    evidence against it has faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section
+    2.6). Ranks with the same costs choose alike.
+
+    A token is worth the ms that it would take in the best round with the rows that are about to join: a round that
+    hurries before they are there leaves smaller batches behind, whose tokens cost more each.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Adaptive:
         self.drafters, self._policies = tuple(drafters), policies or [""] * len(drafters)
         self.max_gamma = max(gammas)
         self._contexts = sorted(costs)
-        # Where there was little time, few rows or some gammas were not measured everywhere.
+        # With little time, few rows or some gammas were not measured at every context.
         self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
         of_all_rows = costs[self._contexts[-1]][self._rows[-1]]
         largest = min(by_rows[self._rows[-1]][0].at[-1] for by_rows in costs.values())
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
-        # What a round of each choice takes at each context and number of rows.
+        # Ms of a round of each choice, at each context and number of rows.
         self._ms = {PLAIN: np.array([cell[0].plain_ms for cell in cells])}
         for i, gamma in product(range(len(drafters)), gammas):
             if 0 < gamma <= largest:
@@ -68,12 +69,12 @@ class Adaptive:
         alphas: list[float] = []
         least: dict[str, float] = {}
         for policy, accepted, verified in zip(self._policies, self._accepted, self._verified, strict=True):
-            own = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
-            least[policy] = min(own, least.get(policy, own))
+            alpha = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
+            least[policy] = min(alpha, least.get(policy, alpha))
             alphas.append(least[policy])
 
         def tokens(choice: Choice) -> float:
-            """Return what a row can count on: catching up and a change take some of it."""
+            """Return the tokens of a row, less the price of catching up and of a change."""
             if choice.drafter is None:
                 return 1.0
             expected = tokens_per_round(alphas[choice.drafter], choice.gamma) * (1 - self._catch_up(choice.drafter))
@@ -85,11 +86,11 @@ class Adaptive:
         return max(self._ms, key=lambda choice: n_busy * of_row[choice] * ms_per_token - float(now @ self._ms[choice]))
 
     def _weights(self, n_rows: int, context: float) -> np.ndarray:
-        """Return how much the costs of each measured size count for that one."""
+        """Return the weight of each measured size in the costs at this size."""
         return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
 
     def _catch_up(self, drafter: int) -> float:
-        """As a share of the time in which it has to pay. Filling a cache from the target's takes about a draft step."""
+        """Return the ms of catching up as a share of the rounds within which they have to pay."""
         missed, costs = self._missed[drafter], self._of_all_rows[drafter]
         n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0

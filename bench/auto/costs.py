@@ -1,4 +1,4 @@
-"""What a round of speculation costs, and what speedup follows from it (MagicDec, arXiv 2408.11049)."""
+"""Costs of a round of speculation, and the speedup that follows from them (MagicDec, arXiv 2408.11049)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,15 @@ from engine.counts import AcceptanceRate
 
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
-    """Expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
-    (arXiv 2211.17192), equation 1. alpha: the probability that a draft is accepted, given that those before it were."""
+    """Return the expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
+    (arXiv 2211.17192), equation 1. alpha: the probability that a draft is accepted if all drafts before it were."""
     return float(sum(alpha**position for position in range(gamma + 1)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch at one context: a plain step, verifications of so many drafts as in `at`, ascending, a
-    draft step, what else a round takes, and its share of choosing entries anew. acceptance: of real text."""
+    """Milliseconds of a batch at a context: a plain step, verifications of `at` drafts (ascending), a draft step, the
+    rest of a round, and a round's share of choosing entries anew. acceptance: of real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -29,7 +29,7 @@ class Costs:
     refresh_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
-        """Of that gamma. Verifications between and beyond the measured ones, and plain steps, lie on straight lines."""
+        """Return the ms of a round; verifications are interpolated, and extrapolated, on straight lines."""
         at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
         if gamma > at[-1]:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
@@ -38,22 +38,21 @@ class Costs:
         return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: int) -> float:
-        """Of a draft model, with tokens of every row: to a draft step as a verification of them is to a plain step."""
+        """Return the ms of a draft model that catches up `n_missed` tokens: draft_ms * verify_ms(n) / plain_ms."""
         per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
         return self.draft_ms * (1 + n_missed * per_token)
 
     def slower(self, times: float) -> Self:
-        """Where everything takes so many times as long."""
+        """Return the costs where everything takes `times` as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)
-        others = ("plain_ms", "draft_ms", "other_ms", "refresh_ms")
-        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in others})
+        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms")
+        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in names})
 
     def speedup(self, tokens: float, gamma: int) -> float:
-        """Of rounds that emit so many tokens a row (see `tokens_per_round`) over plain decoding."""
+        """Return the speedup over plain decoding of rounds that emit `tokens` a row (see `tokens_per_round`)."""
         return tokens * self.plain_ms / self.round_ms(gamma)
 
 
 def interpolating(size: float, measured: Sequence[int]) -> list[float]:
-    """Return how much what was measured at each of those sizes counts at another one, on the line between its
-    neighbours; beyond them the nearest one counts alone."""
+    """Return the weight of each measured size in a value at `size`: linear between neighbours, constant beyond them."""
     return [float(np.interp(size, measured, only)) for only in np.eye(len(measured))]

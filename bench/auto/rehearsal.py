@@ -1,4 +1,4 @@
-"""Rehearsal: rounds of the kinds that are asked for while all rows decode, timed; nothing is kept of their tokens."""
+"""Runs and times rounds of named choices while all rows decode; their tokens are dropped."""
 
 import time
 from collections import defaultdict
@@ -15,11 +15,11 @@ from engine.timing import PhaseTimer
 
 
 class Rehearsal:
-    """The prompts decode in rounds of named choices; once one of them has ended, all begin anew. It is a `Pacing`.
+    """A `Pacing` by which prompts decode in rounds of given choices; when a row ends, all rows begin anew.
 
-    gamma: the largest of any choice. `how`, and everything else, is as of `generate`. Of each choice, `timed` has
-    the seconds of every round's parts "draft", "verify" and "other", without catching up; of each drafter, `refreshes`
-    has those of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
+    gamma: the largest of any choice. how: arguments of `generate`. `timed` has, for each choice, the seconds of the
+    parts "draft", "verify" and "other" of every round, without catching up; `refreshes`, for each drafter, the seconds
+    of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Rehearsal:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
         assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
         of_requests = ("max_new_tokens", "sampling", "numbered_from")
-        self._asked = {name: how.pop(name) for name in of_requests if name in how}
+        self._request_options = {name: how.pop(name) for name in of_requests if name in how}
         self.runner, self._how = runner, how
         self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
         self._requests: list[Request] = []
@@ -37,7 +37,7 @@ class Rehearsal:
         self._forget()
 
     def run(self, choices: Sequence[Choice], n_rounds: int) -> None:
-        """So many rounds of each, interleaved."""
+        """Run `n_rounds` of each choice, interleaved."""
         started = time.perf_counter()
         for choice in [*choices] * n_rounds:
             self._next = choice
@@ -45,7 +45,7 @@ class Rehearsal:
         self.seconds += time.perf_counter() - started
 
     def keep(self, n_rows: int) -> None:
-        """Go on with the first prompts alone, as if nothing had been seen."""
+        """Go on with the first prompts only, and forget times and acceptance."""
         self.prompts = self.prompts[:n_rows]
         for request in self._requests[n_rows:]:
             self._decoder.cancel(request)
@@ -54,7 +54,7 @@ class Rehearsal:
 
     @property
     def acceptance(self) -> list[AcceptanceRate | None]:
-        """What each drafter's rounds showed; None of one that had no round."""
+        """The acceptance rate of each drafter; None without rounds."""
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
@@ -74,7 +74,7 @@ class Rehearsal:
     def _round(self) -> None:
         if not self._requests or any(request.finish_reason for request in self._requests):
             self._decoder = Decoder(self.runner, self, phase=self._phases, **self._how)
-            self._requests = make_requests(self.prompts, **self._asked)
+            self._requests = make_requests(self.prompts, **self._request_options)
             for request in self._requests:
                 self._decoder.submit(request)
         chosen_anew = self._phases.seconds["refresh"]

@@ -1,4 +1,4 @@
-"""Costs that were measured before: kept in the user's cache folder, by everything that they depend on."""
+"""Saved costs: in the user's cache folder, by everything that they depend on."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ Key = Mapping[str, Any]
 
 
 def load_costs(key: Key) -> dict[int, list[Costs]] | None:
-    """What was stored under that key, by the number of rows; None if nothing readable was."""
+    """Return the costs that were stored under a key, by the number of rows; None if there are none."""
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
         if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
@@ -26,7 +26,8 @@ def load_costs(key: Key) -> dict[int, list[Costs]] | None:
 
 
 def store_costs(key: Key, costs: Mapping[int, Sequence[Costs]]) -> None:
-    """For later runs, but for the acceptance, which is a text's; where the folder cannot be written, each measures."""
+    """Store costs for later runs, without the acceptance, which depends on the text. A folder that cannot be written is
+    no error."""
     kept = {n_rows: [asdict(one) | {"acceptance": None} for one in each] for n_rows, each in costs.items()}
     with suppress(UserError, RuntimeError):
         write_text(_path(key), json.dumps({"key": key, "costs": kept}))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
-from common.flags import Common
 from engine.drafters.base import Drafter, check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from engine.drafters.text_drafter import HostDrafter
@@ -53,7 +52,7 @@ class DrafterConfig(ABC):
     # The option without which there is nothing to draft from.
     needs_option: ClassVar[str | None] = None
 
-    gamma: Common[int | Literal["auto"]] = 3
+    gamma: int | Literal["auto"] = 3
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
     chosen before every round"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None

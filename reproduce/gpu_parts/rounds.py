@@ -28,7 +28,7 @@ def measure(device: str, words: str) -> Record:
     if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
         _profiled(device, lambda: torch.ones(8, device=device).sum().item())
     session = open_fitting(f"{words} --device {device}")
-    runner, is_dummy = session.runner, session.config.target.load_format == "dummy"
+    runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
     seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
     began, drafters = time.perf_counter(), session.drafters()
     passes.warm_up(session)
@@ -42,8 +42,8 @@ def measure(device: str, words: str) -> Record:
     done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": pacing()})
     timed = passes.decode(session, "phase times", pacing=pacing(), phase=PhaseTimer(runner.device))
     made = passes.Passes(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
-    record = make_record("gpu", session, made) | {"prefill_seconds": seconds, "asked_B": session.config.sizes.B}
-    planned, stats = memory.memory_plan(session).total(session.n_rows), done["speculation"].stats
+    record = make_record("gpu", session, made) | {"prefill_seconds": seconds, "asked_B": session.plan.config.sizes.B}
+    planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
     again, times, n_node = _profiled(device, lambda: passes.decode(session, "profile", pacing=pacing()))
     n_round, round_ms = len(again.stats.rounds), 1e3 * stats.decode_seconds / len(stats.rounds)
     busy_ms = times.total() / n_round

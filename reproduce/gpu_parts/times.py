@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench.dummy_prefill import randomise
-from bench.resolved import KV_DTYPES
+from bench.storage import KV_DTYPES
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK

@@ -17,7 +17,7 @@ from cost_model.flags import CostFlags, SelfDraft
 from cost_model.grid import CostGrid
 from cost_model.machines import Machine
 from cost_model.report import VARIED, measure_grid, open_largest
-from cost_model.roofline import Stored, predict_costs
+from cost_model.roofline import ModelStorage, predict_costs
 from models.packed_linear import PackedLinear
 from reproduce.paper.published import Record
 
@@ -61,7 +61,7 @@ def measure() -> Record:
     a line between which they are taken to lie. Errors: UserError."""
     session, rates = open_largest(SIZES), [cpu_rates()]
     rows, speedups = [], []
-    target, draft = (Stored(session.plan.target.config, dtype) for dtype in ("float32", "bfloat16"))
+    target, draft = (ModelStorage(session.plan.target.config, dtype) for dtype in ("float32", "bfloat16"))
     for size in product(SIZES.batches, SIZES.contexts):
         found = measure_grid(session, replace(SIZES, batches=size[:1], contexts=size[1:]))
         rates.append(cpu_rates())

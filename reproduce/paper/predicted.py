@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.auto.costs import tokens_per_round
 from cost_model.machines import Machine, find_machine
-from cost_model.roofline import Stored, predict_costs
+from cost_model.roofline import ModelStorage, predict_costs
 from models.presets import preset_config
 from reproduce.paper.published import SELF, Record, draft_name, pairs_of, published, same_context, target_name
 
@@ -26,7 +26,7 @@ def machine_of(fact: Record) -> Machine:
 def predict(fact: Record, machine: Machine | None = None) -> float:
     """The speedup at the published gamma, or the best; or the ratio of a verification or draft step to a plain one."""
     target, draft = (
-        Stored(preset_config(published().checkpoint_names[name][0]))
+        ModelStorage(preset_config(published().checkpoint_names[name][0]))
         for name in (target_name(fact), target_name(fact) if draft_name(fact) == SELF else draft_name(fact))
     )
     sizes = fact["B"], fact["prefix_len"], fact["draft_budget"] or published().draft_budget

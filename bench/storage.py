@@ -1,0 +1,89 @@
+"""Resolves the device, dtypes and weight schemes that `auto` stands for."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from common.errors import ConfigError, flag
+from common.process import local_rank, local_world_size
+from models.checkpoints.model_source import ModelSource
+from models.quantize import takes_shape
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Dtypes with numbers that bfloat16 rounds.
+WIDER = {"float64", "float32", "float16"}
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16 (AMX, AVX-512); oneDNN else emulates them."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
+    """Return the dtype that `--dtype auto` stands for, and why.
+
+    On a CPU it is the fastest one that rounds no more than the publication of the model did.
+    """
+    if device != "cpu":
+        return torch.bfloat16, "on a GPU"
+    if not multiplies_bfloat16():
+        return torch.float32, "this CPU has no instructions for products of bfloat16"
+    if not source.has_text:
+        return torch.bfloat16, "which this CPU multiplies; random weights"
+    published = source.published
+    if wider := WIDER.intersection(published):
+        return torch.float32, f"published in {' and '.join(sorted(wider))}"
+    if not published:
+        return torch.float32, "the conversion does not say how the model was published; convert it again"
+    return torch.bfloat16, f"which this CPU multiplies; published in {' and '.join(published)}"
+
+
+def auto_draft_weights(
+    device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]], published: Sequence[str] = ()
+) -> str | None:
+    """Return the scheme that `--draft_weights auto` stands for: the fastest that costs little acceptance, or None.
+
+    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance by them.
+
+    Args:
+        dtype: the draft's.
+        linears: shapes `(d_out, d_in)` of its linear layers, as ranks hold them; none of a head.
+        published: see `ModelSource.published`.
+    """
+    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.cpu._is_vnni_supported():
+        return None
+    had_4_bits = any(name.startswith(("Q4", "IQ4")) for name in published)
+    scheme = "int4" if had_4_bits and multiplies_bfloat16() else "int8"  # PyTorch's kernel for 4 bits is slower
+    return scheme if linears and all(takes_shape(shape, scheme) for shape in linears) else None
+
+
+def resolve_device(name: str) -> str:
+    """Return "cpu" or "cuda:N" for a device's name, N being this process's GPU where a machine runs several processes.
+
+    A process that sees a single GPU, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank. Errors:
+    ConfigError.
+    """
+    n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return "cpu"
+    where = flag("device")
+    if device.type != "cuda" or (device.index or 0) >= n_gpus:
+        required = "cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)")
+        raise ConfigError("the device is not available", where, name, required, f"use {where} auto")
+    if n_processes == 1:
+        return f"cuda:{device.index or 0}"
+    is_masked = n_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if device.index is not None or (n_processes > n_gpus and not is_masked):
+        what, where = "every process needs a GPU to itself", "--device, torchrun --nproc_per_node"
+        seen = f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs"
+        fix = f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}"
+        raise ConfigError(what, where, seen, f"--device cuda, and at most {n_gpus} processes", fix)
+    return f"cuda:{0 if is_masked else local_rank()}"

@@ -1,0 +1,163 @@
+"""Publishes a benchmark: texts and a table for people, the record for programs."""
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from bench.config import AUTO
+from bench.passes import Passes
+from bench.plan import DraftPlan
+from bench.record import make_record
+from bench.session import Session
+from common.jsonl import publish
+from common.say import dtype_name
+from common.tables import Column, console
+from engine.counts import acceptance_text
+
+# Tokens of a prompt's end that --printoutput prints.
+PROMPT_END = 32
+COLUMNS = [
+    Column(itemgetter(0), "", align="<"),
+    Column(itemgetter(1), "plain decoding"),
+    Column(itemgetter(2), "speculation"),
+]
+# With fewer rounds, a single round that was interrupted decides the ratio of two passes.
+FEW_ROUNDS = 8
+
+
+def finish(benchmark: str, session: Session, passes: Passes) -> None:
+    """Print texts, the table, and last the record, which is appended to --output; the leader does.
+
+    Errors: ConfigError if printing or appending failed, or that the run put off.
+    """
+    record = make_record(benchmark, session, passes)
+    prompts = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
+    lengths, ends = zip(*chain.from_iterable(session.of_replicas(prompts)), strict=True)
+    put_off = [*chain.from_iterable(session.processes.gathered(session.put_off))]
+    session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
+    if not session.processes.leads:
+        return
+    lines = [table(record), *(f"  {note}" for note in notes(record, session.plan.draft)), ""]
+    head = f"\n  {headline(session, record, lengths)}\n"
+    texts = [*_texts(session, ends, passes.last.tokens), head, "\n".join(lines)]
+    publish(session.plan.config.output.output, record, *texts, put_off=put_off)
+
+
+def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
+    """Return how the first row goes on; with --printoutput every prompt's end and how its row goes on."""
+
+    def text(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are printed as ids
+        return repr(session.tokenizer.decode(tokens) if session.tokenizer else tokens)
+
+    if not session.plan.config.printoutput:
+        return [f"  row 0 goes on: {text(rows[0])}"] if session.tokenizer else []
+    pairs = enumerate(zip(ends, rows, strict=True))
+    return [f"prompt {row} ends: {text(end)}\nrow {row}: {text(tokens)}" for row, (end, tokens) in pairs]
+
+
+def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
+    """Return model, storage, ranks, sizes and sampling in one line."""
+    plan, n_ranks = session.plan, session.ranks.size
+    target, n_replicas = plan.config.target, plan.config.n_replicas
+    prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
+    parts = [
+        f"{record['model']}, {record['device']}, {record['dtype']}",
+        f"{target.quantize} weights" if target.quantize else "",
+        f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
+        f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
+        _draft_text(plan.draft) if plan.draft and plan.draft.gamma else "",
+    ]
+    return (
+        f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
+        f"tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
+    )
+
+
+def sampling_text(record: dict[str, Any]) -> str:
+    """Return the verification mode, with temperature, filters and seed."""
+    if not record["temperature"]:
+        return record["verification"]
+    filters = "".join(f", {name} {record[name]}" for name, off in (("top_k", 0), ("top_p", 1.0)) if record[name] != off)
+    return f"{record['verification']} at temperature {record['temperature']}{filters}, seed {record['seed']}"
+
+
+def _draft_text(draft: DraftPlan) -> str:
+    name = f" {draft.source.name}" if draft.source else ""
+    if draft.dtype is None or draft.policy is None:
+        return f"{draft.config.name} draft{name}"
+    layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
+    weights = f" with {draft.quantize} weights" if draft.quantize else ""
+    entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
+    names = " or ".join(dict.fromkeys(policy.name for policy in draft.policies))
+    inner = f" (drafted for by: {_draft_text(draft.inner)})" if draft.inner else ""
+    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {names}{inner}"
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the record's main figures as a table, a line for each figure."""
+
+    def figure(key: str, digits: int = 1) -> str | None:
+        return None if record[key] is None else f"{record[key]:.{digits}f}"
+
+    has_baseline = record["baseline_step_ms"] is not None
+    same, gamma = record["identical_sequences"], record["gamma"]
+    identical = f"{same} of {record['sequences']}" if same is not None else "not meant to be" if has_baseline else None
+    rows = [
+        ("tokens per second", figure("baseline_tokens_per_second"), figure("decode_tokens_per_second")),
+        ("ms per step / round", figure("baseline_step_ms"), figure("round_ms")),
+    ]
+    if record["benchmark"] == "baseline":
+        return console(rows, COLUMNS[:2])
+    rows += [
+        ("speedup (all rows busy)", "1.00" if has_baseline else None, figure("speedup", 2)),
+        ("speedup (to the last row)", "1.00" if has_baseline else None, figure("wall_speedup", 2)),
+        ("acceptance rate", None, acceptance_text(record)),
+        (
+            f"tokens per round (of {'gamma + 1' if gamma == AUTO else gamma + 1})",
+            "1" if has_baseline else None,
+            figure("mean_accepted_length", 2),
+        ),
+        ("identical rows", None, identical),
+    ]
+    if record["verify_step_ms"] is not None:
+        rows += [
+            ("ms per draft step", None, figure("draft_step_ms")),
+            ("ms per verification", None, figure("verify_step_ms")),
+            ("ms of a round's rest", None, figure("other_ms_per_round")),
+        ]
+    is_chosen = AUTO in (gamma, record["draft_policy"], record["draft_budget"])
+    return console(rows, COLUMNS) + (f"\n  rounds by choice: {_chosen(record)}" if is_chosen else "")
+
+
+def _chosen(record: dict[str, Any]) -> str:
+    """Return the rounds by choice, such as `12 x gamma 3`, with policy and budget where these are chosen, too."""
+    parts = []
+    for choice in record["choices"]:
+        policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
+        budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
+        how = f"{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
+        parts.append(f"{choice['rounds']} x {how}")
+    return "; ".join(parts)
+
+
+def notes(record: dict[str, Any], draft: DraftPlan | None) -> list[str]:
+    """Return sentences without which a record would be misread."""
+    found = []
+    if contended := [name for name, seen in record["contention"].items() if seen["contended"]]:
+        advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
+        found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
+    if record["gen_len"] == 1:
+        found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
+    if draft is None or not (choices := record.get("choices")):
+        return found
+    if seconds := record.get("measured_costs_seconds"):
+        what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
+        found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
+    if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in choices):
+        found.append("every round was a plain step, so the speedups are noise")
+    elif record["speedup"] is not None and record["steady_rounds"] < FEW_ROUNDS:
+        found.append(
+            f"too few rounds with all rows busy for a speedup, {record['steady_rounds']}: use a longer --gen_len"
+        )
+    return found
