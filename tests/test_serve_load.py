@@ -15,10 +15,10 @@ from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
 from reproduce.paper.columns import rows_a_round
-from reproduce.paper.prompts import stretches
+from reproduce.helpers.prompts import stretches
 from reproduce.performance_page import page
-from reproduce.serve_parts.clients import Answer, Endpoint, Phase, failed, load
-from reproduce.serve_parts.clients import served as served_with
+from reproduce.helpers.clients import Answer, Endpoint, Phase, failed, load
+from reproduce.helpers.clients import served as served_with
 from reproduce.serve_parts.figures import beside, spread, summary
 
 

@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel compiles to: registers, shared memory, spills. Needs Triton, and no GPU."""
+"""Compile launches of the Triton kernels and read registers, shared memory and spills. Needs Triton, and no GPU."""
 
 import io
 import itertools
@@ -29,13 +29,13 @@ from models.config import ModelConfig
 
 IN_4_BITS = "4 bits"
 Record = dict[str, Any]
-# Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
+# Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-# (tokens, group) with so many rows per KV head.
+# (tokens, group) by the number of query rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
 NOTING = "in order, by name, noting"
-# The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
+# Kinds of slots that compile to different code: whether in order, a sliding window, how many.
 CACHES = {
     "in order": (True, None, 32768),
     "in order, window": (True, 4096, 32768),
@@ -47,14 +47,14 @@ CACHES = {
 
 
 def problem_of(one: Record) -> str | None:
-    """What is wrong with a compiled kernel: it spills registers, or needs too much shared memory."""
+    """Return what is wrong with a compiled kernel: spilled registers, or too much shared memory. None if it is good."""
     most, spilled = SHARED_LIMIT[one["arch"]], one["spill_stores"] + one["spill_loads"]
     said = f"sm_{one['arch']}, {one['variant']}: {one['shared']} bytes of shared memory of {most}, {spilled} spilled"
     return said if spilled or one["shared"] > most else None
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
-    """What the backend would launch, on tensors without storage."""
+    """Return the launches of the backend, on tensors without storage."""
     empty = partial(torch.empty, device="meta")
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
@@ -80,7 +80,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
-    """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    """Yield every kind of launch with its name. The merge of chunks depends on dtype and head_dim alone."""
     yield from other_variants()
     keys, scaled = torch.empty(BATCH, dtype=torch.int64, device="meta"), torch.empty(BATCH, 4, N_IDS, device="meta")
     yield "Gumbel numbers", triton_draws.plan_draw(keys, keys, keys, 0, N_IDS, scaled.dtype)[0]
@@ -92,7 +92,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             if cache == IN_4_BITS and entries != dtype:
-                continue  # what stands beside them is a ring as any other
+                continue  # the ring beside the codes is stored as any other
             each = launches(dtype, entries, head_dim, n_row, cache)
             splits = [one for one in each if one.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)
@@ -124,7 +124,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: registers of a
+    """Compile a launch for `sm_<arch>`, specialised to its arguments, and read the output of ptxas: registers of a
     thread, threads of a block, and bytes."""
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)

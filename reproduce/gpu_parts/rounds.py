@@ -19,7 +19,7 @@ from bench.session import Session
 from common import cli
 from engine.pacing import Fixed, Pacing
 from engine.timing import PhaseTimer, synchronize
-from reproduce.gpu_parts.child import Record
+from reproduce.helpers.records import Record
 
 
 def measure(device: str, words: str) -> Record:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """A function of a module of this package, `run`, and what it is `given`; `quick`: in a quick run instead. needs:
-    steps that have to be done. after: a step that has to have failed. beside: it begins with the step before. shows:
-    figures that matter, by name, with estimates for an H100 that they should not exceed, if there are any."""
+    """A step. run: a function of a module of this package; given: its arguments, which `quick` replaces in a quick run.
+    needs: steps that have to be done. after: a step that has to have failed. beside: whether it begins with the step
+    before. shows: the main figures by name, with estimates for an H100 that they should not exceed, or None."""
 
     name: str
     run: str

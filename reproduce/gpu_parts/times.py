@@ -18,7 +18,7 @@ from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
 from models.names import SCHEMES
 from models.quantize import quantized_linear
-from reproduce.gpu_parts.child import Record
+from reproduce.helpers.records import Record
 
 
 def milliseconds(device: str, call: Callable[[], object]) -> float:
