@@ -99,22 +99,25 @@ class Footprint:
         """Bytes at most, of one layer's `entries` of a row (None: its largest cache) for a block of `n_token`: keys in
         `dtype`, and of the values float32, its product with the scales, and that in `dtype`, two at a time; copies of
         rows by name. Of entries in 4 bits: both in `dtype`, and one's codes as bytes and as numbers with its grids.
-        Of entries that are in `dtype` the copies by name alone; a chunk, of one row, has none."""
+        Of entries that are in `dtype` the copies by name alone; a chunk has them where it is of several rows."""
         size, values = self.dtype.itemsize, self.config.n_kv_head * self.config.head_dim
         each = [0]
         for cache in self.caches:
             group = cache.group if isinstance(cache, QuantizedKVCache) else None
             if not self.dequantizes(n_token, group):
                 continue
+            # Blocks of several rows make up a chunk of what keeps some tokens by their positions.
+            in_blocks = is_chunk and entries is None and not cache.in_order
+            n_row = max(1, n_token // cache.prefill_block) if in_blocks else 1
             if isinstance(cache, QuantizedKVCache):
                 grids = 4 / math.gcd(cache.group, self.config.head_dim)
                 n = cache.ring + max(cache.ring, cache.capacity)
                 each.append(math.ceil(n * (3 * size + 2 + grids)))
             elif cache.scales is None:
-                each.append(0 if is_chunk else 2 * size * cache.capacity)
+                each.append(0 if is_chunk and not in_blocks else n_row * 2 * size * cache.capacity)
             else:
                 named = 2 + 8 / self.config.head_dim
-                each.append(math.ceil((entries or cache.capacity) * (size + 4 + max(4, size) + named)))
+                each.append(math.ceil(n_row * (entries or cache.capacity) * (size + 4 + max(4, size) + named)))
         return max(each) * values
 
 

@@ -1,11 +1,13 @@
 """Launches of Triton kernels, and whether Triton can make them here."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+
+from common.say import say
 
 
 class Launch(NamedTuple):
@@ -28,6 +30,13 @@ def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
             launch()
 
 
+def run(planned: tuple[Launch, Any]) -> Any:
+    """Launch what is planned on the device of its first argument, and return the result that comes with it."""
+    launch, result = planned
+    launch_on(next(iter(launch.arguments.values())).device, [launch])
+    return result
+
+
 def missing_launcher() -> str | None:
     """Return why Triton cannot start kernels here, in one line; None if it can. Building or loading the C module of its
     driver, which launches all kernels, is what this tries."""
@@ -44,6 +53,24 @@ def missing_launcher() -> str | None:
         cause = traceback.format_exception_only(error)[0].splitlines()[0]
         return f"Triton cannot build or load its launcher, which takes {takes}: {cause}"
     return None
+
+
+def triton_reads(entries: torch.Tensor) -> bool:
+    """Return whether Triton's kernels run here and read such entries of a cache. Only Ada and Hopper convert float8."""
+    if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
+        return False
+    return entries.dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(entries.device) >= (8, 9)
+
+
+def works(trial: Callable[[], str | None], does: str) -> bool:
+    """Return whether a trial of kernels ends and returns None, not what is wrong; else say that PyTorch `does` that."""
+    try:
+        wrong = trial()
+    except Exception as error:  # each compiler and driver fails in its own way
+        wrong = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    if wrong:
+        say(f"note: PyTorch {does} on the GPU, which is slower, since Triton's kernels do not work here: {wrong}")
+    return not wrong
 
 
 def strides_of(dims: str, **tensors: torch.Tensor) -> dict[str, int]:

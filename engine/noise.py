@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from common.launch import missing_launcher
+from common.launch import missing_launcher, works
 from common.say import say
 from models.cpp_build import BuildError, load_library
 
@@ -125,14 +125,8 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
         return None
     from engine import draws_check, triton_draws
 
-    try:
-        wrong = draws_check.wrong_on(device, uniform, gumbel)
-    except Exception as error:  # each compiler and driver fails in its own way
-        wrong = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-    if wrong is None:
-        return triton_draws
-    say(f"note: PyTorch draws tokens on the GPU, which is slower, since Triton's kernels do not work here: {wrong}")
-    return None
+    trial = functools.partial(draws_check.wrong_on, device, uniform, gumbel)
+    return triton_draws if works(trial, "draws tokens") else None
 
 
 @functools.cache

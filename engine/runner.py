@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -218,25 +219,45 @@ class ModelRunner:
             yield end - start
         return hidden[0, -1], torch.cat(finite)
 
+    def fill_rows(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Run prompts into their rows: together, where the cache takes only short blocks of each."""
+        if self.cache.in_order or self.cache.selects:
+            for row, prompt in prompts.items():
+                self.fill_row(row, prompt)
+            return
+        for row in prompts:
+            self.cache.reset_row(row)
+        self._run_blocks({row: (prompt, 0) for row, prompt in prompts.items()}, self.prefill_chunk)
+
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
-        """Of each row's text, run what lies behind its first tokens, of which the row holds so many: of all rows that
-        lack as many at once, in blocks as of a round, of no more tokens than a prompt's."""
-        lacking: dict[int, list[int]] = {}
+        """Append to each row what it lacks of its text, in blocks as of a round, or in chunks of one row where these
+        are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
+        n_alike = Counter(len(text) - held for text, held in behind.values())
+        together = {}
         for row, (text, held) in behind.items():
-            lacking.setdefault(len(text) - held, []).append(row)
-        for n_missed, group in lacking.items():
-            if len(group) * MAX_BLOCK < n_missed and not self.cache.selects:  # in chunks these are fewer forwards
-                for row in group:
-                    self.fill_row(row, *behind[row])
-                continue
-            texts = [behind[row][0] for row in group]
-            places = [[*range(len(text) - n_missed, len(text))] for text in texts]
-            missed = [text[-n_missed:] for text in texts]
-            rows, tokens, positions = (torch.tensor(x, device=self.device) for x in (group, missed, places))
-            view = self.cache.view(rows, max(map(len, texts)))
-            chunk = max(1, min(self.prefill_chunk, MAX_BLOCK, prefill_chunk_of(self.device) // len(group)))
-            for start in range(0, n_missed, chunk):
-                self.model.hidden(tokens[:, start : start + chunk], positions[:, start : start + chunk], view)
+            n_missed = len(text) - held
+            if n_alike[n_missed] * MAX_BLOCK < n_missed and not self.cache.selects:
+                self.fill_row(row, text, held)
+            else:
+                together[row] = text, held
+        self._run_blocks(together, min(self.prefill_chunk, MAX_BLOCK))
+
+    def _run_blocks(self, behind: Mapping[int, tuple[Sequence[int], int]], block: int) -> None:
+        """Append to each row what it lacks of its text, in blocks that do not depend on the other rows. The rows' first
+        blocks run together where they are equally long, then their second: no more tokens at once than of a prompt."""
+        forwards: dict[tuple[int, int], list[tuple[int, range]]] = {}
+        for row, (text, held) in behind.items():
+            for i, start in enumerate(range(held, len(text), block)):
+                at = range(start, min(start + block, len(text)))
+                forwards.setdefault((i, len(at)), []).append((row, at))
+        for (_, n_token), blocks in sorted(forwards.items()):
+            n_row = max(1, prefill_chunk_of(self.device) // n_token)
+            for first in range(0, len(blocks), n_row):
+                some = blocks[first : first + n_row]
+                texts = [[behind[row][0][p] for p in at] for row, at in some]
+                given = [row for row, _ in some], texts, [[*at] for _, at in some]
+                rows, tokens, positions = (torch.tensor(x, device=self.device) for x in given)
+                self.model.hidden(tokens, positions, self.cache.view(rows, max(at.stop for _, at in some)))
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
@@ -281,7 +302,7 @@ class RemoteRunner:
     def _leave_out(self, *given: object) -> None:
         """What only those do that hold the model."""
 
-    fill_row = extend_rows = _leave_out
+    fill_rows = extend_rows = _leave_out
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""

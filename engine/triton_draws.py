@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.launch import Launch, launch_on
+from common.launch import Launch
+from common.launch import run as run
 
 PAIRS, WARPS = 512, 4  # pairs of ids that one program draws, and what runs it
 FILTERED, FILTER_WARPS = 2048, 16  # ids that a filter looks at together, and what runs it
@@ -87,10 +88,3 @@ def plan_filter(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Launch, T
     n_id, n_row = scaled.shape[-1], scaled[..., 0].numel()
     arguments = {"scaled": scaled, "top_k": top_k, "top_p": top_p, "n_id": n_id, "n_step": n_row // len(top_k)}
     return Launch(filter_row, (n_row,), arguments | {"BLOCK": FILTERED}, FILTER_WARPS, num_stages=1), scaled
-
-
-def run(planned: tuple[Launch, Tensor]) -> Tensor:
-    """Return the result of what is planned."""
-    launch, out = planned
-    launch_on(out.device, [launch])
-    return out

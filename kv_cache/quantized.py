@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from common.errors import require_at_least
-from common.launch import launch_on, missing_launcher
+from common.launch import launch_on, triton_reads, works
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
 from kv_cache.entries import KV, LEVELS, SMALLEST_STEP, Packed, Store, dequantize, joined, store, stored_as
 from kv_cache.full import Full, FullKVCache
@@ -53,7 +54,6 @@ class QuantizedKVCache(FullKVCache):
         self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
-        self._packing = kernel_for(self.entries)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
         # As of Packed, in each layer.
@@ -63,6 +63,10 @@ class QuantizedKVCache(FullKVCache):
         grid = torch.zeros((), dtype=torch.bfloat16, device=device)
         self._key_grids = grid.new_zeros(layers, 2, *rows, n_group, config.head_dim)
         self._value_grids = grid.new_zeros(layers, 2, *rows, config.head_dim // along, n_slot)
+        self._packing, self._was_due = kernel_for(self.entries), self._last_group
+        if self._packing is not None:  # tried where no group is due
+            trial = partial(self._quantize, 0, self, 0, self._rows, self._last_group[:, None], self._packing)
+            self._packing = self._packing if works(trial, "packs 4 bits") else None
 
     @property
     def packed(self) -> list[torch.Tensor]:
@@ -201,11 +205,8 @@ class QuantizedKVCache(FullKVCache):
 
 
 def kernel_for(entries: torch.Tensor) -> Any:
-    """Return the module of the Triton kernel that packs entries of that shape and dtype, or None where it cannot run.
-    Only Ada and Hopper convert float8."""
-    if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
-        return None
-    if entries.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(entries.device) < (8, 9):
+    """Return the module of the Triton kernel that packs such entries, or None where it cannot run."""
+    if not triton_reads(entries):
         return None
     from kv_cache import packing
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.say import dtype_name
 from models import linear_cpp
 from models.kernel_check import Case, Results
-from models.pointwise import round_to_uint8
+from models.quantize import round_to_uint8
 
 D_IN, D_OUT, GROUP = 576, 192, linear_cpp.BLOCK
 # Sums are in float32, or exact where x is rounded to 8 bits; the result is rounded to the dtype of x.

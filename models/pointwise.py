@@ -31,13 +31,6 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `x = (bytes - 128) * scale`."""
-    x = x.float()
-    scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-12)
-    return (x / scale + 128).round().to(torch.uint8), scale
-
-
 @dataclass(frozen=True)
 class Pointwise:
     """The functions above, in one way of computing them, called `name`."""
@@ -47,7 +40,6 @@ class Pointwise:
     rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
-    round_to_uint8: Callable[[Tensor], tuple[Tensor, Tensor]] = round_to_uint8
     store: Store = store
 
 
@@ -67,7 +59,7 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
         own = FunctionType(code, part.__globals__, part.__name__, part.__defaults__)
         return torch.compile(own, backend=backend, fullgraph=True)
 
-    return Pointwise("compiled", *map(compile_, (add_norm, rotate, pack, swiglu, round_to_uint8)))
+    return Pointwise("compiled", *map(compile_, (add_norm, rotate, pack, swiglu)))
 
 
 def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:

@@ -14,17 +14,19 @@ it gets its own grouping and 4 bits back; only the scales are rounded, to the ke
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache, partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from common.launch import missing_launcher, works
 from kv_cache.entries import quantize
 from models import linear_cpp
 from models.llama import Transformer, logits_dtype
 from models.names import SCHEMES
-from models.pointwise import EAGER, Pointwise
 
 GROUP = 32
 INT4_LEVELS = 15
@@ -59,17 +61,17 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._is_ours:
             return linear_cpp.linear(x, self.weight, self.bits, self._d_out, self.scale, self.bias)
-        y = self.multiply(x.reshape(-1, x.shape[-1]))
-        y = y.to(logits_dtype(x.dtype, x.device) if self.is_head else x.dtype)
+        dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
+        y = self.multiply(x.reshape(-1, x.shape[-1]), dtype).to(dtype)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], y.shape[-1])
 
     @abstractmethod
-    def multiply(self, x: Tensor) -> Tensor:
-        """`x W^T` for `x [N, d_in]`."""
+    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `x W^T` for `x [N, d_in]`; in `dtype`, if that costs nothing."""
 
 
 class Int8Linear(QuantizedLinear):
-    """W in int8, and x rounded to 8 bits: a scale per row of each, products `[N, d_out]` float32."""
+    """W in int8, and x rounded to 8 bits: a scale per row of each."""
 
     bits = 8
     scale: Tensor
@@ -78,7 +80,6 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         q, scale = quantize(weight.detach(), torch.int8)
-        self.pointwise: Pointwise = EAGER
         self.scale = scale
         if self._is_ours:
             self.register_buffer("weight", linear_cpp.pack_int8(q))
@@ -86,15 +87,18 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
         self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
 
-    def multiply(self, x: Tensor) -> Tensor:
-        q, row_scale = self.pointwise.round_to_uint8(x)
+    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self._on_cpu:
+            q, row_scale = round_to_uint8(x)
             weights = self.weight, self.scale, self.zero
             qlinear = torch.ops.onednn.qlinear_pointwise
             return qlinear(q, 1.0, 128, *weights, None, 1.0, 0, torch.float32, "none", [], "") * row_scale
-        signed = (q.to(torch.int16) - 128).to(torch.int8)
-        padded = F.pad(signed, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
-        return torch._int_mm(padded, self.weight)[: len(q)] * self.scale * row_scale
+        if kernels := triton_kernels(x.device.type):
+            q, row_scale = kernels.run(kernels.plan_rows(x, FEWEST_CUDA_ROWS))
+            return kernels.run(kernels.plan_products(torch._int_mm(q, self.weight), self.scale, row_scale, dtype))
+        q, row_scale = quantize(x, torch.int8)
+        padded = F.pad(q, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
+        return torch._int_mm(padded, self.weight)[: len(q)] * self.scale * row_scale[:, None]
 
 
 class Int4Linear(QuantizedLinear):
@@ -117,13 +121,32 @@ class Int4Linear(QuantizedLinear):
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
 
-    def multiply(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16).contiguous()
+    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        x, weights = x.to(torch.bfloat16).contiguous(), (self.weight, self.scale_and_zero)
         if self.unpacks and len(x) > MOST_TINYGEMM_ROWS:
-            return F.linear(x, dequantize(self.weight, self.scale_and_zero))
+            kernels = triton_kernels(x.device.type)
+            return F.linear(x, kernels.run(kernels.plan_weights(*weights)) if kernels else dequantize(*weights))
         aten = torch.ops.aten
         tinygemm = aten._weight_int4pack_mm_for_cpu if self._on_cpu else aten._weight_int4pack_mm
         return tinygemm(x, self.weight, GROUP, self.scale_and_zero)
+
+
+@cache
+def triton_kernels(device: str) -> ModuleType | None:
+    """Return `models.triton_quantize`; None where Triton cannot start its kernels, or they are wrong, which is said."""
+    if missing_launcher():
+        return None
+    from models import triton_quantize
+
+    trial = partial(triton_quantize.wrong_on, device, dequantize)
+    return triton_quantize if works(trial, "multiplies quantised weights") else None
+
+
+def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `(bytes - 128) * scale`."""
+    x = x.float()
+    scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-12)
+    return (x / scale + 128).round().to(torch.uint8), scale
 
 
 def runs_on_cpu(weight: Tensor) -> bool:

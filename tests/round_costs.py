@@ -116,7 +116,9 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
         model = Transformer(config).to(torch.bfloat16)
     model.backend, of_cache = TritonAttention(), (config, N_ROW, LENGTH, "meta", torch.bfloat16)
     runner, drafter = ModelRunner(model, Full().new_cache(*of_cache)), None
-    with patch("kv_cache.quantized.kernel_for", lambda *_: packing):
+    reads = patch("engine.drafters.self_speculation.triton_reads", lambda _: True)
+    tried = patch.object(Launch, "__call__", lambda launch: None)
+    with patch("kv_cache.quantized.kernel_for", lambda *_: packing), reads, tried:
         if policy is not None:
             drafter = SelfSpeculation(runner, policy.new_cache(*of_cache), GAMMA)
     sampling = SamplingParams() if mode == GREEDY else SamplingParams(0.6, top_p=0.9)

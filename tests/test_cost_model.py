@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench import cost_tables
 from bench.auto.costs import Costs, tokens_per_round
 from common.errors import ConfigError
+from cost_model import tables
 from cost_model.grid import CostGrid
 from engine.counts import AcceptanceRate
 
@@ -18,7 +18,7 @@ CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)
 
 def given(alphas):
     """The acceptance of each of `DRAFTS`, by context."""
-    rates = {context: map(cost_tables.Acceptance, each) for context, each in alphas.items()}
+    rates = {context: map(tables.Acceptance, each) for context, each in alphas.items()}
     return {context: dict(zip(DRAFTS, each, strict=False)) for context, each in rates.items()}
 
 
@@ -75,22 +75,22 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
             for draft, alpha, costs in zip(DRAFTS, alphas, each, strict=True)
             for gamma in (1, 3)
         }
-        [best] = cost_tables.best_of_each(grid, given({100: alphas}))
+        [best] = tables.best_of_each(grid, given({100: alphas}))
         chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
         assert chosen == max(by_hand, key=by_hand.__getitem__)
         assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
-    [nothing] = cost_tables.best_of_each(grid, given({100: (0.0, 0.0)}))
+    [nothing] = tables.best_of_each(grid, given({100: (0.0, 0.0)}))
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
 
 
 def test_each_context_is_predicted_from_its_own_acceptance():
     grid = CostGrid.of(DRAFTS, {(1, context): [CHEAP, CHEAP] for context in (100, 200)})
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
-    best = cost_tables.best_of_each(grid, acceptances)
+    best = tables.best_of_each(grid, acceptances)
     assert [row["draft_policy"] for row in best] == ["streaming", "snapkv"]
     wanted = [tokens_per_round(alpha, 3) * 100 / CHEAP.round_ms(3) for alpha in (0.9, 0.8, 0.3)]
     assert [row["predicted_speedup"] for row in best] == pytest.approx(wanted[:2], abs=1e-4)
-    at_100, at_200 = cost_tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
+    at_100, at_200 = tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
     assert "0.300" in at_200 and f"{wanted[2]:.2f}" in at_200
 
@@ -98,7 +98,7 @@ def test_each_context_is_predicted_from_its_own_acceptance():
 def test_the_heat_map_is_darker_where_speculation_gains_more():
     cells = {(rows, 100): [Costs(100, (1, 3), (ms, ms), 1, 1)] for rows, ms in ((1, 400.0), (8, 100.0))}
     grid = CostGrid.of(DRAFTS[:1], cells)
-    lines = cost_tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)})).splitlines()
+    lines = tables.heat_map(grid, DRAFTS[0], given({100: (0.9,)})).splitlines()
     assert len(lines) == 4 and "g=1" in lines[1] and "g=3" in lines[1]
     assert "0.47" in lines[2] and "3.31" in lines[3]
-    assert cost_tables.SHADES[-1] * 2 in lines[3] and cost_tables.SHADES[-1] not in lines[2]
+    assert tables.SHADES[-1] * 2 in lines[3] and tables.SHADES[-1] not in lines[2]

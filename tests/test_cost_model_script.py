@@ -3,7 +3,7 @@
 import pytest
 from programs import COST_MODEL, python
 
-from bench import cost_report
+from cost_model import report
 
 GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
 
@@ -13,8 +13,8 @@ N_ROWS, N_TOKENS = 2, 60
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
-    monkeypatch.setattr(cost_report, "ACCEPTANCE_ROWS", N_ROWS)
-    monkeypatch.setattr(cost_report, "ACCEPTANCE_TOKENS", N_TOKENS)
+    monkeypatch.setattr(report, "ACCEPTANCE_ROWS", N_ROWS)
+    monkeypatch.setattr(report, "ACCEPTANCE_TOKENS", N_TOKENS)
 
 
 def test_the_cost_model_prints_costs_a_heat_map_and_what_pays_best(call):

@@ -6,7 +6,7 @@ import pytest
 from programs import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
-ROOMS = "common|kv_cache|models|engine|serving|tests|reproduce|docs"
+ROOMS = "common|kv_cache|models|engine|bench|cost_model|terminal|serving|tests|reproduce|docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

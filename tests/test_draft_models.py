@@ -165,7 +165,7 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
         assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]
 
 
-@pytest.mark.parametrize("chunk,forwards", [(512, [(2, 10), (1, 3)]), (5, [(2, 5), (2, 5), (1, 3)])])
+@pytest.mark.parametrize("chunk,forwards", [(512, [(1, 3), (2, 10)]), (5, [(1, 3), (2, 5), (2, 5)])])
 def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, forwards):
     """In one forward where these fit into a block; no more tokens at once than of a prompt. The last known token is run
     once more."""
@@ -176,10 +176,39 @@ def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, for
     texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts(LAGS, seed=9), strict=True)]
     drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
     assert blocks == forwards
-    monkeypatch.setattr("engine.runner.CPU_PREFILL_CHUNK", 7)
+    monkeypatch.setattr("engine.runner.CPU_PREFILL_CHUNK", forwards[-1][1])
     blocks.clear()
     drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
-    assert blocks == [(2, 3), (2, 3), (2, 3), (2, 1), (1, 3)]
+    assert blocks == [(1, n_token) for n_row, n_token in forwards for _ in range(n_row)]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "streaming, positions in the cache"])
+def test_prompts_run_together_where_a_window_makes_their_blocks_short(monkeypatch, policy):
+    """In as many forwards as the longest has blocks, but for ends of other lengths, and no more tokens at once than of
+    a prompt. What is held and drafted is what each row has where it runs alone, also of a prompt that comes later."""
+    size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float32)
+    model, blocks = tiny_model(seed=5, dtype=torch.float32), []
+    together, alone = (StandaloneDraft(ModelRunner(model, POLICIES[policy].make(TINY, size)), 3) for _ in range(2))
+    run = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
+    monkeypatch.setattr("engine.runner.CPU_PREFILL_CHUNK", 18)
+
+    prompts = dict(enumerate(random_prompts([33, 45, 30, 14], seed=2)))
+    later = dict(zip((3, 1), random_prompts([20, 27], seed=3), strict=True))  # in rows that hold others
+    of_prompts = [(3, 6), (1, 6), (3, 6), (1, 6), (1, 2), (3, 6), (3, 6), (3, 6), (1, 3), (1, 6), (1, 6), (1, 3)]
+    for shown, forwards in ((prompts, of_prompts), (later, [(2, 6), (2, 6), (2, 6), (1, 2), (1, 6), (1, 3)])):
+        blocks.clear()
+        together.follow([Shown(row, row, prompt, 0) for row, prompt in shown.items()])
+        assert blocks == forwards
+        for row, prompt in shown.items():
+            alone.follow([Shown(row, row, prompt, 0)])
+        held = [drafter._runner.cache for drafter in (together, alone)]
+        assert torch.equal(held[0].positions, held[1].positions)
+        torch.testing.assert_close(held[0].entries, held[1].entries, rtol=0, atol=1e-5)
+    texts, batch = [(prompts | later)[row] for row in range(4)], Batch(4, Filters())
+    batch.set_state([*map(len, texts)], [text[-1] for text in texts], [5, 6, 7, 8])
+    drafts = [drafter.propose(batch, Greedy(), 3).tokens for drafter in (together, alone)]
+    assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -187,12 +216,9 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     """Behind a decode that evicted what the prompt had left; another prompt in its place runs."""
     size = Size(n_rows=2, longest=90, n_kept=3, window=12, dtype=torch.float64)
     runner, fills = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size)), []
-    drafter, fill_row, prompts = (
-        StandaloneDraft(runner, 3, keeps_prompts=True),
-        runner.fill_row,
-        random_prompts([40, 9, 7]),
-    )
-    runner.fill_row = lambda row, prompt: fills.append(row) or fill_row(row, prompt)
+    drafter, fill_rows = StandaloneDraft(runner, 3, keeps_prompts=True), runner.fill_rows
+    prompts = random_prompts([40, 9, 7])
+    runner.fill_rows = lambda given: fills.extend(given) or fill_rows(given)
     target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
     drafter.follow([Shown(row, row, prompts[row], 0) for row in range(2)])
     left = [x.clone() for x in runner.cache.tensors]

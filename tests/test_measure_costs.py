@@ -10,6 +10,7 @@ import pytest
 from pacings import Clock
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
+from bench.auto import rehearsal
 from bench.auto.costs import Costs
 from bench.auto.measure import (
     FEWEST_TIMED,
@@ -23,7 +24,6 @@ from bench.auto.measure import (
 )
 from bench.auto.rehearsal import Rehearsal
 from common.errors import UserError
-from cost_model import rehearsal
 from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
 from engine.decoding import Decoder

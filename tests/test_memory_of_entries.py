@@ -72,7 +72,7 @@ def test_blocks_that_attention_reads_take_no_memory_beyond_what_a_chunk_of_one_r
 
 
 def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
-    """Steps of all rows, and where it runs prompts chunks of one; SnapKV's runs them over the whole context."""
+    """Steps of all rows, and where it runs prompts chunks of their blocks; SnapKV's runs one over the whole context."""
     plan = partial(plan_of, TINY, kv_dtype=torch.int8)
     own = self_draft(TINY, kv_dtype=torch.int8, dequantizes=always)
     chunks_only = replace(own, dequantizes=longer_blocks)
@@ -85,7 +85,7 @@ def test_a_draft_dequantises_its_own_entries_when_the_target_does_not() -> None:
     assert plan(footprint=own, dequantizes=longer_blocks).fixed["activations"] == (
         read.fixed["activations"] + of_target.per_row["dequantised KV"] - of_draft
     )
-    for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, of_draft)):
+    for draft, chunk in ((own, 0), (chunks_only, 0), (prefills, CAPACITY // 8 * of_draft)):
         assert plan(footprint=draft).fixed["activations"] == read.fixed["activations"] + chunk
     inner = SimpleNamespace(inner=SimpleNamespace(gamma=BLOCK), source=None)  # whose round the draft verifies
     assert plan(footprint=chunks_only).per_row["dequantised KV"] == 0
@@ -137,9 +137,12 @@ def test_unpacking_is_planned_whatever_cache_stands_beside() -> None:
     assert read.dequantized(1) == 0
 
 
-def test_a_chunk_of_entries_in_the_dtype_of_the_model_copies_none() -> None:
+def test_a_chunk_of_entries_in_the_dtype_of_the_model_copies_those_of_blocks_alone() -> None:
     read, chunks_only, copied = (plan_of(TINY, dequantizes=one) for one in (never, longer_blocks, always))
     assert chunks_only == read != copied
+    prefills = replace(self_draft(TINY, dequantizes=longer_blocks), prefills=True)
+    copies = plan_of(TINY, footprint=prefills).fixed["activations"] - read.fixed["activations"]
+    assert copies == CAPACITY // 8 * 2 * 4 * BUDGET * TINY.n_kv_head * TINY.head_dim
 
 
 def test_selecting_entries_is_planned_for() -> None:

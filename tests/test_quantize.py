@@ -1,12 +1,16 @@
 """Quantised linear layers against the arithmetic they stand for, written out."""
 
 from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
+from programs import python
 
+from common.launch import Launch
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
 from models import linear_cpp, load_model, quantize
@@ -131,6 +135,40 @@ def test_a_layout_that_is_not_the_expected_one_is_left_to_the_kernel(monkeypatch
         got = Int4Linear(weight, None)(x)
     assert (expected, other) == ([], [len(x)])
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_the_triton_kernels_compute_what_pytorch_does():
+    """All of triton_quantize_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("triton_quantize_cases.py")
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
+    pytest.importorskip("triton")
+    from models import triton_quantize
+    from reproduce.gpu_parts import kernels
+
+    ours = [one for one in kernels.other_variants() if one[1].kernel.__module__ == triton_quantize.__name__]
+    assert len(ours) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in ours)
+
+
+def test_a_layer_in_8_bits_is_three_nodes_on_a_gpu(monkeypatch):
+    """It rounds, multiplies and scales; a bias is one more."""
+    pytest.importorskip("triton")
+    from round_costs import Costs
+
+    from models import triton_quantize
+
+    monkeypatch.setattr(quantize, "triton_kernels", lambda device: triton_quantize)
+    with cuda_linears(monkeypatch):
+        layer = Int8Linear(torch.ones(64, 64), None)
+        costs, x = Costs(layer), torch.ones(1, 3, 64)
+        with patch.object(Launch, "__call__", lambda launch: costs.launch(launch)), costs:
+            layer(x)
+    assert costs.counts["nodes"] == 3
 
 
 CONFIG = ModelConfig(

@@ -251,3 +251,13 @@ def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
 
 def test_a_window_that_holds_the_whole_text_is_known_to():
     assert Quantized(quant_window=70).holds_all(70) and not Quantized(quant_window=70).holds_all(71)
+
+
+def test_a_kernel_that_fails_is_replaced_and_it_is_said(monkeypatch, capsys):
+    """As Triton's does here, where it has no GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("kv_cache.quantized.triton_reads", lambda entries: entries.device.type == "cpu")
+    cache, full = QuantizedKVCache(TINY, 1, 99), FullKVCache(TINY, 1, 99)
+    cache.fill_row(0, full, 98)
+    cache.begin(torch.tensor([[98]]))
+    assert "PyTorch packs 4 bits" in capsys.readouterr().err and cache.packed[2].any()

@@ -12,6 +12,7 @@ from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache import VerifyTopK, VerifyTopKCache
 from kv_cache.entries import NOTED
 from kv_cache.verify_topk import Choosing
+from models.attention import TorchAttention
 
 
 def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
@@ -139,3 +140,17 @@ def test_the_round_before_a_choice_is_the_one_that_is_noted(monkeypatch):
     drafter = SelfSpeculation(runner, topk_cache(n_rows=2, refresh=3), GAMMA)
     generate(runner, random_prompts([40, 25]), max_new_tokens=60, drafter=drafter)
     assert len(n_noted) > 10 and {*n_noted} <= {*range(GAMMA + 2)}  # 0 of a row that idles
+
+
+def test_a_kernel_that_fails_is_replaced_and_it_is_said_once(monkeypatch, capsys):
+    """As Triton's does here, where it has no GPU."""
+    pytest.importorskip("triton")
+    found = []
+    for tries in (False, True):
+        monkeypatch.setattr("engine.drafters.self_speculation.triton_reads", lambda entries, tries=tries: tries)
+        rows = Rows(topk_cache(TINY), tiny_model())
+        rows.drafter._target.model.backend = TorchAttention()
+        for n_accepted in ([1, 3, 3, 2], [3, 0, 1, 2]):
+            rows.round(n_accepted)
+        found.append(rows.cache.entries.clone())
+    assert torch.equal(*found) and capsys.readouterr().err.count("PyTorch chooses entries") == 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.launch import launch_on
 from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
+from kv_cache.choosing import TritonChoosing
 from kv_cache.entries import KV, dequantize, largest
 from kv_cache.verify_topk import Choice, Choosing
 from models import ModelConfig
@@ -165,7 +166,7 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
 @pytest.mark.parametrize("by_name,chunk", [(True, 8), (False, 5)])
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
     """Choice after choice, of texts that end in a chunk, which counts for what it has; the rows of other names stay."""
-    monkeypatch.setattr("models.attention.triton_backend.CHOSEN_CHUNKS", 16)
+    monkeypatch.setattr("kv_cache.choosing.CHOSEN_CHUNKS", 16)
     config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
     own, again = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
     own.chunk = again.chunk = chunk
@@ -181,14 +182,14 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         is_new = torch.tensor([True, step != 1, True, step != 2])
         choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
         before = own.held[1].clone()
-        for cache, how in ((own, TritonAttention()), (again, Choosing())):
+        for cache, how in ((own, TritonChoosing()), (again, Choosing())):
             how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
         stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)
         assert torch.equal(own.held[1][stayed], before[stayed]), "what is chosen again stays where it was"
     if (source, target) != (torch.int8, torch.float32):  # which go to the reference
         full.entries.zero_()
-        TritonAttention().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
+        TritonChoosing().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
 
 

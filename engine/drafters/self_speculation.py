@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from common.errors import ConfigError, flag, require_at_least
+from common.launch import triton_reads
 from engine.batch import Batch
 from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
@@ -53,10 +54,15 @@ class SelfSpeculation(ModelDrafter):
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
         self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh_every
+        self._choosing = Choosing()
         self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
         if isinstance(cache, VerifyTopKCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self._observed = cache.observer(gamma + 1, *sizes)
+            if triton_reads(cache.entries):
+                from kv_cache.choosing import TritonChoosing
+
+                self._choosing = TritonChoosing()
             self._observe()
 
     def follow(self, rows: Sequence[Shown]) -> None:
@@ -89,8 +95,7 @@ class SelfSpeculation(ModelDrafter):
         assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
         source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
         backend = self._target.model.backend
-        backend = getattr(backend, "fallback", backend)  # which has kernels for it, where the flash kernels have none
-        how = backend if isinstance(backend, Choosing) else Choosing()
+        how = backend if isinstance(backend, Choosing) else self._choosing
         own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), how)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:

@@ -46,30 +46,30 @@ class StandaloneDraft(ModelDrafter):
         self._vocab_size = target.vocab_size
 
     def follow(self, rows: Sequence[Shown]) -> None:
-        behind = {}
+        prompts, behind = {}, {}
         for row, _, text, known, *_ in rows:
             own_ids = [min(token, self._runner.vocab_size - 1) for token in text]
-            if known == 0:
-                self._fill(row, own_ids)
-            else:  # the last known token once more: it may never have been run (see `logits`)
+            if known:  # the last known token once more: it may never have been run (see `logits`)
                 behind[row] = own_ids, known - 1
-        if behind:
-            self._runner.extend_rows(behind)
+            else:
+                prompts[row] = own_ids
+        self._fill(prompts)
+        self._runner.extend_rows(behind)
 
     def keep_no_prompts(self) -> None:
         self._keeps_prompts, self._kept = False, {}
 
-    def _fill(self, row: int, prompt: list[int]) -> None:
-        """Run the prompt, or put back what running it has left in that row."""
-        held = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
-        kept, copies = self._kept.get(row, ([], []))
-        if kept == prompt:
-            for x, copy in zip(held, copies, strict=True):
-                x.copy_(copy)
-        else:
-            self._runner.fill_row(row, prompt)
-            if self._keeps_prompts:
+    def _fill(self, prompts: dict[int, list[int]]) -> None:
+        """Run the prompts, or put back what running them has left in their rows."""
+        missing = {row: prompt for row, prompt in prompts.items() if self._kept.get(row, ([],))[0] != prompt}
+        self._runner.fill_rows(missing)
+        for row, prompt in prompts.items() if self._keeps_prompts else ():
+            held = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
+            if row in missing:
                 self._kept[row] = prompt, [x.clone() for x in held]
+            else:
+                for x, copy in zip(held, self._kept[row][1], strict=True):
+                    x.copy_(copy)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         last, position = tokens[:, None], batch.lengths[:, None] + i

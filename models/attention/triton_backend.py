@@ -10,12 +10,10 @@ import triton
 from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of
-from kv_cache.base import KVCache
 from kv_cache.entries import KV, NOTED, Packed
-from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
-from models.attention.triton_kernels import choose, combine, note, split_kv
+from models.attention.triton_kernels import combine, note, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,8 +27,6 @@ DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
 # Scores that one program of `note` takes, chunks that it merges at once, and warps that run it.
 NOTE_SCORES, NOTE_CHUNKS, NOTE_WARPS = 512, 128, 4
-CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
-CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
 MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
 
 
@@ -187,34 +183,6 @@ def plan(
     return launches, out
 
 
-def plan_choice(
-    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
-) -> Launch:
-    """Plan the launch that does what `Choosing.choose` does, between entries of one dtype or without scales."""
-    n_kv_head, n_chosen = to.held.shape[2:]
-    read, written = source.entries[from_layer], to.entries[to_layer]
-    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
-    if read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
-        read, written = read.view(torch.uint8), written.view(torch.uint8)
-    # Pointers that a variant never follows still need a tensor.
-    both = (source.scales, from_layer, read), (to.scales, to_layer, written)
-    scales = [x[..., 0] if of_all is None else of_all[layer] for of_all, layer, x in both]
-    tensors = {"source": read, "target": written, "source_scales": scales[0], "target_scales": scales[1]}
-    tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
-    tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
-    tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
-    strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
-    strides |= strides_of("both row head", ss=scales[0], ts=scales[1])
-    numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
-    numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
-    n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
-    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": to.scales is not None}
-    variant |= {"HEAD_DIM": read.shape[-1], "PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
-    variant |= {"TOGETHER": to.chunk, "CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
-    n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
-    return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
-
-
 def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
     """What `split_kv` takes of entries as they are stored, all of them or a ring beside packed ones."""
     # Pointers that a variant never follows still need a tensor.
@@ -243,7 +211,7 @@ def _packed(packed: Packed) -> dict[str, Any]:
     return codes_and_grids | strides | of_slots | variant | {"n_ring": packed.recent.shape[1]}
 
 
-class TritonAttention(Choosing):
+class TritonAttention:
     """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
     `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
 
@@ -271,11 +239,3 @@ class TritonAttention(Choosing):
         launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
         launch_on(q.device, launches)
         return out
-
-    def choose(
-        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
-    ) -> None:
-        if (to.scales is source.scales is None) or to.entries.dtype == source.entries.dtype:
-            launch_on(to.device, [plan_choice(to, to_layer, source, from_layer, shares, choice)])
-        else:
-            super().choose(to, to_layer, source, from_layer, shares, choice)

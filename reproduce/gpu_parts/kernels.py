@@ -19,9 +19,11 @@ from common.launch import Launch
 from common.say import dtype_name
 from engine import triton_draws
 from kv_cache import Full, QuantizedKVCache, VerifyTopK
+from kv_cache.choosing import plan_choice
 from kv_cache.entries import KV, NOTED, Packed, largest
 from kv_cache.packing import plan_packing
 from kv_cache.verify_topk import Choice
+from models import triton_quantize
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_kernels import split_kv
@@ -102,18 +104,23 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def other_variants() -> Iterator[tuple[str, Launch]]:
-    """Return launches, by name, of the kernels that note attention, choose entries, and pack 4 bits."""
+    """Return launches, by name, of the kernels that note attention, choose entries, pack 4 bits, and quantise."""
     empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
     for n_row in (16, 128):
         launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]
         yield f"note, {launch.arguments['GROUP']} heads of a group", launch
+    x, sums, scales = empty(64, 14336, dtype=torch.bfloat16), empty(64, 4096, dtype=torch.int32), empty(4096)
+    yield "round activations", triton_quantize.plan_rows(x, 17)[0]
+    yield "scale products", triton_quantize.plan_products(sums, scales, scales[:64], x.dtype)[0]
+    grids = empty(448, 4096, 2, dtype=x.dtype)
+    yield "dequantise weights", triton_quantize.plan_weights(empty(512, 112, 32, 4, dtype=sums.dtype), grids)[0]
     positions = empty(BATCH, dtype=torch.int64)
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
         own, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
         choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
         shares = empty(BATCH, 4, N_KV_HEAD, n_slot // NOTED)
-        launch = triton_backend.plan_choice(own, 0, full, 0, shares, choice)
+        launch = plan_choice(own, 0, full, 0, shares, choice)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)

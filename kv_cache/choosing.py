@@ -1,0 +1,154 @@
+"""The Triton kernel that chooses entries and copies them, as `kv_cache.verify_topk` does in PyTorch."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.launch import Launch, launch_on, strides_of, works
+from kv_cache.base import KVCache
+from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
+
+CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
+CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
+# The rank of a chunk that is chosen whatever is attended to.
+ALWAYS = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_chunk", "n_first", "n_chosen"])
+def choose(
+    shares, counts, ends, is_new, rows, held, scratch, source, target, source_scales, target_scales,
+    share_row, share_token, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
+    ss_both, ss_row, ss_head, ts_both, ts_row, ts_head,
+    n_token, n_kv_head, n_chunk, n_first, n_chosen,
+    MAPPED: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Choose `n_chosen` entries of a row and KV head by the attention of its chunks of TOGETHER, and copy them, where
+    `is_new [B]`; grid `[B * n_kv_head]`.
+
+    The result is that of `kv_cache.verify_topk.Choosing.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
+    the first entries are chosen. `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
+    those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
+    scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    b, h = index // n_kv_head, index % n_kv_head
+    if tl.load(is_new + b) == 0:
+        return
+    row, end = tl.load(rows + b), tl.load(ends + b).to(tl.int32)
+    ranks = scratch + index * 2 * (n_chunk + n_chosen)
+    marks, fresh, free = ranks + n_chunk, ranks + 2 * n_chunk, ranks + 2 * n_chunk + n_chosen
+    chunk, place = tl.arange(0, CHUNKS), tl.arange(0, PLACES)
+    share = tl.zeros([CHUNKS], tl.float32)
+    shares += (row if MAPPED else b) * share_row + h * share_head
+    for token in tl.range(0, n_token):
+        count = tl.load(counts + b * n_token + token)
+        share += count * tl.load(shares + token * share_token + chunk, mask=chunk < n_chunk, other=0.0)
+
+    # The bits of floats that are not negative rank as they do. The last chunk that is chosen has the highest ones
+    # beyond which, themselves included, there are enough entries.
+    rank = tl.where(chunk < n_first // TOGETHER, ALWAYS, share.to(tl.int32, bitcast=True))
+    rank = tl.where(chunk * TOGETHER < end, rank, -1)
+    size = tl.minimum(end - chunk * TOGETHER, TOGETHER)
+    lowest = tl.full([], 0, tl.int32)
+    for bit in tl.range(0, 31):
+        higher = lowest | (1 << (30 - bit))
+        lowest = tl.where(tl.sum(tl.where(rank >= higher, size, 0), 0) >= n_chosen, higher, lowest)
+    left = n_chosen - tl.sum(tl.where(rank > lowest, size, 0), 0)
+    tl.store(ranks + chunk, rank, mask=chunk < n_chunk)
+
+    # How many of each chunk's entries are held, then how many are chosen: those that are new, and places without one.
+    held += (row * n_kv_head + h) * n_chosen + place
+    entry = tl.load(held, mask=place < n_chosen, other=-1).to(tl.int32)
+    entry = tl.where(entry < n_chunk * TOGETHER, entry, -1)  # of a longer text that the row held before
+    of_chunk, in_chunk = tl.maximum(entry, 0) // TOGETHER, tl.maximum(entry, 0) % TOGETHER
+    tl.store(marks + chunk, 0, mask=chunk < n_chunk)
+    tl.debug_barrier()
+    tl.atomic_max(marks + of_chunk, in_chunk + 1, mask=entry >= 0)
+    tl.debug_barrier()
+    n_copied = tl.full([], 0, tl.int32)
+    for start in tl.range(0, n_chunk, TILE):
+        some = start + tl.arange(0, TILE)
+        their_rank = tl.load(ranks + some, mask=some < n_chunk, other=-1)
+        known = tl.load(marks + some, mask=some < n_chunk, other=0)
+        their_size = tl.minimum(end - some * TOGETHER, TOGETHER)
+        equal = tl.where(their_rank == lowest, their_size, 0)  # of these the first are chosen
+        taken = tl.minimum(tl.maximum(left - tl.cumsum(equal, 0) + equal, 0), equal)
+        left -= tl.sum(equal, 0)
+        taken = tl.where(their_rank > lowest, their_size, taken)
+        n_new = tl.maximum(taken - known, 0)
+        first = n_copied + tl.cumsum(n_new, 0) - n_new
+        n_copied += tl.sum(n_new, 0)
+        for i in tl.range(0, TOGETHER):
+            tl.store(fresh + first + i, some * TOGETHER + known + i, mask=i < n_new)
+        tl.store(marks + some, taken, mask=some < n_chunk)
+    tl.debug_barrier()
+    stays = (entry >= 0) & (in_chunk < tl.load(marks + of_chunk))
+    is_free = (place < n_chosen) & (stays == 0)
+    order = tl.cumsum(is_free.to(tl.int32), 0) - 1
+    tl.store(held, tl.load(fresh + order, mask=is_free, other=0).to(tl.int64), mask=is_free)
+    tl.store(free + order, place, mask=is_free)
+    tl.debug_barrier()
+
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source += row * s_row + h * s_head
+    target += row * t_row + h * t_head
+    for start in tl.range(0, n_copied, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        copied = at < n_copied
+        slot = tl.load(fresh + at, mask=copied, other=0).to(tl.int64)
+        to = tl.load(free + at, mask=copied, other=0).to(tl.int64)
+        for both in tl.static_range(2):
+            vectors = tl.load(source + both * s_both + slot[:, None] * s_slot + dims, mask=copied[:, None])
+            target_at = target + both * t_both + to[:, None] * t_slot + dims
+            tl.store(target_at, vectors.to(target.dtype.element_ty), mask=copied[:, None])
+            if SCALED:
+                scales = tl.load(source_scales + both * ss_both + row * ss_row + h * ss_head + slot, mask=copied)
+                tl.store(target_scales + both * ts_both + row * ts_row + h * ts_head + to, scales, mask=copied)
+
+
+def plan_choice(
+    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+) -> Launch:
+    """Plan the launch that does what `Choosing.choose` does, between entries of one dtype or without scales."""
+    n_kv_head, n_chosen = to.held.shape[2:]
+    read, written = source.entries[from_layer], to.entries[to_layer]
+    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
+    if read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
+        read, written = read.view(torch.uint8), written.view(torch.uint8)
+    # Pointers that a variant never follows still need a tensor.
+    both = (source.scales, from_layer, read), (to.scales, to_layer, written)
+    scales = [x[..., 0] if of_all is None else of_all[layer] for of_all, layer, x in both]
+    tensors = {"source": read, "target": written, "source_scales": scales[0], "target_scales": scales[1]}
+    tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
+    tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
+    tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
+    strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
+    strides |= strides_of("both row head", ss=scales[0], ts=scales[1])
+    numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
+    numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
+    n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
+    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": to.scales is not None}
+    variant |= {"HEAD_DIM": read.shape[-1], "PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
+    variant |= {"TOGETHER": to.chunk, "CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
+    n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
+    return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
+
+
+class TritonChoosing(Choosing):
+    """Choosing by the kernel, where it has the dtypes, until it fails."""
+
+    _runs = True
+
+    def choose(
+        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    ) -> None:
+        given = to, to_layer, source, from_layer, shares, choice
+        if self._runs and (to.scales is source.scales is None or to.entries.dtype == source.entries.dtype):
+            self._runs = works(lambda: launch_on(to.device, [plan_choice(*given)]), "chooses entries")
+            if self._runs:
+                return
+        super().choose(*given)
