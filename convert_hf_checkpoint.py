@@ -1,13 +1,12 @@
 """Convert a downloaded checkpoint (safetensors, pytorch_model.bin or GGUF) to model.pth."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from tqdm import tqdm
 from tyro.conf import arg
 
@@ -30,10 +29,12 @@ class Flags:
     """folder for model.pth"""
     drop_layers: Annotated[str, arg(help_behavior_hint="(default: none)")] = ""
     """layers to leave out, such as 3,7,13-15"""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: own)")] = None
-    """dtype of the converted weights; a GGUF's own is float32"""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: as stored)")
+    ] = None
+    """dtype of the converted weights; a GGUF becomes float32 by default"""
     force: bool = False
-    """convert again even if model.pth is up to date; also files that are no longer those that were downloaded"""
+    """convert again even if model.pth is up to date; also accept files that changed since the download"""
 
 
 def convert(
@@ -46,22 +47,21 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
-    `dtype` None keeps the source's (float32 for GGUF). `force`: also if the conversion is there already, or if files
-    are not those that the folder's manifest describes. Of an earlier conversion nothing stays; what no conversion wrote
-    is never touched. Raises CheckpointError or ConfigError, before anything is written.
+    dtype: None keeps the dtype of the source (float32 for GGUF).
+    force: convert even if the conversion is up to date, or if files differ from the folder's manifest.
+    An earlier conversion is replaced; files that no conversion wrote are not touched.
+    Raises CheckpointError or ConfigError, before anything is written.
     """
-    import torch
-
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
-        required, fix = "weights alone", "merge the adapter into the weights (peft: merge_and_unload), then delete it"
-        raise CheckpointError("an adapter lies beside the weights", adapter, "an adapter", required, fix)
+        fix = "merge the adapter into the weights (peft: merge_and_unload), then delete it"
+        raise CheckpointError("the folder has an adapter", adapter, "an adapter", "weights without an adapter", fix)
     in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
-        raise ConfigError("a shallower model would overwrite its own source", flag("out_dir"), out_dir, required, fix)
-    if not in_place and (found := _of_others(out_dir)):
-        required, fix = "a new folder, or one of an earlier conversion", f"choose another folder with {flag('out_dir')}"
-        raise CheckpointError("the folder holds something else", f"{flag('out_dir')} {out_dir}", found, required, fix)
+        raise ConfigError("a shallower model would overwrite its source", flag("out_dir"), out_dir, required, fix)
+    if not in_place and (found := _foreign_files(out_dir)):
+        required, fix = "a new folder, or an earlier conversion's", f"choose another folder with {flag('out_dir')}"
+        raise CheckpointError("the folder has other files", f"{flag('out_dir')} {out_dir}", found, required, fix)
     if not force:
         listed = files.read_manifest(checkpoint_dir)["files"]
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
@@ -103,15 +103,15 @@ def convert(
     return weights
 
 
-def _of_others(out_dir: Path) -> str:
-    """Some of what lies in a folder that no conversion wrote to."""
+def _foreign_files(out_dir: Path) -> str:
+    """Return the names of some files in a folder that no conversion wrote to."""
     if not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir):
         return ""
     return ", ".join(sorted(path.name for path in out_dir.iterdir())[:4])
 
 
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
-    """Whether `out_dir` holds this very conversion, whole."""
+    """True if `out_dir` has the complete result of this conversion."""
     try:
         manifest = files.read_manifest(out_dir)
         files.check_files(out_dir, manifest["files"])
@@ -121,7 +121,7 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
 
 
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
-    """Make the side files in `out_dir` those of the source; return the names of those made from a GGUF's metadata."""
+    """Replace the side files in `out_dir`; return the names of files that were made from a GGUF's metadata."""
     texts = {files.CONFIG: config, "tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
     made = [name for name, text in texts.items() if text is not None and name not in source.side_files]
     for name in set(files.SIDE_FILES).intersection(files.read_manifest(out_dir)["files"]).difference(source.side_files):

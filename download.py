@@ -9,7 +9,7 @@ from tyro.conf import arg
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import flag, without_effect
+from common.say import note_without_effect
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.download_default import download_default
 from models.checkpoints.download_hub import download_repo
@@ -18,24 +18,23 @@ from models.checkpoints.download_hub import download_repo
 @dataclass(frozen=True)
 class Flags:
     repo_id: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
-    """such as meta-llama/Meta-Llama-3.1-8B"""
+    """a repository such as meta-llama/Meta-Llama-3.1-8B"""
     hf_token: Annotated[str | None, arg(help_behavior_hint="(default: the token of `hf auth login`)")] = None
-    """for gated repositories"""
+    """access token for gated repositories"""
     out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: checkpoints/REPO_ID in this repository)")] = None
     """folder of the checkpoint"""
 
 
 def main(flags: Flags) -> None:
-    if flags.repo_id is None and flags.hf_token is not None:
-        seen, required = f"given, without {flag('repo_id')}", f"a repository of the Hub, {flag('repo_id')}"
-        raise without_effect(["hf_token"], "the built-in model needs no token", seen=seen, required=required)
     if flags.repo_id is not None:
         out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
         download_repo(flags.repo_id, out_dir, token=flags.hf_token)
     else:
+        if flags.hf_token is not None:
+            note_without_effect(["hf_token"], "the built-in model needs no token")
         out_dir = flags.out_dir or DEFAULT_CHECKPOINT
         download_default(out_dir)
-    if "MAKELEVEL" not in os.environ:  # make goes on by itself
+    if "MAKELEVEL" not in os.environ:  # make runs the next command itself
         print(f"next: python convert_hf_checkpoint.py --checkpoint_dir {out_dir}")
 
 

@@ -13,7 +13,7 @@ SEEDS, REQUESTS, POSITIONS = [0, -1, 2**62 + 1], [7, 2**32 - 1, 0], [0, 31_999, 
 
 
 def exact(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int) -> Tensor:
-    """The numbers that PyTorch draws, in float64."""
+    """Draw Gumbel numbers in float64 with PyTorch."""
     return gumbel_of(uniform(seed, request, position, stream, n_ids))
 
 
@@ -21,12 +21,11 @@ candidate, REFERENCE = drawn_by, exact
 
 
 def cases() -> Iterator[Case]:
-    """Odd numbers of ids, of which the last fill no vector; float32 rounds the results once."""
+    """Yield numbers of ids that fill no vector at the end; the kernel rounds each result to float32."""
     for stream, n_ids in ((Stream.COUPLED, 9001), (Stream.RESAMPLE + len(Stream), 35)):
-        compute = partial(_drawn, int(stream), n_ids)
+        compute = partial(_draw, int(stream), n_ids)
         yield Case("Gumbel numbers", 1e-7, compute, compute(exact))
 
 
-def _drawn(stream: int, n_ids: int, draw: Draw) -> Results:
-    seeds, requests, positions = map(torch.tensor, (SEEDS, REQUESTS, POSITIONS))
-    return (draw(seeds, requests, positions, stream, n_ids),)
+def _draw(stream: int, n_ids: int, draw: Draw) -> Results:
+    return (draw(*map(torch.tensor, (SEEDS, REQUESTS, POSITIONS)), stream, n_ids),)

@@ -1,4 +1,4 @@
-"""Llama-like models: one module, its checkpoints, and how it is run."""
+"""Llama-like models: the Transformer, its attention and kernels, storage, checkpoints and trained heads."""
 
 from models.checkpoints.loading import load_model
 from models.config import ModelConfig

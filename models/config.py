@@ -1,4 +1,4 @@
-"""ModelConfig: what the Transformer needs to know, read from a Hugging Face config.json."""
+"""The shape of a Transformer, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from models.hf_config import config_fields, refuse
 class RopeScaling:
     """Context extension of the rotary frequencies.
 
-    `linear`: all frequencies divided by `factor` (position interpolation, arXiv 2306.15595).
-    `llama3`: low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+    `linear`: all frequencies are divided by `factor` (position interpolation, arXiv 2306.15595).
+    `llama3`: low frequencies are divided by `factor`, high frequencies stay, with a ramp between (Llama 3.1).
     """
 
     kind: str
@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder. Sizes are counts of elements; `max_context` is in tokens."""
+    """The shape of a Llama-family decoder. Sizes count elements; `max_context` and `sliding_window` count tokens."""
 
     vocab_size: int
     n_layer: int
@@ -49,25 +49,24 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_kv_head:
-            what = "query heads do not divide into groups of KV heads"
             where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
-            seen = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}"
-            raise refuse(what, where, seen, "n_head a multiple of n_kv_head")
+            seen, required = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}", "n_head a multiple of n_kv_head"
+            raise refuse("KV heads do not divide the query heads evenly", where, seen, required)
         if self.head_dim % 2:
             raise refuse("rotary embedding needs pairs", "head_dim", self.head_dim, "an even number")
         for token in self.eos_tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                where, required = "eos_token_id", f"0 <= id < {self.vocab_size}"
-                raise refuse("an end token is not in the vocabulary", where, repr(token), required)
+                required = f"0 <= id < {self.vocab_size}"
+                raise refuse("an end token is not in the vocabulary", "eos_token_id", repr(token), required)
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Query heads per KV head."""
         return self.n_head // self.n_kv_head
 
     @property
     def n_parameters(self) -> int:
-        """Parameters of the model, a tied head counted once."""
+        """Parameters of the model; a tied head counts once."""
         bias = self.head_dim * (self.n_head + 2 * self.n_kv_head) if self.qkv_bias else 0
         layer = self.n_linear_weights_per_layer + bias + 2 * self.dim
         heads = 1 if self.tie_embeddings else 2
@@ -75,16 +74,16 @@ class ModelConfig:
 
     @property
     def n_linear_weights_per_layer(self) -> int:
-        """Weights of a layer's matrix products, biases not counted."""
+        """Weights of a layer's matrix products, without biases."""
         return self.dim * (self.head_dim * (2 * self.n_head + 2 * self.n_kv_head) + 3 * self.ffn_dim)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token of one row takes, over all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Inverse of `asdict`; also takes what JSON makes of it (lists for tuples)."""
+        """Build a config from the dictionary that `asdict` returns, or JSON's copy of it (lists for tuples)."""
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         if known.get("rope_scaling") is not None:
             known["rope_scaling"] = RopeScaling(**known["rope_scaling"])
@@ -103,7 +102,7 @@ class ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a `config.json` as they are. Raises ConfigError naming the file."""
+    """Read a `config.json` into a dictionary. Raises ConfigError naming the file."""
     required, fix = "a JSON object", "download it again (download.py)"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

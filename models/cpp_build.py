@@ -1,6 +1,6 @@
-"""Builds C++ kernels with the system's compiler, and uses the first build that is right and no slower than the next.
+"""Build the C++ kernels, check every build in a separate process, and load the first that is right and fast.
 
-Builds, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
+Libraries, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from common.checkout import ROOT
 from common.say import say
 
-# The source of each kernel, and the module with what it is checked by.
+# The source of each kernel, and the module with the cases that check it.
 KERNELS = {
     "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
     "pointwise": (ROOT / "models" / "pointwise_kernel.cpp", "models.pointwise_check"),
@@ -36,122 +36,114 @@ COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
 # In the order of preference; PyTorch comes after the last.
 BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
-# A build is left for the next one if that is so many times as fast: noise must not decide.
-FASTER = 1.1
+FASTER = 1.1  # a build gives way only to a clearly faster alternative: noise must not decide
 
-Row = dict[str, Any]  # as `models.kernel_check` prints
+Row = dict[str, Any]  # a line that `models.kernel_check` prints
 
 
 class BuildError(Exception):
-    """Why there is no kernel, in one line."""
+    """The reason why there is no kernel, in one line."""
 
 
 class Choice(NamedTuple):
-    """The build of a kernel that is used, or None, and why those before it are not. checked: the rows of each build."""
+    """The build of a kernel that is used."""
 
-    build: str | None
-    library: str
-    refused: list[str]
-    checked: dict[str, list[Row]]
+    build: str | None  # None: PyTorch is used
+    refused: list[str]  # why other builds are not
+    checked: dict[str, list[Row]]  # what the check of each build printed
 
 
 def cache_folder() -> Path:
-    """`$FORETOKEN_CACHE`, else `foretoken` in the user's cache folder."""
+    """Return `$FORETOKEN_CACHE`, else `foretoken` in the user's cache folder."""
     given = os.environ.get("FORETOKEN_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load a kernel of KERNELS, built and checked first where that has not been done. Errors: BuildError."""
+    """Load a kernel of KERNELS; its first use builds and checks it. Raises BuildError."""
     choice = choose(name)
     if choice.build is None:
         raise BuildError("; ".join(choice.refused))
     if choice.refused:
         say(f"note: the {choice.build} build of the {name} kernel is used: {'; '.join(choice.refused)}")
     try:
-        return ctypes.CDLL(choice.library)
-    except OSError as error:
+        return ctypes.CDLL(str(build_library(name, choice.build)))
+    except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
 
 
 def choose(name: str, again: bool = False) -> Choice:
-    """Choose among the builds of a kernel, as was done before unless `again`. Errors: BuildError if there are none."""
+    """Return the remembered choice among a kernel's builds, or compare them (anew if `again`). Raises BuildError."""
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        memory = _kept(name, [str(BUILDS), cases, version("torch")], "json")
-        what = f"building and checking the {name} kernel for this CPU, once"
-        return remembered(memory, what, lambda: _compared(name), again)
+        memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
+        title = f"building and checking the {name} kernel for this CPU, once"
+        return remembered(memory, title, lambda: _compare_builds(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
 
 
-def remembered(memory: Path, what: str, choose_anew: Callable[[], Choice], again: bool = False) -> Choice:
-    """Return the choice that is kept in a file, or make it, say `what` is done, and keep it. Errors: OSError."""
-    if not again and (known := _known(memory)):
-        return known
+def remembered(memory: Path, title: str, compare: Callable[[], Choice], again: bool = False) -> Choice:
+    """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
+    if not again and (choice := _read_choice(memory)):
+        return choice
     memory.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that start together build once, and choose alike.
+    # Ranks that start together compare once, and use the same build.
     with open(memory.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not again and (known := _known(memory)):
-            return known
-        say(what)
-        choice = choose_anew()
-        with tempfile.TemporaryDirectory(dir=memory.parent) as own:
-            written = Path(own, "choice.json")
-            written.write_text(json.dumps(choice._asdict()), encoding="utf-8")
-            os.replace(written, memory)
+        if not again and (choice := _read_choice(memory)):
+            return choice
+        say(title)
+        choice = compare()
+        partial = memory.with_suffix(".partial")
+        partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
+        os.replace(partial, memory)
         return choice
 
 
-def _known(memory: Path) -> Choice | None:
-    """The choice that is kept in that file, if its library is still there."""
+def _read_choice(memory: Path) -> Choice | None:
     with suppress(OSError, ValueError, TypeError):
-        known = Choice(**json.loads(memory.read_text(encoding="utf-8")))
-        if not known.library or Path(known.library).exists():
-            return known
+        return Choice(**json.loads(memory.read_text(encoding="utf-8")))
     return None
 
 
-def _compared(name: str) -> Choice:
-    """Take the first build that is right, then the next ones while they are faster. Errors: BuildError if none can be
-    built."""
-    build, best, refused = None, "", list[str]()
-    reasons, checked = list[str](), dict[str, list[Row]]()
-    for other in BUILDS:
+def _compare_builds(name: str) -> Choice:
+    """Choose the first build that is right, then the next while it is clearly faster. Raises BuildError."""
+    best, best_speed, refused, checked = None, 0.0, list[str](), dict[str, list[Row]]()
+    for build in BUILDS:
         try:
-            library = build_library(name, other)
+            library = build_library(name, build)
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
-            reasons.append(f"{other}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
+            refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        checked[other], wrong = check(KERNELS[name][1], str(library), *filter(None, [best]))
+        checked[build], wrong = check(KERNELS[name][1], str(library))
+        speed = 0.0 if wrong else speedup(checked[build])
+        if best and speed < FASTER * best_speed:
+            break
         if wrong:
-            reasons.append(f"{other}: {wrong}")
+            refused.append(f"{build}: {wrong}")
             continue
-        if build is not None:
-            if (times := speedup(checked[other], 1)) < FASTER:
-                break
-            reasons.append(f"{build}: {other} is {times:.1f} times as fast")
-        build, best, refused = other, str(library), [*reasons]
+        if best:
+            refused.append(f"{best}: {build} is {speed / best_speed:.1f} times as fast")
+        best, best_speed = build, speed
     if not checked:
-        raise BuildError(reasons[0])
-    if build is None:
-        return Choice(None, "", reasons, checked)
-    if (times := 1 / speedup(checked[build], -1)) > FASTER:
-        return Choice(None, "", [*refused, f"{build}: PyTorch is {times:.1f} times as fast"], checked)
-    return Choice(build, best, refused, checked)
+        raise BuildError(refused[0])
+    if best and best_speed * FASTER < 1:
+        refused.append(f"{best}: PyTorch is {1 / best_speed:.1f} times as fast")
+        best = None
+    return Choice(best, refused, checked)
 
 
-def check(module: str, *candidates: str) -> tuple[list[Row], str | None]:
-    """Compare the first candidate with the reference, on the cases of a module, and time it beside the others and
-    PyTorch, in a process of its own. Returns what that printed, and why the candidate cannot be used."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "stdin": subprocess.DEVNULL}
-    own |= {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
+    """Compare a candidate with PyTorch on the cases of a module, in a process that may crash.
+
+    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used, if so.
+    """
+    command = [sys.executable, "-m", "models.kernel_check", module, candidate]
     try:
-        ended = subprocess.run([sys.executable, "-m", "models.kernel_check", module, *candidates], **own)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return [], f"its check does not end in {TIMEOUT_SECONDS} s"
     if ended.returncode < 0:
@@ -165,26 +157,24 @@ def check(module: str, *candidates: str) -> tuple[list[Row], str | None]:
     return rows, None
 
 
-def speedup(rows: Sequence[Row], other: int) -> float:
-    """How many times as fast as another candidate the first is: the geometric mean over the rows."""
-    return math.exp(sum(math.log(row["ms"][other] / row["ms"][0]) for row in rows) / len(rows))
+def speedup(rows: Sequence[Row]) -> float:
+    """Return PyTorch's time divided by the candidate's: the geometric mean over the rows."""
+    return math.exp(sum(math.log(row["pytorch_ms"] / row["ms"]) for row in rows) / len(rows))
 
 
 def build_library(name: str, build: str) -> Path:
-    """The library of a build, compiled unless it is there. Errors: CalledProcessError, OSError, TimeoutExpired."""
-    library, compile_ = _kept(name, BUILDS[build], "so"), [*_compiler(), *COMPILE, *BUILDS[build]]
+    """Return the library of a build, compiled unless it is there. Raises SubprocessError or OSError."""
+    library = _cache_file(name, "so", *BUILDS[build])
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     # Compiled elsewhere, then moved: other processes may read the file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
         # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
-        link = [word for word in compile_ if word != "-fopenmp"]
-        for command in (
-            [*compile_, "-c", str(KERNELS[name][0]), "-o", str(compiled)],
-            [*link, "-shared", str(compiled), "-o", str(linked)],
-        ):
+        compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
+        for words in (compile_, ["-shared", compiled, "-o", linked]):
+            command = [*_compiler(), *words]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         os.replace(linked, library)
     return library
@@ -197,8 +187,8 @@ def _compiler() -> list[str]:
     return words
 
 
-def _kept(name: str, about: Sequence[str], ending: str) -> Path:
-    """A file in the cache folder, named by all that machine code depends on: processors may share a home folder."""
+def _cache_file(name: str, ending: str, *about: str) -> Path:
+    """Return a path named by all that machine code depends on: different processors may share a home folder."""
     digest = hashlib.sha256(KERNELS[name][0].read_bytes())
     digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""A Hugging Face config.json, key by key: what a model takes from it, and what is refused.
+"""Translate a Hugging Face config.json into the fields of a ModelConfig, or refuse it by key.
 
-Whatever is accepted has the logits that transformers (5.23) computes with the same file. A key that is neither read nor
-in a table below has no effect on them; docs/checkpoints.md lists both kinds.
+An accepted file has the logits that transformers (5.23) computes from it. A key that is neither read nor in a table
+below has no effect on them; docs/checkpoints.md lists both kinds.
 """
 
 import json
@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which values of a key are accepted, and what an error says is required."""
+    """The accepted values of a key, and how an error describes them."""
 
     required: str
     accepts: Callable[[Any], bool]
@@ -32,7 +32,7 @@ def only(*values: Any) -> Rule:
 
 
 def of_type(name: str, *types: type) -> Rule:
-    """Accept values of these types: transformers reads others differently, or not at all."""
+    """Accept values of these types; transformers reads other types differently, or not at all."""
     return Rule(name, lambda value: type(value) in types)
 
 
@@ -58,11 +58,11 @@ RULES = {
     "is_causal": only(True),
     "is_encoder_decoder": only(False),
     "quantization_config": UNSET,
-    # Layers, or what they keep in the cache, would differ from each other.
+    # Layers, or their cache entries, would differ from each other.
     "attention_chunk_size": UNSET,
     "kv_sharing_modes": UNSET,
     "per_layer_config": UNSET,
-    # Keys or weights would be those of another place.
+    # Keys or weights would come from another file or section.
     "attribute_map": UNSET,
     "configuration_files": UNSET,
     "transformers_weights": UNSET,
@@ -74,7 +74,7 @@ RULES = {
 DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 
 ROPE_RULES = {"rope_type": STRING, "type": STRING, "rope_theta": NUMBER, "partial_rotary_factor": only(1, 1.0)}
-# The numbers that each type of rotary settings needs; then their fields of `RopeScaling`.
+# The numbers that each type of rotary settings needs; below, the fields of `RopeScaling` with other names.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -85,7 +85,7 @@ ROPE_FIELDS = {"original_max_position_embeddings": "original_context"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture's rules beside RULES, and transformers' values of keys that are absent."""
+    """An architecture's rules in addition to RULES, and transformers' defaults for absent keys."""
 
     model_type: str
     rules: Mapping[str, Rule]
@@ -118,7 +118,7 @@ ARCHITECTURES = {
 
 
 def config_fields(given: Values, where: str) -> dict[str, Any]:
-    """Return the fields of a ModelConfig, as `ModelConfig.from_dict` takes them. Raises ConfigError naming the key."""
+    """Return the fields of a ModelConfig, for `ModelConfig.from_dict`. Raises ConfigError naming the key."""
     names = given.get("architectures")
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -148,7 +148,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
 
 
 def _rope(values: Values, where: str) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`. `rope_scaling` in config.json overrides `rope_parameters`."""
+    """Return the fields `rope_theta` and `rope_scaling`. The key `rope_scaling` overrides `rope_parameters`."""
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     settings = {"rope_theta": values["rope_theta"], **(values.get(name) or {})}
     where = f"{where}: {name}" if values.get(name) else where
@@ -158,7 +158,7 @@ def _rope(values: Values, where: str) -> dict[str, Any]:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise refuse("unsupported rope type", where, kind, f"one of {', '.join(ROPE_TYPES)}")
-    # The model's key overrides that of the rotary settings; without either it is max_position_embeddings.
+    # The model's key overrides the key in the rotary settings; the default is max_position_embeddings.
     context = "original_max_position_embeddings"
     settings[context] = values.get(context, settings.get(context, values["max_position_embeddings"]))
     numbers = {key: positive(settings, key, where, kind=int if key == context else float) for key in ROPE_TYPES[kind]}
@@ -176,16 +176,16 @@ def _check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
     """Raise ConfigError for the first key whose value is not accepted."""
     for key, rule in rules.items():
         if key in values and not rule.accepts(values[key]):
-            what, fix = (
-                f"{key} has a value that is not supported",
-                f"{FIX}; leave out {key} if the model is one without it",
-            )
-            raise ConfigError(what, f"{where}: {key}", repr(values[key])[:200], rule.required, fix)
+            what, seen = f"{key} has a value that is not supported", repr(values[key])[:200]
+            fix = f"{FIX}; leave out {key} if the model does not use it"
+            raise ConfigError(what, f"{where}: {key}", seen, rule.required, fix)
 
 
 def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
-    """Return a positive size, or with `kind` float a positive number; `default` if the key is absent or null. Raises
-    ConfigError."""
+    """Return a positive size, or with `kind=float` a positive number; `default` if the key is absent or null.
+
+    Raises ConfigError.
+    """
     value = default if values.get(key) is None else values[key]
     end = MAX_SIZE if kind is int else sys.float_info.max
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:

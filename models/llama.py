@@ -1,4 +1,4 @@
-"""The Transformer of every Llama-family model. The cache is an argument; drafts and policies are unknown here."""
+"""The Transformer of every Llama-family model. The cache is an argument; nothing here knows of drafts or policies."""
 
 import copy
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from models.rope import Rotation, inverse_frequencies, rotate, rotation
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers of one forward share."""
+    """The inputs that all layers of a forward share."""
 
     cache: Slots
-    slots: Any
+    slots: Any  # where the cache writes the block's tokens
     backend: AttentionBackend
-    visible: Any
-    rotation: Rotation  # of the block's tokens `[B * T]`
-    slot_rotation: Rotation | None  # of the slots `[B, C]`, where the cache stores keys un-rotated
+    visible: Any  # prepared by the backend from positions
+    rotation: Rotation  # of the block's tokens, `[B * T]`
+    slot_rotation: Rotation | None  # of the slots, `[B, C]`, if the cache stores keys un-rotated
     pointwise: Pointwise
     block_shape: torch.Size
 
 
 class Linear(nn.Linear):
-    """Not initialised while it waits for a checkpoint: doing so on the meta device imports 80 MB of Python."""
+    """A linear layer without initialisation on the meta device, which would import 80 MB of Python."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -39,13 +39,15 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The layer behind the last hidden state. Logits of 16 bits would tie: float32 where a device's product can."""
+    """The layer that computes logits, in `logits_dtype`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return to_logits(x, self.weight)
 
 
 class Embedding(nn.Embedding):
+    """An embedding without initialisation on the meta device."""
+
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
@@ -65,13 +67,13 @@ class Attention(nn.Module):
         if step.slot_rotation is None:
             q_and_k = step.pointwise.rotate_heads(heads[:, : self.n_head + self.n_kv_head], step.rotation)
             q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
-        q, new = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
-        step.cache.write(layer, step.slots, new, step.pointwise.store)
+        q, entries = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
+        step.cache.write(layer, step.slots, entries, step.pointwise.store)
         kv = step.cache.read(layer, q)
         if step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)
-            turned = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
-            q, kv = turned, KV(rotate(keys, step.slot_rotation), values)
+            q = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
+            kv = KV(rotate(keys, step.slot_rotation), values)
         y = step.backend.attend(q, kv, step.visible)
         return self.wo(y.reshape(len(x), -1))
 
@@ -87,7 +89,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """`x` is the residual stream `[B * T, dim]`, `update` what the block before adds to it."""
+    """Attention and feed-forward. `x` is the residual stream `[B * T, dim]`; `update` is still to be added to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,8 +107,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`. Tokens are written to
-    the cache at their positions and see what the cache's rule shows them."""
+    """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`.
+
+    Tokens are written to the cache at their positions, and see the entries that the cache's rule makes visible.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -120,26 +124,28 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
             self.output = Head(config.dim, config.vocab_size, bias=False)
-        # Not a buffer: frequencies stay float32 whatever dtype the weights are cast to.
+        # Not a buffer: frequencies stay in float32 when the weights are cast.
         self._frequencies = inverse_frequencies(config)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights, and so of the caches that go with them."""
+        """The dtype of the weights, and by default of caches."""
         return next(self.parameters()).dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
-        """Normalised last hidden states `[B, T, dim]`; `logits` of a part of them is all a prefill needs."""
+        """Compute the normalised last hidden states `[B, T, dim]`. A prefill needs `logits` of a part of them only."""
         return self.hidden_states(tokens, positions, cache)[0]
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, cache: Slots, layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """`hidden`, and the inputs of those layers side by side, ascending, `[B, T, k * dim]`: that of layer `n_layer`
-        is the last one's output, not normalised. Without `layers`, `hidden` twice."""
+        """Compute `hidden`, and the inputs of `layers`, side by side in ascending order, `[B, T, k * dim]`.
+
+        The input of layer `n_layer` is the last layer's output, not normalised. Without `layers`, `hidden` twice.
+        """
         x = self.tok_embeddings(tokens).flatten(0, 1)
         x, update, inputs = self.run(x, torch.zeros_like(x), positions, cache, layers)
         _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
@@ -149,18 +155,20 @@ class Transformer(nn.Module):
     def run(
         self, x: Tensor, update: Tensor, positions: Tensor, cache: Slots, inputs_of: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """All blocks over a residual stream and what is added to it first, both `[B * T, dim]`: the stream behind them,
-        what the last one adds to it, and the inputs of those layers."""
+        """Run all blocks over the residual stream `x` and the `update` to add to it first, both `[B * T, dim]`.
+
+        Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
+        """
         self._frequencies = self._frequencies.to(x.device)
         slots = cache.begin(positions)
-        places, slot_places = cache.rotary_positions(positions)
+        block_positions, slot_positions = cache.rotary_positions(positions)
         step = Step(
             cache=cache,
             slots=slots,
             backend=self.backend,
             visible=self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache),
-            rotation=rotation(places.flatten(), self._frequencies, x.dtype),
-            slot_rotation=None if slot_places is None else rotation(slot_places, self._frequencies, x.dtype),
+            rotation=rotation(block_positions.flatten(), self._frequencies, x.dtype),
+            slot_rotation=None if slot_positions is None else rotation(slot_positions, self._frequencies, x.dtype),
             pointwise=self.pointwise,
             block_shape=positions.shape,
         )
@@ -174,19 +182,19 @@ class Transformer(nn.Module):
         return x, update, inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., dim] -> [..., vocab_size]`, in `logits_dtype`."""
+        """Compute logits `[..., vocab_size]` of hidden states `[..., dim]`, in `logits_dtype`."""
         if self.output is None:
             return to_logits(hidden, self.tok_embeddings.weight)
         return self.output(hidden)
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """That of the logits of a model of `dtype`: CPUs have no product of 16-bit numbers in float32."""
+    """Return the dtype of a model's logits: 16 bits would tie, but only GPUs multiply 16-bit numbers into float32."""
     return torch.float32 if device.type == "cuda" and dtype.itemsize == 2 else dtype
 
 
 def to_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [..., dim]` times `weight [V, dim]` transposed, in `logits_dtype`."""
+    """Multiply `x [..., dim]` by `weight [V, dim]` transposed, in `logits_dtype`."""
     dtype = logits_dtype(x.dtype, x.device)
     if dtype == x.dtype:
         return F.linear(x, weight)
@@ -194,13 +202,14 @@ def to_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention_spec(config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
+    """Return the shape of a model's attention."""
     return AttentionSpec(config.n_head, config.n_kv_head, config.head_dim, config.sliding_window, dtype)
 
 
 def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
-    """A shallower Transformer of some of a model's layers, in the order given; weights are shared."""
+    """Return a shallower Transformer with some of a model's layers, in the given order; weights are shared."""
     shallower = copy.copy(model)
-    shallower._modules = dict(model._modules)  # which a plain copy shares
+    shallower._modules = dict(model._modules)  # a plain copy shares this dictionary
     shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)
     shallower.config = replace(model.config, n_layer=len(layers))
     return shallower

@@ -1,4 +1,4 @@
-"""What a command line calls dtypes, weight formats, cache entries and attention backends. Imports no torch."""
+"""The names of dtypes, weight formats, cache entries and attention backends on a command line."""
 
 import re
 from typing import Literal, get_args
@@ -15,7 +15,7 @@ BACKENDS = get_args(Backend)
 
 
 def parse_layers(text: str, flag: str = "--drop_layers") -> list[int]:
-    """Layer indices of a list such as "3,7,13-15" (both ends included). Raises ConfigError."""
+    """Return the layer indices of a list such as "3,7,13-15" (both ends included). Raises ConfigError."""
     layers: set[int] = set()
     for item in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once for a CPU: by the project's kernel, or in oneDNN's blocked layout."""
+"""Linear layers with weights packed once for a CPU: for the project's kernel, or in oneDNN's blocked layout."""
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Same result as nn.Linear up to rounding."""
+    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # Where a CPU has matrix tiles, oneDNN multiplies with them, which the project's kernel does not.
+        # oneDNN multiplies with a CPU's matrix tiles; the project's kernel does not.
         has_tiles = torch.cpu._is_amx_tile_supported()
         self.d_out = len(weight)
         self._is_ours = weight.dtype == torch.bfloat16 and not has_tiles and linear_cpp.takes(weight)
@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch build and this processor have the packed kernel for weights of `dtype`."""
+    """True if this PyTorch build and processor have a packed kernel for weights of `dtype`."""
     if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     native_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -44,7 +44,7 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every packable nn.Linear below `module`, releasing its original weight."""
+    """Replace every packable nn.Linear below `module` and release its weight."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear) and can_pack(child.weight.device, child.weight.dtype):
             setattr(module, name, PackedLinear(child.weight, child.bias))

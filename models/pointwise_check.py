@@ -13,14 +13,14 @@ from models.pointwise import EAGER, Pointwise
 from models.pointwise_cpp import BYTES, cpp
 from models.rope import rotation
 
-# Rounding where PyTorch rounds, and sums in another order: some steps of a number's last place.
+# The kernel rounds where PyTorch does, but adds in another order: some steps of a number's last digit.
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 candidate, REFERENCE = cpp, EAGER
 
 
 def cases() -> Iterator[Case]:
-    """Every function in every dtype, of rows that are whole vectors and of others, cut out of wider ones."""
+    """Yield every function in every dtype, on rows that are whole vectors and on others, cut out of wider ones."""
     for dtype, (n_row, dim) in product(BYTES, ((8, 576), (33, 100))):
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
         x, update, weight = (3 * normal(3, n_row, dim + 3)).to(dtype)[..., :dim]
@@ -39,8 +39,10 @@ def cases() -> Iterator[Case]:
 
 
 def stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
-    """Store `new [B, T, 2, n_kv_head, head_dim]` in other rows of a cache of `storage`, of which a view has few slots.
-    Returns all entries, and their scales."""
+    """Store `new [B, T, 2, n_kv_head, head_dim]` in a cache of `storage` with rows and slots to spare.
+
+    Returns all entries, and their scales if `storage` is int8.
+    """
     n_row, n_token, _, n_head, head_dim = new.shape
     entries = torch.zeros(2, n_row + 1, n_head, 2 * n_token + 3, head_dim, dtype=storage)
     scales = torch.zeros(entries.shape[:-1]) if storage == torch.int8 else None

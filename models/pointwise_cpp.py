@@ -1,9 +1,8 @@
-"""The pointwise functions as a C++ kernel of our own for CPUs: one call each instead of a dozen.
+"""The pointwise functions as a C++ kernel for CPUs: a single call instead of a dozen.
 
-Each rounds where its eager form does, so it differs from it by the rounding of sums, of exponentials and of
-products that are fused. A row's result does not depend, to the last bit, on the other rows or on the number of
-threads. What the kernel cannot read (other dtypes, mixed dtypes, elements that do not lie side by side) runs eagerly.
-Gradients are not recorded.
+Each function rounds where its eager form does; they differ by the rounding of sums, exponentials and fused products.
+A row's bits do not depend on the other rows or on the number of threads. Inputs that the kernel cannot read (other or
+mixed dtypes, elements with gaps between them) are computed eagerly. Gradients are not recorded.
 """
 
 import ctypes
@@ -23,38 +22,33 @@ from models.rope import Rotation
 
 Call = Callable[..., None]  # a function of the kernel
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
-# Types that are told once make a call cheaper than arguments that carry theirs.
+# Types that are declared in advance make calls cheaper.
 _SIZES, _ROWS = [c_int64, c_int64, c_int64], [c_void_p, c_int64]
 ARGUMENTS = {
-    "foretoken_add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
-    "foretoken_rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
-    "foretoken_swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
-    "foretoken_store": [*_SIZES, c_int64, c_int64, *[c_void_p] * 7, c_int],
+    "add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
+    "rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
+    "swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
+    "store": [*_SIZES, c_int64, c_int64, *[c_void_p] * 7, c_int],
 }
 
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL:
-    return typed(load_library("pointwise"))
-
-
-def typed(kernel: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, whose functions know the types of their arguments."""
-    for name, types in ARGUMENTS.items():
-        getattr(kernel, name).argtypes, getattr(kernel, name).restype = types, None
-    return kernel
+    return load_library("pointwise")
 
 
 def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
-    """All of them in C++. Errors: BuildError if the kernel cannot be built here."""
-    kernel = typed(library) if library else load_kernel()
-    own: dict[str, Any] = {part.__name__: part for part in (add_norm, rotate_heads, swiglu, store)}
-    calls = {name: functools.partial(part, getattr(kernel, f"foretoken_{name}")) for name, part in own.items()}
-    return Pointwise("cpp", **calls)
+    """Return the pointwise functions in C++. Raises BuildError if the kernel cannot be built here."""
+    library, functions = library or load_kernel(), dict[str, Any]()
+    for function in (add_norm, rotate_heads, swiglu, store):
+        call = getattr(library, f"foretoken_{function.__name__}")
+        call.argtypes, call.restype = ARGUMENTS[function.__name__], None
+        functions[function.__name__] = functools.partial(function, call)
+    return Pointwise("cpp", **functions)
 
 
 def pointwise_beside(backend: AttentionBackend) -> Pointwise:
-    """In C++ beside attention in C++, which has shown that kernels can be built here; else eager."""
+    """Return the pointwise functions that go with an attention backend: C++ with C++, else eager."""
     if backend.name != "cpp":
         return EAGER
     try:
@@ -65,7 +59,7 @@ def pointwise_beside(backend: AttentionBackend) -> Pointwise:
 
 
 def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As EAGER's: `x + update` is rounded to the dtype, and the norm is that of the rounded sum, rounded once."""
+    """Add and normalise like EAGER: the sum is rounded to the dtype, and the norm of the rounded sum once."""
     size = BYTES.get(x.dtype)
     (n_row, dim), (x_row, x_step), (update_row, update_step) = x.shape, x.stride(), update.stride()
     readable = x_step == update_step == weight.stride(0) == 1 and x.shape == update.shape and x.is_cpu
@@ -78,7 +72,7 @@ def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) 
 
 
 def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
-    """As EAGER's: the products with the cosines are rounded to the dtype, and so is the result."""
+    """Rotate heads like EAGER: the products with the cosines and the result are rounded to the dtype."""
     size = BYTES.get(heads.dtype)
     (n_token, n_head, head_dim), (token, head, step) = heads.shape, heads.stride()
     cos, signed_sin = by
@@ -93,7 +87,7 @@ def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
 
 
 def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
-    """As EAGER's: `silu(gate)` is rounded to the dtype, and so is its product with `up`."""
+    """Compute `silu(gate) * up` like EAGER: `silu(gate)` and the product are rounded to the dtype."""
     size = BYTES.get(gate_and_up.dtype)
     (n_row, width), (row, step) = gate_and_up.shape, gate_and_up.stride()
     if size is None or step != 1 or width % 2 or not gate_and_up.is_cpu:
@@ -104,10 +98,10 @@ def swiglu(call: Call, gate_and_up: Tensor) -> Tensor:
 
 
 def store(call: Call, entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Store finite numbers as EAGER's does, to the last bit."""
-    size, wanted = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
+    """Store finite numbers with the bits that EAGER stores."""
+    size, storage = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
     readable = entries.stride(-1) == 1 and new.is_contiguous() and new.is_cpu
-    if size is None or entries.dtype != wanted or not readable:
+    if size is None or entries.dtype != storage or not readable:
         return EAGER.store(entries, scales, rows, slots, new)
     n_row, n_token, _, n_head, head_dim = new.shape
     rows, slots = rows.contiguous(), slots.contiguous()

@@ -10,15 +10,14 @@ from models.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """What turns heads to their positions: `cos` and `signed_sin [..., 1, head_dim]`, the first half negated, so that
-    `rotate` swaps halves instead of negating one."""
+    """Cosines and sines of positions, `[..., 1, head_dim]`; half of the sines are negated, so `rotate` only adds."""
 
     cos: Tensor
     signed_sin: Tensor
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each rotated pair: `[head_dim / 2]` float32 (RoFormer, arXiv 2104.09864)."""
+    """Compute the radians per position of each rotated pair, `[head_dim / 2]` float32 (RoFormer, arXiv 2104.09864)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -26,7 +25,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Llama 3: slow down wavelengths beyond the original context; ramp between the two corner wavelengths.
+    # Llama 3: divide the frequencies of wavelengths beyond the original context; a ramp between the two corners.
     turns = scaling.original_context * frequencies / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = ramp.clamp(0.0, 1.0)
@@ -34,13 +33,12 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation in `dtype` that belongs to `positions [...]`, of angles in float32 or better."""
+    """Compute cos and sin of `positions [...]` in `dtype`, from angles in float32 or better."""
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    halves = ([cos, cos], [-sin, sin])
-    return Rotation(*(torch.cat(pair, -1)[..., None, :].to(dtype) for pair in halves))
+    return Rotation(*(torch.cat(halves, -1)[..., None, :].to(dtype) for halves in ([cos, cos], [-sin, sin])))
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Rotate `x [..., H, head_dim]`: pair i is (x[i], x[i + head_dim / 2])."""
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of `x [..., H, head_dim]`."""
     return torch.addcmul(x * by.cos, x.roll(x.shape[-1] // 2, -1), by.signed_sin)

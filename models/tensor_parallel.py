@@ -1,9 +1,8 @@
-"""Tensor parallelism, applied from outside the model: which part of every weight a rank holds, and what it
-exchanges with the others (Megatron-LM, arXiv 1909.08053, section 3).
+"""Tensor parallelism, applied from outside the model (Megatron-LM, arXiv 1909.08053, section 3).
 
-A block's first linear layers are split by columns (heads; feed-forward units), its second ones by rows, so each
-half of a block ends in one all-reduce. Query groups stay with their KV head. Embedding and head are split by the
-vocabulary. Nothing has to divide evenly: sizes of parts differ by one head, unit or token id at most.
+Attention and feed-forward each split their first linear layer by columns (heads; units) and their second by rows, so
+each ends in an all-reduce. Query heads stay with their KV head. Embedding and head are split by the vocabulary.
+Sizes need not divide evenly: parts differ by at most one KV head, unit or token id.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ class Shard:
     count: int
 
     def span(self, n: int) -> Span:
-        """This part's share of `n` things: first and behind-last index."""
+        """Return the first index and the end of this part of `n` heads, units or ids."""
         return spans(n, self.count)[self.index]
 
 
@@ -39,39 +38,44 @@ WHOLE = Shard(0, 1)
 
 
 class Exchange(Protocol):
-    """What the ranks that hold one model do together. `all_reduce`: the sum of every rank's `x`, in place or not.
-    `gather`: the ranks' `x [..., widths[shard]]` side by side in shard order, on the rank that decides; an empty
-    `[..., 0]` on the others."""
+    """Collective operations of the ranks that share a model."""
 
     @property
     def shard(self) -> Shard: ...
-    def all_reduce(self, x: Tensor) -> Tensor: ...
-    def gather(self, x: Tensor, widths: list[int]) -> Tensor: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's `x`, computed in place or not."""
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+        """Join the ranks' `x [..., widths[shard]]` on the rank that decides; other ranks get an empty `[..., 0]`."""
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """`n` things in `count` contiguous parts, as even as can be. The first part, whose rank also decides for all, is
-    never larger than another; the last is never smaller."""
+    """Divide `n` indices into `count` contiguous parts, as evenly as possible.
+
+    The first part, whose rank also makes the decisions, is never the larger of two.
+    """
     return list(pairwise(part * n // count for part in range(count + 1)))
 
 
 def vocab_widths(vocab_size: int, count: int) -> list[int]:
-    """How many token ids each part of a vocabulary has."""
+    """Return the number of token ids in each part of a vocabulary."""
     return [end - first for first, end in spans(vocab_size, count)]
 
 
 def check_count(config: ModelConfig, count: int, where: str) -> None:
-    """Raise ConfigError unless every one of `count` ranks gets a KV head."""
+    """Raise ConfigError if `count` ranks are more than the KV heads."""
     if count > config.n_kv_head:
         most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
-        fix = f"use {most} ranks or fewer for this model (torchrun --nproc_per_node)"
-        fix += f", or replicas of it ({flag('data_parallel')})"
+        fix = f"use at most {most} ranks (torchrun --nproc_per_node), or replicas ({flag('data_parallel')})"
         raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The configuration of one part: its heads, feed-forward units and token ids; `dim` is that of the whole. It has no
-    end tokens, which are ids of the whole."""
+    """Return the configuration of one part: its heads, feed-forward units and token ids, with the whole model's `dim`.
+
+    It has no end tokens, since these are ids of the whole vocabulary.
+    """
     if shard.count == 1:
         return config
     n_kv, units, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.ffn_dim, config.vocab_size))
@@ -80,30 +84,32 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
-    """One part of the tensor of that name (see `checkpoint.expected_shapes`) of `config`'s model, a view where it
-    can be; norms are whole everywhere."""
+    """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
+
+    Every part has the whole of each norm.
+    """
     if shard.count == 1:
         return tensor
     head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
     first, end = shard.span(n_kv)
     q = (first * group * head_dim, end * group * head_dim)
-    befores = group * n_kv, group * n_kv + n_kv  # heads ahead of the keys, and of the values
-    k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in befores)
+    n_q = group * n_kv  # in wqkv, the query heads come first, then those of keys and of values
+    k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in (n_q, n_q + n_kv))
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
     up = (config.ffn_dim + units[0], config.ffn_dim + units[1])
     by_rows = {"wqkv": [q, k, v], "w13": [units, up], "tok_embeddings": [ids], "output": [ids]}
     by_columns = {"wo": [q], "w2": [units]}
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    parts = by_rows.get(kind) or by_columns.get(kind)
-    if parts is None:
+    spans_of_kind = by_rows.get(kind) or by_columns.get(kind)
+    if spans_of_kind is None:
         return tensor
     dim = 1 if kind in by_columns else 0
-    taken = [tensor.narrow(dim, start, end - start) for start, end in parts]
-    return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+    parts = [tensor.narrow(dim, start, end - start) for start, end in spans_of_kind]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Joined(nn.Module):
-    """What this rank's part of a layer gives, joined to what the other ranks' parts do."""
+    """A rank's part of a layer, followed by a collective operation."""
 
     def __init__(self, inner: nn.Module, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -114,7 +120,7 @@ class Joined(nn.Module):
 
 
 class VocabParallelEmbedding(Embedding):
-    """Embeddings of this rank's token ids, 0 for all others, summed over ranks."""
+    """Embeddings of this rank's token ids and 0 for other ids, summed over ranks."""
 
     def __init__(self, weight: Tensor, ids: Span, exchange: Exchange) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
@@ -128,8 +134,10 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
-    """Join a Transformer that holds one part of `config`'s model to the other ranks' parts. Its `config` keeps the
-    part's heads, which its caches are built from, and speaks of the whole vocabulary."""
+    """Connect a Transformer that holds a part of `config`'s model to the other ranks.
+
+    Its `config` keeps the heads of the part, for its caches, and gets the whole vocabulary.
+    """
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)

@@ -1,4 +1,4 @@
-"""Attention over a slot cache: one protocol, one file per backend, nothing imported before it is asked for."""
+"""Attention over a slot cache: a protocol with several backends, each in its file and imported when it is selected."""
 
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
 from models.attention.select import BACKENDS, Selection, select_backend

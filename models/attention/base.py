@@ -9,13 +9,13 @@ from torch import Tensor
 from kv_cache.entries import KV
 from kv_cache.over import Slots
 
-# Tokens per row up to which a block is decoded, drafted or verified; a longer one is a prefill chunk.
+# The most tokens per row of a block that is decoded, drafted or verified; longer blocks are chunks of a prefill.
 MAX_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What all layers of a model, or of its shard, have in common."""
+    """The shape of attention in every layer of a model or shard."""
 
     n_head: int
     n_kv_head: int
@@ -25,23 +25,25 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.n_head // self.n_kv_head
 
 
 class AttentionBackend(Protocol):
-    """What a query sees is the cache's rule (`kv_cache.base`), and with a sliding window w only slots beyond `p - w`.
+    """An implementation of attention over the slots of a cache.
 
-    `prepare`, once per forward: whatever the backend derives from the queries' positions `[B, T]` int64 and the slots
-    of a cache. `attend`, once per layer: `q [B, T, H, D]` over entries of C slots -> `[B, T, H, D]`, scaled by
-    `D ** -0.5`. Neither reads a tensor's content on the host, so both can be captured in a CUDA graph that stays valid
-    whatever the rows' lengths become. `dequantizes`: whether blocks of that length turn entries that the backend was
-    selected for, or tokens in 4 bits of groups of so many, into the model's dtype first, or copy rows that are read by
-    name.
+    The cache's rule (`kv_cache.base`) decides what a query at position p sees; a sliding window w also hides slots up
+    to `p - w`. `prepare` and `attend` read no tensor on the host, so a CUDA graph of them stays valid as rows grow.
     """
 
     name: str
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool: ...
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any: ...
-    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor: ...
+    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
+        """True if a block of `n_token` tokens makes a copy of the entries before it attends: of rows in a map, or in
+        the model's dtype. `group`: tokens that share a grid in 4 bits, None for other entries."""
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
+        """Derive from the queries' positions `[B, T]` int64, once per forward, what `attend` needs in each layer."""
+
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
+        """Attend with `q [B, T, H, D]`, scaled by `D ** -0.5`, to the entries of C slots; returns `[B, T, H, D]`."""

@@ -18,11 +18,12 @@ from models.config import ModelConfig
 from models.kernel_check import Case, Results
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Sums and exponentials are rounded in float32; with queries in bfloat16 also queries, weights and results, to 8 bits;
-# over int8 entries, queries to 15 bits.
+# Sums and exponentials are rounded in float32. With queries in bfloat16, so are queries, weights and results, to 8
+# bits; over int8 entries queries are rounded to 15 bits.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 ALLOWED_OVER_INT8 = 1e-3
-SHAPES = ((64, 3, None), (128, 4, 200))  # head_dim, query heads of a KV head, sliding window
+Shape = tuple[int, int, int | None]  # head_dim, query heads per KV head, sliding window
+SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
 BLOCKS = (1, 5, 40)  # tokens: the last is a chunk, of more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
@@ -30,51 +31,35 @@ candidate, REFERENCE = CppAttention, TorchAttention()
 
 
 def cases() -> Iterator[Case]:
-    """Queries in every dtype over entries in every storage: one token, a block and a chunk, of rows by name."""
+    """Yield cases of queries in every dtype over entries in every storage: a token, a block and a chunk."""
     for dtype, storage, shape, n_token in product(DTYPES, (*ENTRIES, IN_4_BITS), SHAPES, BLOCKS):
-        what = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}"
-        yield from cases_of(what, dtype, storage, *shape, n_token)
+        yield from cases_of(dtype, storage, shape, n_token)
 
 
-def cases_of(
-    what: str,
-    dtype: torch.dtype,
-    storage: Any,
-    head_dim: int,
-    group: int,
-    window: int | None,
-    n_token: int,
-    device: str = "cpu",
-) -> tuple[Case, Case]:
-    """Attention of a block, with the shares that it notes; and whether each token has the same bits alone."""
-    with torch.device(device):
-        return _cases_of(what, dtype, storage, head_dim, group, window, n_token)
-
-
-def _cases_of(
-    what: str, dtype: torch.dtype, storage: Any, head_dim: int, group: int, window: int | None, n_token: int
-) -> tuple[Case, Case]:
-    generator, device = torch.Generator("cpu").manual_seed(n_token), torch.get_default_device()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(device)
-
-    config, rows, lengths = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), [3, 0, 1], [PART + 300, 3, 411]
+def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, device: str = "cpu") -> tuple[Case, Case]:
+    """Return two cases over some rows of a cache: attention of a block, and whether each token has equal bits alone."""
+    (head_dim, group, window), generator = shape, torch.Generator().manual_seed(n_token)
     in_4_bits, capacity = storage == IN_4_BITS, PART + 400
-    stored = dtype if in_4_bits else storage
+    config, stored = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), dtype if in_4_bits else storage
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
+
+    lengths = {3: PART + 300, 0: 3, 1: 411}  # by row; row 2 has none
     cache: KVCache = FullKVCache(config, 4, capacity, device, stored)
     new = normal(4, capacity, 2, 2, head_dim)
-    for row, length in zip(rows, lengths, strict=True):
+    for row, length in lengths.items():
         # Large where no query sees it, so that a leak shows.
-        new[row, length + n_token :] = torch.tensor([50.0, 1e4])[:, None, None]
-        cache.positions[row, :length] = torch.arange(length)
-    cache.write(0, torch.arange(capacity).expand(4, -1), new)
+        new[row, length + n_token :] = torch.tensor([50.0, 1e4], device=device)[:, None, None]
+        cache.positions[row, :length] = torch.arange(length, device=device)
+    cache.write(0, torch.arange(capacity, device=device).expand(4, -1), new)
     if in_4_bits:
         full, cache = cache, QuantizedKVCache(config, 4, capacity, 16, 48, device, stored)
-        for row, length in zip(rows, lengths, strict=True):
+        for row, length in lengths.items():
             cache.fill_row(row, full, length)
-    queries = torch.tensor(lengths)[:, None] + torch.arange(n_token)
-    view = cache.view(torch.tensor(rows), max(lengths) + n_token)
+    starts = torch.tensor([*lengths.values()], device=device)
+    queries = starts[:, None] + torch.arange(n_token, device=device)
+    view = cache.view(torch.tensor([*lengths], device=device), max(lengths.values()) + n_token)
     view.write(0, view.begin(queries), normal(3, n_token, 2, 2, head_dim))
     kv, spec = view.read(0), AttentionSpec(2 * group, 2, head_dim, window, dtype)
     q = normal(3, n_token, 2 * group, head_dim).to(dtype)
@@ -92,9 +77,10 @@ def _cases_of(
         alone = [attend(backend, spec, q, kv, slice(token, token + 1)) for token in range(n_token)]
         return (attend(backend, spec, q, kv) != torch.cat(alone, dim=1),)
 
-    allowed = ALLOWED_OVER_INT8 if (dtype, storage) == (torch.float32, torch.int8) else ALLOWED[dtype]
     exact = KV(*(kv if in_4_bits else kv._replace(rows=None)).dequantized(torch.float64))
     exact = exact._replace(rows=None if in_4_bits else kv.rows)
-    wanted = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
-    is_timed = n_token <= MAX_BLOCK and head_dim == SHAPES[0][0]
-    return Case(what, allowed, compute, wanted, is_timed), Case(what, allowed, differs, (torch.zeros(q.shape),), False)
+    expected = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
+    allowed = ALLOWED_OVER_INT8 if (dtype, storage) == (torch.float32, torch.int8) else ALLOWED[dtype]
+    what, nowhere = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}", torch.zeros(q.shape, device=device)
+    is_timed = n_token <= MAX_BLOCK and shape == SHAPES[0]
+    return Case(what, allowed, compute, expected, is_timed), Case(what, allowed, differs, (nowhere,), False)

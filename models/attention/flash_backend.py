@@ -1,4 +1,4 @@
-"""The flash backend: the kernels of FlashAttention-2 or -3, whichever of their packages the machine has."""
+"""The flash backend: the kernels of FlashAttention-2 or -3, from the best package that is installed."""
 
 import importlib
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Sl
 from models.attention.torch_backend import TorchAttention, note
 
 LARGEST_HEAD_DIM = 256
-# Head dims that are no multiple of it are padded by the kernels: they would copy the whole cache in every call.
+# The kernels pad head dims that are not multiples, by a copy of the whole cache in every call.
 HEAD_DIM_STEP = 8
-TILE_ROWS = 128  # (token times query head of a group) that one multiprocessor takes at once
-# Fewer keys are not worth a split of their own, and more splits are not worth combining.
+TILE_ROWS = 128  # (token times query head of a group) that a multiprocessor takes at once
+# Fewer keys are not worth a split, and more splits are not worth combining.
 SMALLEST_SPLIT, MOST_SPLITS = 256, 128
 
 
 class Package(NamedTuple):
-    """One packaging of the kernels: `module` has their `flash_attn_with_kvcache`."""
+    """A packaging of the kernels."""
 
     title: str
-    module: str
-    packs_groups: bool  # whether its causal kernel reads a KV head once for all query heads that share it
+    module: str  # has `flash_attn_with_kvcache`
+    packs_groups: bool  # the causal kernel reads a KV head once for all query heads of its group
     has_windows: bool
     dtypes: tuple[torch.dtype, ...]
 
@@ -34,20 +34,20 @@ class Package(NamedTuple):
 FA3 = Package("FlashAttention-3", "flash_attn_interface", True, True, (torch.float16, torch.bfloat16))
 # The wheel on PyPI: built without windows and without float16.
 FA3_FWD = Package("fa3-fwd", "fa3_fwd_interface", True, False, (torch.bfloat16,))
-# It packs only the group of a single token, and with a window not even that.
+# It packs the group of a single token only, and only without a window.
 FA2 = Package("FlashAttention-2", "flash_attn", False, False, (torch.float16, torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """A package that could be imported, on a device with `n_processor` multiprocessors."""
+    """An imported package, and the multiprocessors of the device."""
 
     package: Package
     kernel: Callable[..., Any]
     n_processor: int
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """Why these kernels cannot run a model of that spec; None if they can."""
+        """Return why the kernels cannot run a model of this shape; None if they can."""
         title = self.package.title
         if spec.dtype not in self.package.dtypes:
             return f"{title} takes {' or '.join(map(str, self.package.dtypes))}, the model is in {spec.dtype}"
@@ -60,8 +60,10 @@ class Flavour:
 
 
 def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
-    """The best package for `device` and its name, or None and why: FlashAttention-3 on Hopper, in either packaging,
-    FlashAttention-2 else."""
+    """Return the best package for a device and its name, or None and the reason.
+
+    FlashAttention-3 on Hopper, in either packaging, else FlashAttention-2.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return None, f"the flash kernels need a CUDA device, not {device.type}"
@@ -72,7 +74,7 @@ def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
     for package in (FA3, FA3_FWD, FA2) if major == 9 else (FA2,):
         try:
             kernel = importlib.import_module(package.module).flash_attn_with_kvcache
-        except Exception as error:  # a package built for another torch or CUDA fails in ways of its own
+        except Exception as error:  # a package built for another torch or CUDA may raise anything
             failures.append(f"{package.title} ({package.module}): {error}")
         else:
             n_processor = torch.cuda.get_device_properties(device).multi_processor_count
@@ -81,24 +83,26 @@ def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
-    """Chunks that each row's keys are cut into, so that `n_tile` tiles of queries occupy every multiprocessor. Of
-    shapes alone: a captured CUDA graph keeps it while the rows grow."""
+    """Return the number of chunks of each row's keys with which `n_tile` tiles of queries fill the multiprocessors.
+
+    It depends on shapes alone, so that a captured CUDA graph can keep it while rows grow.
+    """
     return max(1, min(n_processor // n_tile, n_slot // SMALLEST_SPLIT, MOST_SPLITS))
 
 
 class Prepared(NamedTuple):
-    """The kernel's arguments for a block that it takes, and what fallback or noting derive once a layer needs it."""
+    """The kernel's arguments, and what other backends prepare, computed if a layer needs it."""
 
-    options: dict[str, Any] | None
+    options: dict[str, Any] | None  # None: the fallback runs
     for_fallback: Callable[[], Any]
     bias: Callable[[], Any]
 
 
 class FlashAttention:
-    """Flash kernels for blocks whose visibility is a length, and `fallback` for all else.
+    """Flash kernels for blocks whose visibility is a length, and `fallback` for all other blocks.
 
-    FlashAttention-2 is Dao 2023 (arXiv:2307.08691), -3 is Shah et al. 2024 (arXiv:2407.08608). Both mask by
-    row number, so positions have to be consecutive in each row; one that idles, several queries at position 0,
+    FlashAttention-2: Dao 2023 (arXiv:2307.08691); FlashAttention-3: Shah et al. 2024 (arXiv:2407.08608). The kernels
+    mask by index, so the positions of a row have to be consecutive. An idle row, with several queries at position 0,
     gets finite values.
     """
 
@@ -111,20 +115,19 @@ class FlashAttention:
         return self.fallback.dequantizes(n_token, group)
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
-        """The kernel's arguments for queries at `[B, T]`: its own causal mask, in which the last query sees the last of
-        its row's keys.
+        """Return the kernel's arguments for queries at `[B, T]`; its causal mask ends at the last key of each row.
 
-        Falls back on slots in any other order than that of positions, on chunks of more than MAX_BLOCK tokens that do
-        not end their view, on specs that the flavour does not support, and where it would read a KV head once for each
-        query head of a group: blocks of several tokens, short of a chunk, in a package that packs no groups.
+        The fallback runs if slots are not in the order of positions, if a chunk of more than MAX_BLOCK tokens does not
+        end its view, if the package does not support the shape, and if it would read a KV head once for each query
+        head: for blocks of 2 to MAX_BLOCK tokens in a package that packs no groups.
         """
         n_token = queries.shape[1]
         in_view = slots.in_order and (n_token <= MAX_BLOCK or slots.block_ends_view)
         reads_once = self.flavour.package.packs_groups or spec.group_size == 1 or not 1 < n_token <= MAX_BLOCK
         runs = in_view and reads_once and self.flavour.unsupported(spec) is None
         options = self._options(spec, queries, slots) if runs else None
-        of_others = (partial(one.prepare, spec, queries, slots) for one in (self.fallback, TorchAttention()))
-        return Prepared(options, *map(cache, of_others))
+        prepared = (partial(backend.prepare, spec, queries, slots) for backend in (self.fallback, TorchAttention()))
+        return Prepared(options, *map(cache, prepared))
 
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         if prepared.options is None or kv.packed is not None or kv.keys.dtype != q.dtype:
@@ -137,9 +140,9 @@ class FlashAttention:
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]
         options: dict[str, Any] = {"causal": True}
-        if slots.rows is not None:  # the kernels' own map from rows of queries to rows of the cache
+        if slots.rows is not None:  # a map from rows of queries to rows of the cache
             options["cache_batch_idx"] = slots.rows.to(torch.int32)
-        if n_token <= MAX_BLOCK:  # a chunk sees the whole of its view
+        if n_token <= MAX_BLOCK:  # a chunk sees its whole view
             options["cache_seqlens"] = (queries[:, -1] + 1).to(torch.int32)
         if spec.sliding_window is not None:
             options["window_size"] = (spec.sliding_window - 1, 0)

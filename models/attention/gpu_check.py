@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from common.say import dtype_name
 from models.attention.base import AttentionBackend
 from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
 from models.cpp_build import BuildError, Choice, cache_folder, check, remembered
@@ -39,9 +38,8 @@ def candidate(name: str) -> AttentionBackend:
 
 def cases() -> Iterator[Case]:
     """Yield cases of ragged rows by name, for entries in each storage: one token and a block."""
-    for storage, (head_dim, group, window), n_token in product((DTYPE, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
-        what = f"{dtype_name(DTYPE)}, entries in {dtype_name(storage)}"
-        yield cases_of(what, DTYPE, storage, head_dim, group, window, n_token, DEVICE)[0]
+    for storage, shape, n_token in product((DTYPE, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
+        yield cases_of(DTYPE, storage, shape, n_token, DEVICE)[0]
 
 
 def refusal(name: str, device: torch.device) -> str | None:
@@ -69,7 +67,7 @@ def _compared(name: str) -> Choice:
     rows, wrong = check(__name__, name)
     if not rows:
         raise BuildError(wrong or "its check has no cases")
-    return Choice(None if wrong else name, "", [wrong] if wrong else [], {name: rows})
+    return Choice(None if wrong else name, [wrong] if wrong else [], {name: rows})
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Which backend a model gets: the one that was asked for, or the best one at hand, and why."""
+"""Select the attention backend of a model: a named backend, or the fastest that runs here."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,9 @@ import torch
 
 from common.errors import ConfigError
 from common.launch import missing_launcher
+from models.attention import cpp_backend
 from models.attention.base import AttentionBackend, AttentionSpec
+from models.attention.flash_backend import FlashAttention, find_flavour
 from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
 from models.cpp_build import BuildError
@@ -14,79 +16,74 @@ from models.names import BACKENDS
 
 
 class Selection(NamedTuple):
+    """A backend, and the reason for it in words."""
+
     backend: AttentionBackend
-    why: str  # for people, what speaks for the backend or against the others
+    why: str
 
 
 def select_backend(
     name: str, device: torch.device | str, spec: AttentionSpec, entries: torch.dtype | None = None
 ) -> Selection:
-    """The backend of that name for models of that shape on that device; `auto` is the fastest at hand.
+    """Return the backend called `name` for models of a shape on a device; `auto` is the fastest that runs here.
 
-    `entries`: the dtype of the caches it will read, the model's if None.
-    A shape, or entries, that a backend's kernels do not have run on `torch`, whoever asked, and `why` says so.
-    Errors: ConfigError if the backend asked for needs another device, or a package or compiler that is not there.
+    entries: the dtype of the caches, the model's if None. Shapes and entries that a backend's kernels lack run on
+    `torch`; `why` names the reason.
+    Raises ConfigError if a named backend needs another device, a package or a compiler.
     """
     if name not in BACKENDS:
         raise ConfigError("unknown attention backend", "attention (--attention)", name, ", ".join(BACKENDS), "use auto")
     device = torch.device(device)
-    preferred = "triton" if device.type == "cuda" else "cpp"
-    wanted = preferred if name == "auto" else name
-    if wanted == "torch":
-        return Selection(TorchAttention(), "asked for")
-    made = _MAKERS[wanted](device, spec, entries or spec.dtype)
-    if isinstance(made, Selection):
-        return made
-    if name == "auto":
-        return Selection(TorchAttention(), f"{preferred} is not available: {made}")
-    what, seen = "the attention backend is not available", f"{name} on {device.type}: {made}"
+    kind = name if name != "auto" else "triton" if device.type == "cuda" else "cpp"
+    if kind == "torch":
+        return Selection(TorchAttention(), "chosen by name")
+    try:
+        return _SELECT[kind](device, spec, entries or spec.dtype)
+    except BuildError as error:
+        if name == "auto":
+            return Selection(TorchAttention(), f"{kind} is not available: {error}")
+        what, seen = "the attention backend is not available", f"{name} on {device.type}: {error}"
     raise ConfigError(what, "--attention", seen, "a backend that this machine has", "use --attention auto")
 
 
-def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
-    """The backend, or why there is none here; so do the others."""
-    from models.attention import cpp_backend
-
+def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     if device.type != "cpu":
-        return "it is for CPUs"
+        raise BuildError("it is for CPUs")
     if reason := cpp_backend.unsupported(spec):
         return Selection(TorchAttention(), f"cpp does not have {reason}")
-    try:
-        return Selection(cpp_backend.CppAttention(), "built for this CPU")
-    except BuildError as error:
-        return str(error)
+    return Selection(cpp_backend.CppAttention(), "built for this CPU")
 
 
-def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
+def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     if device.type != "cuda":
-        return "it needs a CUDA device"
+        raise BuildError("it needs a CUDA device")
     try:
         import triton
 
         from models.attention import triton_backend
     except ImportError as error:
-        return str(error)
+        raise BuildError(str(error)) from None
     if reason := triton_backend.unsupported(spec):
         return Selection(TorchAttention(), reason)
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         return Selection(TorchAttention(), why)
     if reason := missing_launcher() or refusal("triton", device):
-        return reason
+        raise BuildError(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
 
-def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection | str:
-    from models.attention.flash_backend import FlashAttention, find_flavour
-
+def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
     flavour, why = find_flavour(device)
     if flavour is None:
-        return why
-    triton = _triton(device, spec, entries)
-    fallback = triton.backend if isinstance(triton, Selection) else TorchAttention()
+        raise BuildError(why)
+    try:
+        fallback = _triton(device, spec, entries).backend
+    except BuildError:
+        fallback = TorchAttention()
     if reason := flavour.unsupported(spec) or refusal("flash", device):
         return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
 
 
-_MAKERS = {"cpp": _cpp, "triton": _triton, "flash": _flash}
+_SELECT = {"cpp": _cpp, "triton": _triton, "flash": _flash}

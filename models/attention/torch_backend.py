@@ -1,4 +1,4 @@
-"""The reference backend: PyTorch's scaled_dot_product_attention with the query group packed into rows."""
+"""The reference backend: PyTorch's scaled_dot_product_attention over packed groups of query heads."""
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,11 @@ from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 
 
 def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Who sees what: bool `[B, T, C]`, true where `0 <= slot position <= query position`, and where that is less than
-    `sliding_window` back, for models that were trained with one (Mistral 7B v0.1)."""
+    """Return the slots that each query sees, bool `[B, T, C]`: true if `0 <= slot position <= query position`.
+
+    A model that was trained with a `sliding_window` (Mistral 7B v0.1) sees only that many positions, the query's
+    included.
+    """
     slots, queries = slot_positions[:, None, :], query_positions[:, :, None]
     visible = (slots >= 0) & (slots <= queries)
     if sliding_window is not None:
@@ -20,7 +23,7 @@ def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: 
 
 
 class TorchAttention:
-    """Packs the G query heads of a KV head and the T tokens into one matmul: KV is read once, never expanded."""
+    """Attention with the G query heads of a KV head and the T tokens in a single product, so that KV is read once."""
 
     name = "torch"
 
@@ -28,9 +31,9 @@ class TorchAttention:
         return True
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
-        """An additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
+        """Return an additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
 
-        On CUDA a chunk that ends its view needs none: there the fused kernels know that mask by its shape.
+        For a chunk at the end of its view on CUDA, PyTorch's fused kernels know the mask by its shape.
         """
         n_token, n_slot = queries.shape[1], slots.positions.shape[1]
         is_chunk = n_token > MAX_BLOCK
