@@ -2,17 +2,10 @@
 
 import json
 
-import pytest
 import torch
 from programs import run
 
 from reproduce import cpu_linears
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(cpu_linears, "READ_BYTES", 2**16)
-    monkeypatch.setattr(cpu_linears, "MATRIX", 64)
 
 
 def test_a_kernel_multiplies_by_the_weight_that_it_packed():
@@ -34,5 +27,4 @@ def test_a_record_has_every_kernel_for_every_number_of_rows(tmp_path):
     names = [kernel.name for kernel in cpu_linears.at_hand()]
     order = [(part, rows, name) for part in ("layers", "head") for rows in (1, 3) for name in names]
     assert [(one["part"], one["rows"], one["kernel"]) for one in kernels] == order
-    assert all(one["ms"] > 0 for one in kernels) and "| layers | 3 | int8 x int8, this project |" in ended.out
-    assert list(ended.record["peaks"]) == ["read", "float32", "bfloat16", "int8"]
+    assert all(one["ms"] > 0 for one in kernels)

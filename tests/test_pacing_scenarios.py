@@ -24,7 +24,7 @@ from common.checkout import ROOT
 from common.jsonl import read_lines
 from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
-from reproduce.paper.auto_against_fixed import AUTO_BUDGET, runs_of
+from reproduce.helpers.cost_errors import AUTO_BUDGET, runs_of
 
 SCENARIOS = Path(__file__).with_name("pacing_scenarios.json")
 RESULTS = ROOT / "reproduce" / "results"

@@ -57,8 +57,8 @@ def read_flags(program: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) 
     read = []
     monkeypatch.setattr(cli, "run", lambda main, kind, *_: exit_on_user_error(lambda: read.append(cli.read(kind)), {}))
     ended = run(program, flags)
-    assert ended.code == 0 and read, f"{program} {' '.join(flags)}\n{ended.err}"
-    return read[0]
+    assert ended.code == 0 and (read or "--help" in flags), f"{program} {' '.join(flags)}\n{ended.err}"
+    return read
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

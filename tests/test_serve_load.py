@@ -1,4 +1,4 @@
-"""reproduce/serve_load.py: what it asks of a server, when, and what it makes of the answers."""
+"""reproduce/serve_load.py: the requests that it sends, and the figures that it makes of the answers."""
 
 import asyncio
 import http.server
@@ -14,12 +14,10 @@ from programs import Ended, run
 from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
-from reproduce.paper.columns import rows_a_round
+from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
+from reproduce.helpers.load import served as served_with
 from reproduce.helpers.prompts import stretches
-from reproduce.performance_page import page
-from reproduce.helpers.clients import Answer, Endpoint, Phase, failed, load
-from reproduce.helpers.clients import served as served_with
-from reproduce.serve_parts.figures import beside, spread, summary
+from reproduce.serve_load import spread
 
 
 def answer(asked: float, times: list[float], n_tokens: int, text: str = "", **said: dict[str, Any]) -> Answer:
@@ -47,7 +45,6 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     found = summary([Phase([LONG, BRIEF], 6.0, COUNTERS), Phase([LATE, LOST], 2.0, {})])
     assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (4, 1, 14, 8.0)
     assert found["output_tokens_per_second"] == 14 / 8 and found["requests_per_second"] == 3 / 8
-    assert found["of_each_repeat"] == [11 / 6, 3 / 2]
     assert found["ttft_ms_p50"] == 1000 and found["ttft_ms_p99"] == pytest.approx(3940)  # of 1, 1 and 4 s
     assert found["tpot_ms_p50"] == pytest.approx(1e3 * (3 / 9 + 0.5 / 2) / 2)  # the brief one has none
     assert (found["prompt_tokens"], found["reused_prompt_tokens"]) == (22, 11)
@@ -55,8 +52,6 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
     assert found["round_ms"] == 400 and found["between_share"] == 0.2
-    assert rows_a_round(found) == pytest.approx(1)  # 5 rounds of the server, 5 of requests
-    assert rows_a_round(found | {"tokens_per_round": None}) is None
 
 
 def test_a_server_that_says_nothing_of_rounds_has_times_alone():
@@ -156,10 +151,6 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     spoken = rows[5, "speculation"]
     assert spoken["tokens_per_round"] > 1 and 0 < spoken["accepted_share"] <= 1 and 0 < spoken["between_share"] < 1
     assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
-    (tmp_path / "serve_load.jsonl").write_text(out.read_text())
-    served_table = page(tmp_path).partition("## Serving")[2].partition("\n## ")[0]
-    assert served_table.count(" | 1 | 20 to 60 | 0.0 | 5 | ") == 3
-    assert "[serve_load.jsonl](" in served_table
 
 
 def test_a_conversation_goes_on_behind_what_its_row_holds(measured):

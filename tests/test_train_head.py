@@ -12,7 +12,7 @@ from engine import ModelRunner
 from kv_cache import FullKVCache
 from models.heads.loading import find_head
 from reproduce.heads import examples, training
-from reproduce.heads.recipe import Recipe
+from reproduce.heads.training import Recipe
 
 LAYERS = training.inputs_of(TINY.n_layer)
 RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, depth=3, draft_vocab_size=20)
