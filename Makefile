@@ -44,7 +44,7 @@ reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this mach
 	$(RUN) -m reproduce.tables speedups $(REPRODUCTION)/speedups.jsonl
 	$(RUN) -m reproduce.tables cost_errors $(REPRODUCTION)/cost_model.jsonl
 	$(RUN) -m reproduce.tables auto $(REPRODUCTION)/cost_model.jsonl
-	$(RUN) -m reproduce.roofline_error
+	$(RUN) -m reproduce.tables roofline
 	$(RUN) -m reproduce.plot $(REPRODUCTION)/acceptance.jsonl --y acceptance_rate
 	$(RUN) -m reproduce.plot $(REPRODUCTION)/speedups.jsonl --x B --y speedup decode_tokens_per_second
 

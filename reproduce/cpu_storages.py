@@ -14,7 +14,7 @@ keys and values of the float32 storage. Needs about 12 GB of memory at 8 rows of
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,9 +138,9 @@ def transformers_turns(session: bench.Session, model: str, n_turns: int) -> dict
     return {name: partial(next, turns(cache)) for name, cache in caches.items()}
 
 
-def peer_record(name: str, plain: Iterable[float], verified: Iterable[float], flags: Flags) -> dict[str, Any]:
+def peer_record(name: str, plain: Sequence[float], verified: Sequence[float], flags: Flags) -> dict[str, Any]:
     """Return the record of a library from its milliseconds of plain steps and of verifications, if there are any."""
-    plain_ms, verify_ms = median(plain), median(verified) if (verified := [*verified]) else None
+    plain_ms, verify_ms = median(plain), median(verified) if verified else None
     rates = {"baseline_step_ms": plain_ms, "baseline_tokens_per_second": 1e3 * flags.B / plain_ms}
     sizes = {"B": flags.B, "prefix_len": flags.prefix_len, "rows": [rates | {"verify_step_ms": verify_ms}]}
     return {"benchmark": "cpu_storages", "storage": name, **sizes, **provenance()}
@@ -183,9 +183,9 @@ def main(flags: Flags) -> None:
         without = ("verification", "temperature", "seed")
         records.append(bench.record_of("cpu_storages", session, measured, without=without))
     for name in peers:
-        plain, verified = (chain.from_iterable(turn[part] for turn in turns[name]) for part in (0, 1))
+        plain, verified = ([ms for turn in turns[name] for ms in turn[part]] for part in (0, 1))
         records.append(peer_record(name, plain, verified, flags))
-    records += [peer_record(name, chain.from_iterable(turns[name]), [], flags) for name in others]
+    records += [peer_record(name, [*chain.from_iterable(turns[name])], [], flags) for name in others]
     print(console(rows_of(records), of(COLUMNS)))
     for record in records:
         publish(flags.output.output, bench.rounded(record))

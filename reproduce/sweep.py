@@ -48,21 +48,17 @@ class Cell(NamedTuple):
     script: str
     flags: dict[str, Any]
 
-    def __str__(self) -> str:
-        return " ".join([Path(self.script).stem, *(f"{name}={value}" for name, value in self.flags.items())])
-
-    @property
-    def key(self) -> str:
-        return json.dumps([self.script, self.flags], sort_keys=True)
-
-    @property
-    def command(self) -> list[str]:
+    def words(self) -> list[str]:
+        """Return the arguments of Python that run the cell."""
         module = ["-m", self.script.removesuffix(".py").replace("/", ".")]
-        words = [sys.executable, *([self.script] if os.path.isabs(self.script) else module)]
+        words = [self.script] if os.path.isabs(self.script) else module
         for name, value in self.flags.items():
             many = [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
             words += [f"--{name}"] if value is True else many
         return words
+
+    def __str__(self) -> str:
+        return " ".join(self.words())
 
 
 def parse(text: str) -> Any:
@@ -116,7 +112,7 @@ def run_cell(cell: Cell, log: Path, timeout: float | None) -> dict[str, Any]:
     with log.open("wb") as file:
         # A session of its own: Ctrl-C reaches the sweep alone, and whatever the cell started ends with it.
         process = subprocess.Popen(
-            cell.command,
+            [sys.executable, *cell.words()],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -147,8 +143,8 @@ def main(flags: Flags) -> None:
     require_appendable(flags.output)
     sweeps = read_grid(flags.grid) if flags.grid else [(str(flags.script), {})]
     cells = make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))
-    states = {Cell(row["script"], row["flags"]).key: row["status"] for _, row in read_lines(flags.output)}
-    waiting = [cell for cell in cells if states.get(cell.key) != "ok"]
+    states = {str(Cell(row["script"], row["flags"])): row["status"] for _, row in read_lines(flags.output)}
+    waiting = [cell for cell in cells if states.get(str(cell)) != "ok"]
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
     for number, cell in enumerate(waiting, 1):
@@ -160,9 +156,9 @@ def main(flags: Flags) -> None:
             say("interrupted; the same command goes on")
             sys.exit(130)
         append_record(flags.output, row)
-        states[cell.key] = row["status"]
+        states[str(cell)] = row["status"]
         say(f"    {row['status']} in {row['seconds']} s\n{row['error'] or ''}".rstrip())
-    n_failed = sum(states[cell.key] != "ok" for cell in cells)
+    n_failed = sum(states[str(cell)] != "ok" for cell in cells)
     print(f"{len(cells) - n_failed} ok, {n_failed} failed of {len(cells)} cells in {flags.output}")
     if n_failed:
         sys.exit(1)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from tyro.conf import Positional
@@ -32,7 +33,6 @@ from reproduce.helpers.published import (
     target_name,
 )
 from reproduce.helpers.records import Record, grouped, read_records, rows_of
-from reproduce.roofline_error import ERRORS, errors_by_group
 from reproduce.spec_bench import table_rows
 
 RESULTS = ROOT / "reproduce" / "results"
@@ -48,7 +48,7 @@ class Flags:
 
 
 class Source(NamedTuple):
-    """A table, and its file in reproduce/results/, if it is made of records. is_last: it shows the last record alone."""
+    """A table, and its file in reproduce/results/ if it is made of records. is_last: shows the last record alone."""
 
     file: str | None
     table: Callable[[list[Record]], Table]
@@ -216,7 +216,16 @@ def round_costs(records: list[Record]) -> Table:
 
 
 def roofline(records: list[Record]) -> Table:
-    return errors_by_group(), ERRORS
+    """Show how far predicted speedups are off, apart for those whose acceptance was published and assumed."""
+    errors: dict[str, list[float]] = {"acceptance published": [], "acceptance assumed": []}
+    for fact in published_speedups():
+        group = "acceptance published" if is_acceptance_known(fact) else "acceptance assumed"
+        errors[group].append(abs(predict(fact) / fact["value"] - 1))
+    rows = [
+        {"group": name, "n": len(each), "median": median(each), "largest": max(each)} for name, each in errors.items()
+    ]
+    heads = [Column("group", "published speedups", **TEXT), Column("n", "number")]
+    return rows, [*heads, Column("median", "median error", ".1%"), Column("largest", "largest", ".1%")]
 
 
 def cpu_roofline(records: list[Record]) -> Table:

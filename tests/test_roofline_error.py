@@ -4,7 +4,6 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from programs import run
 
 from bench.auto.costs import tokens_per_round
 from cost_model.machines import find_machine
@@ -40,8 +39,3 @@ def test_a_speedup_is_that_of_its_gamma_or_the_best_where_none_is_named():
     by_hand = {gamma: costs.speedup(tokens_per_round(0.81, gamma), gamma) for gamma in GAMMAS}
     assert predict(fact) == by_hand[2] and predict(fact | {"gamma": None}) == max(by_hand.values())
     assert predict(fact | {"origin": "8xH100"}) != by_hand[2]
-
-
-def test_the_command_prints_every_prediction_and_the_errors():
-    ended = run("reproduce/roofline_error.py", [])
-    assert ended.code == 0 and len(ended.out.splitlines()) == 1 + 77 + 1 + 3

@@ -105,8 +105,7 @@ def test_after_ctrl_c_rows_are_kept_and_nothing_is_left_running(script: Path, tm
 
 def test_flags_become_arguments():
     cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "budgets": [64, 128], "x": -1})
-    expected = ["-m", "tests.selfspec_benchmark", "--B=8", "--benchmark", "--budgets", "64", "128", "--x=-1"]
-    assert cell.command[1:] == expected
+    assert str(cell) == "-m tests.selfspec_benchmark --B=8 --benchmark --budgets 64 128 --x=-1"
 
 
 def test_benchmarks_that_sample_decode_one_text_in_all_cells():
@@ -143,7 +142,7 @@ def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
 @pytest.mark.parametrize("grid", sorted((ROOT / "reproduce/grids").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_grids_name_scripts_that_are_there(grid: Path):
     cells = make_cells(read_grid(str(grid)), {})
-    assert len({cell.key for cell in cells}) == len(cells) > 0
+    assert len({*map(str, cells)}) == len(cells) > 0
     assert all((ROOT / cell.script).is_file() for cell in cells)
 
 
