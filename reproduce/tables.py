@@ -106,13 +106,6 @@ def published_ratios(records: list[Record]) -> Table:
                  Column(prediction_text, ""))  # fmt: skip
 
 
-def published_acceptance(records: list[Record]) -> Table:
-    models = [Column(target_name, "target", **TEXT), Column(draft_name, "draft", **TEXT)]
-    return pivot(
-        published()["acceptance"], [*models, COLUMNS["draft_budget"]], "prefix_len", Column("value", "", ".2f")
-    )
-
-
 # The cost model.
 def cost_errors_table(records: list[Record]) -> Table:
     errors = [Column("runs", "runs"), Column("median_error", "median error", ".1%")]
@@ -140,12 +133,6 @@ def cpu_storages(records: list[Record]) -> Table:
     lines = [record | record["rows"][0] for record in records]
     columns = of("storage draft_weights plain_ms verify_ratio draft_ratio plain_rate rate speedup wall_speedup")
     return lines, [*columns, Column(lambda row: row["rows"][-1].get("speedup"), "speedup, sampled", speedup_text)]
-
-
-def cpu_peers(records: list[Record]) -> Table:
-    names = dict.fromkeys(key for record in records for key in record if key.startswith("step_ms: "))
-    times = [Column(name, f"{name.removeprefix('step_ms: ')}, ms", ".1f", "-") for name in names]
-    return records, [*of("prefix_len B"), *times]
 
 
 def cpu_linears(records: list[Record]) -> Table:
@@ -228,12 +215,6 @@ def roofline(records: list[Record]) -> Table:
     return rows, [*heads, Column("median", "median error", ".1%"), Column("largest", "largest", ".1%")]
 
 
-def cpu_roofline(records: list[Record]) -> Table:
-    errors = Column(lambda row: row["predicted_ms"] / row["measured_ms"] - 1, "error", "+.0%")
-    rows = [row | {"text": f"{row['B']} x {row['prefix_len']}"} for row in records[-1]["rows"]]
-    return pivot(rows, [Column("cost", "cost", **TEXT)], "text", errors)
-
-
 TABLES = {
     "speedups": Source("speedups.jsonl", speedups),
     "acceptance": Source("acceptance.jsonl", acceptance),
@@ -242,13 +223,10 @@ TABLES = {
     ),
     "published_figure_6": Source(None, lambda _: published_table(published()["figure_6"])),
     "published_ratios": Source(None, published_ratios),
-    "published_acceptance": Source(None, published_acceptance),
     "roofline": Source(None, roofline),
-    "cpu_roofline": Source("roofline.jsonl", cpu_roofline, is_last=True),
     "cost_errors": Source("cost_model.jsonl", cost_errors_table),
     "auto": Source("cost_model.jsonl", auto),
     "cpu_storages": Source("cpu_storages.jsonl", cpu_storages),
-    "cpu_peers": Source("cpu_peers.jsonl", cpu_peers),
     "cpu_linears": Source("cpu_linears.jsonl", cpu_linears, is_last=True),
     "prompt_sets": Source("spec_bench.jsonl", prompt_sets),
     "drafters": Source("drafters.jsonl", drafters),
