@@ -4,7 +4,6 @@ import asyncio
 import http.server
 import json
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,3 @@ def test_servers_that_are_not_there_are_told_of():
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
     with pytest.raises(ConfigError, match="seen:     --no_such_flag"), served_with(["--no_such_flag"]):
         pass
-
-
-def test_time_between_rounds_is_not_time_without_requests(served: Served):
-    time.sleep(0.5)
-    before = served.metrics()
-    served.generate("of time", max_new_tokens=20)
-    served.generate("and of more of it", max_new_tokens=20)
-    grown = {name: value - before[name] for name, value in served.metrics().items() if name in before}
-    assert grown["foretoken_rounds_total"] >= 10 and grown["foretoken_round_seconds_total"] > 0
-    assert 0 < grown["foretoken_between_seconds_total"] < 0.3

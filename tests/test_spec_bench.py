@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 from programs import Ended, run
-from published_heads import medusa_tensors, save_head
 
 from bench import passes
 from engine.counts import acceptance_standard_error, total
-from models import ModelConfig
 from reproduce.spec_bench import table_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
@@ -169,14 +167,6 @@ def test_a_draft_model_drafts_beside_the_others(bench, talking: Path) -> None:
     options = [(row["max_ngram"], row["draft_policy"]) for row in (ngram, model)]
     assert options == [(2, None), (None, "full")]
     assert model["acceptance_rate"] == 1.0 and model["identical_sequences"] == model["sequences"] == 2
-
-
-def test_a_head_drafts_beside_the_others(bench, talking: Path, tmp_path: Path) -> None:
-    tensors = medusa_tensors(ModelConfig.from_json(talking / "config.json"))
-    path = save_head(tmp_path / "heads", tensors, {"medusa_num_layers": 2}, "medusa_lm_head.pt")
-    ngram, head = bench(f"--categories letters --drafters ngram medusa:{path}").record["rows"]
-    assert head["drafter"] == f"medusa:{path}" and head["draft_model"] == "heads" and ngram["draft_model"] is None
-    assert head["drafted"] > 0 and head["identical_sequences"] == head["sequences"] == 2
 
 
 def record(category: str, drafter: str, accepted: int, seconds: float, **other: Any) -> dict[str, Any]:
