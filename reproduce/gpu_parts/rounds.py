@@ -1,4 +1,4 @@
-"""Measures rounds of tests/selfspec_benchmark.py: step times, kernels, the time between kernels, and memory."""
+"""Measure rounds of tests/selfspec_benchmark.py: step times, kernels, the time between kernels, and memory."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Times kernels beside a copy, or beside plain layers, on the same device."""
+"""Time kernels beside a copy, or beside plain layers, on the same device."""
 
 import itertools
 from collections.abc import Callable, Sequence
