@@ -33,7 +33,7 @@ from reproduce.helpers.prompts import KINDS, needles
 TEXTS = ("greedy", "sampled", "book")
 GREEDY, USUAL = Sampling(), ComparedSampling(temperature=0.6)
 BUDGETED = {name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
-OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
+OPTIONS = {option.name for kind in policies().values() for option in fields(kind)}
 # Settings that differ between rows.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
@@ -64,7 +64,7 @@ class Flags:
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
         self.target.require_trained("random weights have no acceptance")
-        unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
+        unlike = [x.name for x in fields(Sampling) if getattr(self.sampling, x.name) != getattr(USUAL, x.name)]
         if unlike and "sampled" not in self.texts:
             note_without_effect(unlike, "only sampled text is sampled, which is not among the texts")
         if self.sampling.temperature == 0 and "sampled" in self.texts:
@@ -73,12 +73,12 @@ class Flags:
 
     def drafts(self) -> list[DrafterConfig]:
         # By default this machine's fastest weights, on which acceptance should not depend.
-        own = {"draft_weights": self.draft.draft_weights or "same"}
-        own |= {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        shared = {"draft_weights": self.draft.draft_weights or "same"}
+        shared |= {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
         pairs = itertools.product([policy for policy in self.policies if policy in BUDGETED], self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": policy} for policy in self.policies if policy not in BUDGETED]
-        return self.draft.variants(*(own | {"gamma": self.gamma} | one for one in chosen))
+        return self.draft.variants(*(shared | {"gamma": self.gamma} | options for options in chosen))
 
 
 def main(flags: Flags) -> None:
@@ -92,8 +92,8 @@ def main(flags: Flags) -> None:
     needle_texts = [text for text in flags.texts if text in KINDS]  # they replace the prefilled prompts
     pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
     for draft, text in pairs + [(draft, text) for text in needle_texts for draft in drafts]:
-        own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
-        rows.append(bench.rounded(_row(own, text)))
+        variant = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
+        rows.append(bench.rounded(_row(variant, text)))
         kept = " ".join(str(rows[-1][name]) for name in ("draft_policy", "draft_budget") if rows[-1][name])
         say(f"{kept}, {text}: {acceptance_text(rows[-1])}")
     say(console(rows, of("draft_policy draft_budget text acceptance verified mean_accepted_length distinct_4grams")))

@@ -170,9 +170,9 @@ def main(flags: Flags) -> None:
         seconds = {name: bench.prefill(session) for name, session in sessions.items()}
         for (name, session), (kind, sampling) in product(sessions.items(), SAMPLINGS.items()):
             plain = Contender(f"{name}, {kind}, plain", session.variant(draft=None, sampling=sampling))
-            own = session.variant(sampling=sampling)
-            options = {"draft_budget": own.draft.policy.budget, "gamma": own.draft.gamma}
-            contenders[name, kind] = Contender(f"{name}, {kind}", own, plain, own.drafters(), options)
+            drafting = session.variant(sampling=sampling)
+            options = {"draft_budget": drafting.draft.policy.budget, "gamma": drafting.draft.gamma}
+            contenders[name, kind] = Contender(f"{name}, {kind}", drafting, plain, drafting.drafters(), options)
             runs |= {contender.name: contender.run for contender in (plain, contenders[name, kind])}
         others = transformers_turns(sessions["float32"], flags.model, flags.turns) if flags.transformers else {}
         turns = in_turns(runs | others, flags.turns)

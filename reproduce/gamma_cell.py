@@ -73,8 +73,8 @@ def main(flags: Flags) -> None:
     prefill_seconds = bench.prefill(session)
     contenders = [plain := Contender("plain", session.variant(draft=None))]
     for (name, options), draft in zip(chosen.items(), drafts, strict=True):
-        own = session.variant(draft=draft)
-        contenders.append(Contender(name, own, plain, own.drafters(), options))
+        drafting = session.variant(draft=draft)
+        contenders.append(Contender(name, drafting, plain, drafting.drafters(), options))
     for contender in contenders:
         bench.warm_up(contender.session, contender.drafters)
     in_turns({contender.name: contender.run for contender in contenders}, flags.repeats)

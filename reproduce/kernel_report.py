@@ -35,8 +35,8 @@ def main(flags: Output) -> None:
         for variant, launch in variants(arch):
             kernels.append(compile_launch(variant, launch, arch))
             say(f"compiled {variant} for sm_{arch}")
-    most_shared = {f"sm_{arch}": max(one["shared"] for one in kernels if one["arch"] == arch) for arch in SHARED_LIMIT}
-    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(one["registers"] for one in kernels)
+    most_shared = {f"sm_{arch}": max(x["shared"] for x in kernels if x["arch"] == arch) for arch in SHARED_LIMIT}
+    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(x["registers"] for x in kernels)
     record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
     record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
     summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"

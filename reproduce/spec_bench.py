@@ -100,15 +100,17 @@ class Flags(Drafters):
 def _chosen(name: str) -> dict[str, Any]:
     """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
     what, at, length = name.rpartition("@")
-    own = {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
-    head, _, path = (what if at and own else name).partition(":")
+    schedule = (
+        {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
+    )
+    head, _, path = (what if at and schedule else name).partition(":")
     *texts, kind = head.split("+")
     behind = "draft_model" if kind in WITH_MODEL else "draft_policy"
     is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
     is_known &= kind in WITH_MODEL or not path or (kind == "self" and path in policies())
     if is_known and set(texts) <= TEXTS.keys():
         given = {"draft": kind, behind: path, "text_drafts": tuple(texts)}
-        return {name: value for name, value in given.items() if value} | own
+        return {name: value for name, value in given.items() if value} | schedule
     required = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
@@ -127,10 +129,10 @@ def open_session(
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
     """Return a prompt as long as that of the last turn, behind the longest possible answers."""
-    said = [{"role": "user", "content": turn} for turn in prompt.turns]
+    turns = [{"role": "user", "content": turn} for turn in prompt.turns]
     empty = {"role": "assistant", "content": ""}
-    ids = template.encode([*chain.from_iterable((turn, empty) for turn in said[:-1]), said[-1]])
-    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(said) - 1))
+    ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
+    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(turns) - 1))
 
 
 def converse(
@@ -155,13 +157,13 @@ def converse(
             seen: dict[str, bench.Decoded] = {}
             turned = turned[::-1]
             for draft in [*turned, *(draft for draft in batches if draft not in drafters)]:
-                own = replace(sessions[draft], prompts=prompts, numbered_from=first)
+                session = replace(sessions[draft], prompts=prompts, numbered_from=first)
                 drafter = drafters.get(draft)
                 if drafter is None and draft != PLAIN:
-                    drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
-                seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
+                    drafter = session.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
+                seen[draft] = bench.decode(session, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
-                parts.append(counted(seen[PLAIN], seen[draft], own.sampling.reproducible))
+                parts.append(counted(seen[PLAIN], seen[draft], session.sampling.reproducible))
                 for row, counts in zip(rows, seen[draft].stats.rows, strict=True):
                     each[draft][row].append(counts)
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
@@ -227,14 +229,14 @@ def measure(
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
     settings = {name: bench.settings_record(sessions[name]) for name in configs}
-    own = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
+    options_of = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
     drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     for category, prompts in categories.items():
         found = converse(sessions, drafters, template, prompts)
         measured = {"prompts": flags.prompts or PROMPTS, "B": flags.B, "category": category}
-        measured |= {"conversations": len(prompts), "rows": [own[name] | row for name, row in found.items()]}
+        measured |= {"conversations": len(prompts), "rows": [options_of[name] | row for name, row in found.items()]}
         record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), options)
         append_record(flags.output.output, record)
         yield record

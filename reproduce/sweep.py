@@ -85,7 +85,7 @@ def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
     try:
         sweeps = tomllib.loads(Path(path).read_text())["sweep"]
         fixed = [{name: [value] for name, value in sweep.get("flags", {}).items()} for sweep in sweeps]
-        return [(sweep["script"], own | sweep.get("axes", {})) for sweep, own in zip(sweeps, fixed, strict=True)]
+        return [(sweep["script"], ranges | sweep.get("axes", {})) for sweep, ranges in zip(sweeps, fixed, strict=True)]
     except (OSError, ValueError, KeyError) as error:
         required = 'tables [[sweep]] with script = "...", flags and axes'
         raise ConfigError("the grid cannot be read", path, error, required, "see grids/example.toml") from None
@@ -97,9 +97,9 @@ def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[
     cells decode one text."""
     cells, known = [], {name for _, ranges in sweeps for name in ranges}
     for script, ranges in sweeps:
-        own = {**ranges, **{name: values for name, values in given.items() if name in ranges or name not in known}}
-        for point in product(*own.values()):
-            flags = {name: value for name, value in zip(own, point, strict=True) if value is not False}
+        values = {**ranges, **{name: each for name, each in given.items() if name in ranges or name not in known}}
+        for point in product(*values.values()):
+            flags = {name: value for name, value in zip(values, point, strict=True) if value is not False}
             if script.endswith("_benchmark.py") and flags.get("temperature"):
                 flags = {"verification": "coupled"} | flags
             cells.append(Cell(script, flags))

@@ -126,9 +126,9 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=ComparedSampling(temperature))
             stats = session.generate(session.drafter()).stats
-            own = {"draft": draft.name, "temperature": temperature, "verification": session.sampling.mode}
-            own |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
-            rows.append(own | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
+            row = {"draft": draft.name, "temperature": temperature, "verification": session.sampling.mode}
+            row |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
+            rows.append(row | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
     return rows
 
 

@@ -129,7 +129,7 @@ def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path: Path):
     # A shell's background jobs ignore it, and so would what they start.
     heeded = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     (tmp_path / "torch.py").write_text(heeded + "os.kill(os.getpid(), signal.SIGINT)\n")
-    for program in ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py", "reproduce/gpu.py"):
+    for program in ("convert_hf_checkpoint.py", "tests/selfspec_benchmark.py"):
         assert python(ROOT / program, PYTHONPATH=str(tmp_path)) == Ended(130, "", "interrupted\n")
 
 

@@ -48,11 +48,12 @@ CACHES = {
 }
 
 
-def problem_of(one: Record) -> str | None:
+def problem_of(kernel: Record) -> str | None:
     """Return what is wrong with a compiled kernel: spilled registers, or too much shared memory. None if it is good."""
-    most, spilled = SHARED_LIMIT[one["arch"]], one["spill_stores"] + one["spill_loads"]
-    said = f"sm_{one['arch']}, {one['variant']}: {one['shared']} bytes of shared memory of {most}, {spilled} spilled"
-    return said if spilled or one["shared"] > most else None
+    most, spilled = SHARED_LIMIT[kernel["arch"]], kernel["spill_stores"] + kernel["spill_loads"]
+    memory = f"{kernel['shared']} bytes of shared memory of {most}, {spilled} spilled"
+    text = f"sm_{kernel['arch']}, {kernel['variant']}: {memory}"
+    return text if spilled or kernel["shared"] > most else None
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
@@ -96,7 +97,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
             if cache == IN_4_BITS and entries != dtype:
                 continue  # the ring beside the codes is stored as any other
             each = launches(dtype, entries, head_dim, n_row, cache)
-            splits = [one for one in each if one.kernel is split_kv]
+            splits = [launch for launch in each if launch.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", splits[-1]
         if merge is not None:
@@ -117,10 +118,10 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     positions = empty(BATCH, dtype=torch.int64)
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
-        own, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
+        cache, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
         choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
         shares = empty(BATCH, 4, N_KV_HEAD, n_slot // NOTED)
-        launch = plan_choice(own, 0, full, 0, shares, choice)
+        launch = plan_choice(cache, 0, full, 0, shares, choice)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
@@ -142,8 +143,8 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
         knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-    said = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
-    said |= {"spill_loads": r"(\d+) bytes spill loads"}
-    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in said.items()}
+    patterns = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
+    patterns |= {"spill_loads": r"(\d+) bytes spill loads"}
+    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in patterns.items()}
     sizes = {"shared": compiled.metadata.shared, "threads": 32 * launch.num_warps}
     return {"variant": variant, "arch": arch, **found, **sizes}

@@ -26,9 +26,9 @@ def test(name: str, which: str, file: str = "gpu_correctness", run: str = "check
 
 
 def rounds(name: str, size: str, more: str, shows: str = "", **estimates: float) -> Step:
-    shown = {"B": None, "round_ms": None, **dict.fromkeys(shows.split()), "gap_percent": None, "peak_over_plan": 1}
+    figures = {"B": None, "round_ms": None, **dict.fromkeys(shows.split()), "gap_percent": None, "peak_over_plan": 1}
     words, quick = {"words": f"{size} {more} --compile"}, {"words": f"{QUICK} {more}"}
-    return Step(name, "rounds.measure", words, quick, shown | estimates)
+    return Step(name, "rounds.measure", words, quick, figures | estimates)
 
 
 def bandwidth(backend: str, most: float, needs: str, name: str = "", **more: Any) -> Step:

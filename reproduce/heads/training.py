@@ -55,7 +55,7 @@ def inputs_of(n_layer: int) -> tuple[int, ...]:
 def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
     """Return `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. They begin with the
     target's weights: EAGLE as its last layer behind the last of the inputs, Medusa heads as its output layer."""
-    config, own = target.config, target.layers[-1]
+    config, last_layer = target.config, target.layers[-1]
     one_layer = replace(config, n_layer=1, tie_embeddings=False)
     shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), own_embedding=False)
     eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
@@ -63,10 +63,10 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
     with torch.no_grad():
         first, eye = eagle.body.layers[0], torch.eye(config.dim)
         eagle.fc.weight.copy_(torch.cat([0 * eye] * (len(shape.inputs_of) - 1) + [eye], dim=1))
-        first.attention.wqkv.weight.copy_(torch.cat([plain(own.attention.wqkv)] * 2, dim=1) / 2)
+        first.attention.wqkv.weight.copy_(torch.cat([plain(last_layer.attention.wqkv)] * 2, dim=1) / 2)
         for name in ("attention_norm", "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2"):
-            first.get_submodule(name).weight.copy_(plain(own.get_submodule(name)))
-        first.hidden_norm.weight.copy_(own.attention_norm.weight)
+            first.get_submodule(name).weight.copy_(plain(last_layer.get_submodule(name)))
+        first.hidden_norm.weight.copy_(last_layer.attention_norm.weight)
         eagle.body.norm.weight.copy_(target.norm.weight)
         eagle.body.output.weight.copy_(output_rows(target, known))
         for parameter in medusa.parameters():
@@ -88,7 +88,7 @@ def output_rows(target: Transformer, ids: Tensor) -> Tensor:
 
 class Unrolled(BlockAlone, TorchAttention):
     """Cache and attention of a one-layer head that goes on from its own states, step by step: row i of the first step
-    sees the first i rows and itself, in later ones beside those its own entries of the steps before, as when drafting
+    sees the first i rows and itself, and in later steps also its entries of the steps before, as when drafting
     (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""
 
     in_order = block_ends_view = False
@@ -105,8 +105,8 @@ class Unrolled(BlockAlone, TorchAttention):
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor:
         n = queries.shape[1]
-        own = torch.eye(n, dtype=torch.bool, device=queries.device)
-        visible = torch.cat([torch.ones_like(own).tril(), *[own] * len(self._written)], dim=1)
+        diagonal = torch.eye(n, dtype=torch.bool, device=queries.device)
+        visible = torch.cat([torch.ones_like(diagonal).tril(), *[diagonal] * len(self._written)], dim=1)
         return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[None, None]
 
 
@@ -207,9 +207,14 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
 
 def save_heads(heads: nn.ModuleDict, folder: Path, target: Mapping[str, Any]) -> None:
     """Write heads in their published formats, each in a folder. target: the values of the target's config.json."""
-    own = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
+    single = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
     shape = heads["eagle"].shape
-    eagle = {**target, **own, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.draft_vocab_size}
+    eagle = {
+        **target,
+        **single,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": shape.draft_vocab_size,
+    }
     eagle["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
     medusa = {"medusa_num_heads": len(heads["medusa"]), "medusa_num_layers": heads["medusa"].shape.n_layer}
     for name, file, config in (("eagle", "model", eagle), ("medusa", "medusa_lm_head", medusa)):

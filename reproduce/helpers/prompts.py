@@ -8,7 +8,7 @@ from common.errors import ConfigError, DataError, flag
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
 QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
 KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lotus maple nectar opal pearl"
-# Of each kind: facts that are told, and those of them that are asked for (RULER's single, and multi-key and -query).
+# Of each kind: facts in the text, and facts that the question is about (RULER's single, and multi-key and -query).
 KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
 # Where facts lie, in parts of the text: early, so that no recent window has them.
 EARLIEST, LATEST = 0.05, 0.5
@@ -34,12 +34,12 @@ def needles(
     """Prompts of the texts' lengths, in which facts and a question stand in place of some of the text; and the right
     answers, cut to the shortest of these, or to `n_answer` tokens. Errors: ConfigError for a text without room."""
     rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
-    n_told, n_asked = KINDS[kind]
+    n_fact, n_question = KINDS[kind]
     for text in texts:
-        told = {key: f"{rng.getrandbits(64):016x}" for key in rng.sample(KEYS.split(), n_told)}
-        asked = rng.sample(list(told), n_asked)
-        facts = [encode("\n" + NEEDLE.format(key=key, value=value)) for key, value in told.items()]
-        question = encode(QUESTION.format(keys=" and ".join(asked)))
+        values = {key: f"{rng.getrandbits(64):016x}" for key in rng.sample(KEYS.split(), n_fact)}
+        keys = rng.sample(list(values), n_question)
+        facts = [encode("\n" + NEEDLE.format(key=key, value=value)) for key, value in values.items()]
+        question = encode(QUESTION.format(keys=" and ".join(keys)))
         n_left = len(text) - sum(map(len, facts)) - len(question)
         if n_left < len(text) // 2:
             what, fix = "a prompt has no room for facts and a question", "raise --prefix_len, or leave out these texts"
@@ -50,6 +50,6 @@ def needles(
             prompt += [*text[last:place], *fact]
             last = place
         prompts.append([*prompt, *text[last:n_left], *question])
-        answers.append(encode(", ".join(f"{key}: {told[key]}" for key in asked) + "."))
+        answers.append(encode(", ".join(f"{key}: {values[key]}" for key in keys) + "."))
     shortest = min(n_answer, *map(len, answers))
     return prompts, [answer[:shortest] for answer in answers]

@@ -40,8 +40,8 @@ def published_speedups() -> list[Record]:
 def target_name(record: Record) -> str:
     """Return the published name of the record's model, or the model's name if it is not a published model."""
     model = str(record.get("model"))
-    own, names = model.rpartition("/")[2].casefold(), published()["checkpoint_names"].items()
-    return next((name for name, known in names if own in map(str.casefold, (name, *known))), model)
+    name_of_file, names = model.rpartition("/")[2].casefold(), published()["checkpoint_names"].items()
+    return next((name for name, known in names if name_of_file in map(str.casefold, (name, *known))), model)
 
 
 def draft_name(record: Record) -> str:
@@ -88,10 +88,10 @@ def predict(fact: Record) -> float:
 def is_acceptance_known(fact: Record) -> bool:
     """Return whether acceptance was published for that pair of models and context."""
     known = by_pair(published()["acceptance"]).get((target_name(fact), draft_name(fact)), [])
-    return any(same_context(one["prefix_len"], fact["prefix_len"]) for one in known)
+    return any(same_context(rate["prefix_len"], fact["prefix_len"]) for rate in known)
 
 
 def alpha_of(fact: Record) -> float:
     """Return the acceptance published for that context, of whatever models, interpolated between contexts."""
-    by_context = sorted((one["prefix_len"], one["value"]) for one in published()["acceptance"])
+    by_context = sorted((rate["prefix_len"], rate["value"]) for rate in published()["acceptance"])
     return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))
