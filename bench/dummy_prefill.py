@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner import ModelRunner, Prefilled
+from engine.runner import ModelRunner
 from kv_cache import KVCache
+from kv_cache.base import Prefilled
 from models.llama import logits_dtype
 
 
@@ -19,7 +20,7 @@ def fill_with_noise(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> No
         cache.reset_row(row)
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
         logits = torch.randn(model.config.vocab_size, device=cache.device, dtype=dtype)
-        cache.notes[row] = Prefilled(model, tuple(prompt), logits, None)
+        cache.prefilled[row] = Prefilled(model, tuple(prompt), logits, None)
 
 
 def randomise(cache: KVCache) -> None:

@@ -18,7 +18,9 @@ from common.launch import missing_launcher
 from common.process import local_world_size
 from engine.noise import blocks_per_pass
 from engine.runner import captured_sizes, prefill_chunk_of
-from kv_cache import FullKVCache, KVCache, QuantizedKVCache, VerifyTopKCache
+from kv_cache import FullKVCache, KVCache
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import RefreshedKVCache
 from models import ModelConfig
 from models.heads.loading import HeadSource
 from models.packed_linear import can_pack
@@ -179,7 +181,7 @@ def plan_memory(plan: Plan, target: Footprint, *drafts: Footprint) -> MemoryPlan
     inner = plan.draft.inner.gamma + 1 if plan.draft and plan.draft.inner else 0  # which the draft verifies
     dequantized = max([target.dequantized(block), *(one.dequantized(max(DRAFT_BLOCK, inner)) for one in drafts)])
     caches = [cache for one in drafts for cache in one.caches]
-    choosing = [cache for cache in caches if isinstance(cache, VerifyTopKCache)]
+    choosing = [cache for cache in caches if isinstance(cache, RefreshedKVCache)]
     if choosing:  # one layer's keys, in order or copied with its values, and scores as above
         keys = max(capacity * config.n_kv_head * config.head_dim * itemsize, target.dequantized(block))
         # Or keys and values that are chosen and new keys, thrice or on their way elsewhere, and what chose them.

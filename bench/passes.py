@@ -19,6 +19,7 @@ from engine.contention import Usage, usage_so_far
 from engine.counts import Counts, total
 from engine.decoding import GenerateOutput, Generation, Phase
 from engine.drafters import Drafter
+from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, captured_sizes
@@ -131,7 +132,7 @@ def prefill(session: Session) -> float:
     started = time.perf_counter()
     with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            for n_tokens in runner.prefilling(row, prompt)[1]:
+            for n_tokens in runner.start_prefill(row, prompt)[1]:
                 bar.update(n_tokens)
     synchronize(runner.device)
     return max(session.processes.gathered(time.perf_counter() - started))
@@ -156,7 +157,8 @@ def decode_in_turns(
     """Return a pass for each pacing, by its name, decoded in turns (see `take_turns` and `decode`)."""
     session.processes.gathered(None)
     for one in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
-        one.inner_counts()  # those of what ran before
+        if isinstance(one, Speculated):
+            one.inner_counts()  # those of what ran before
     with ExitStack() as shown:
         passes = {
             name: session.generation(pacing=pacing, phase=phase, progress=shown.enter_context(watch(session, name)))
@@ -209,7 +211,7 @@ def _joined(
 ) -> Decoded:
     """Return what all replicas decoded in a pass."""
     output = generation.output
-    inner = [counts for one in pacing.drafters if (counts := one.inner_counts())]
+    inner = [one.inner_counts() for one in pacing.drafters if isinstance(one, Speculated)]
     own = output, phase.seconds if isinstance(phase, PhaseTimer) else {}, inner
     each, seconds, inners = zip(*session.of_replicas(own), strict=True)
     of_rows = ("tokens", "finish_reasons", "errors")

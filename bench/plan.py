@@ -274,7 +274,7 @@ def _rank_groups(
     if config.ranks is None:
         require_single_process()
         return (LEADER,), (LEADER,)
-    group = check_rank_group(config.ranks.rank_group, n_ranks, config.n_replicas)
+    group = check_rank_group(config.ranks.rank_group, n_ranks)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
     inner = config.draft.inner if config.draft else None
     drafting = inner or config.draft

@@ -217,7 +217,7 @@ def resolve_draft(draft: DrafterConfig, prefix_len: int, gen_len: int) -> Resolv
         policy.check()
     narrowest = min(each, key=lambda policy: policy.room)
     gamma = min(AUTO_GAMMA, narrowest.room - 1) if auto_gamma else int(draft.gamma)
-    check_gamma(gamma, narrowest.room, narrowest.for_block(gamma + 1))
+    check_gamma(gamma, narrowest.room)
     length = prefix_len + gen_len + gamma + 1
     each.sort(key=lambda policy: -policy.entries(length))
     return ResolvedDraft(draft, gamma, auto_gamma, tuple(each), tuple(policy.entries(length) for policy in each))

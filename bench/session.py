@@ -154,9 +154,9 @@ class Session(Plan):
     def narrowed(self, n_rows: int, length: int) -> Session:
         """The same model over the first rows and slots of the cache, as if it had no others; its entries are gone."""
         own = self.runner
-        own.cache.notes.clear()
+        own.cache.prefilled.clear()
         cache = own.cache.view(slice(0, n_rows), length)
-        cache.capacity, cache.notes = cache.positions.shape[1], {}
+        cache.capacity, cache.prefilled = cache.positions.shape[1], {}
         runner = ModelRunner(own.model, cache, ranks=own.ranks, new_graphs=own.new_graphs)
         return replace(self, runner=runner, n_rows=n_rows, capacity=length)
 

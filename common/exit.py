@@ -1,4 +1,4 @@
-"""How a program ends: what a user can cause becomes an exit code, and nobody has to read its output to the end."""
+"""How a program ends: user errors become an exit code, and a reader of its output may leave early."""
 
 import io
 import os
@@ -8,13 +8,13 @@ from contextlib import contextmanager, suppress
 
 from common.errors import UserError
 
-# What a shell says of a program that SIGPIPE ended: 128 + 13.
+# The code of a program that SIGPIPE ended: 128 + 13.
 UNREAD_CODE = 141
 
 
 def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
-    """Run a program's `main`; a `UserError` becomes one message on stderr, with `flags` for names of fields that are
-    not the program's, and exit code 2."""
+    """Run a program's `main`; a `UserError` becomes one message on stderr and exit code 2. flags: this program's names
+    of fields."""
     try:
         with readers_may_leave():
             main()
@@ -25,8 +25,8 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """A program that cannot go on because a reader of its output left ends quietly, with UNREAD_CODE. What stdout's
-    encoding does not have is escaped, as on stderr."""
+    """End the program quietly, with UNREAD_CODE, when a reader of its output leaves. Characters that stdout's encoding
+    lacks are escaped, as on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -39,6 +39,6 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Say it on stderr, if anybody still reads there."""
+    """Print to stderr, if anybody still reads there."""
     with suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Files of JSON lines: records appended to them, and read from them."""
+"""Files of JSON lines: append records, and read them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from common.say import say
 
 
 def require_appendable(path: str | None, field: str = "output") -> None:
-    """Raise ConfigError unless a record can be appended to `path`: found out before a run, not after it."""
+    """Raise ConfigError unless a record can be appended to `path`; called before a run, not after it."""
     if path is None:
         return
     if os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK):
@@ -28,8 +28,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append one JSON line and force it to disk. What is there stays: behind a last line that a killed run left
-    unfinished, a new one begins. Errors: ConfigError, whatever the system's reason."""
+    """Append one JSON line and force it to disk; begin a new line behind one that a killed run left unfinished.
+    Errors: ConfigError for any error of the system."""
     if path is None:
         return
     try:
@@ -48,7 +48,7 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record of a run that goes on where that fails: then it is printed, the error said once and put off."""
+    """Append a record of a run that goes on if that fails: the record is printed, and the error put off."""
     try:
         append_record(path, record)
     except UserError as error:
@@ -62,9 +62,9 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 def publish(
     path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = (), for_people: bool = False
 ) -> None:
-    """Print the texts and last the record, and append it to `path`: either is done where the other fails. for_people: a
-    terminal is not shown a record that has no `path`. Errors: ConfigError of what was not appended, or the first that a
-    run `put_off`; OSError of what was not printed."""
+    """Print the texts and last the record, and append it to `path`, each even if the other fails. for_people: print no
+    record without a `path` to a terminal. Errors: ConfigError if it was not appended, or the first error that the run
+    `put_off`; OSError if it was not printed."""
     is_hidden = for_people and path is None and sys.stdout.isatty()
     try:
         for line in (*texts, *([] if is_hidden else [json.dumps(record)])):
@@ -75,19 +75,19 @@ def publish(
         raise put_off[0]
 
 
-# The strings of a line, the last of which may have no end.
+# The strings of a line; the last may have no end.
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether it is the beginning of a JSON object whose writer was ended: one that is not closed again."""
+    """Return whether a line is the beginning of a JSON object whose writer was killed."""
     brackets = _STRINGS.sub(b"", line)
     return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """The file's JSON values, each with the number of its line: none of a file that is not there, nor of an empty line
-    or a torn one; a damaged one is its text."""
+    """Yield a file's JSON values with the numbers of their lines. A missing file and empty or torn lines yield nothing;
+    a damaged line yields its text."""
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""What torchrun says of this process: its rank, and how many there are."""
+"""The rank that torchrun gave this process, and how many processes there are."""
 
 import os
 from functools import partial
@@ -11,13 +11,13 @@ def _said(name: str, alone: int) -> int:
 
 
 own_rank = partial(_said, "RANK", LEADER)
-# How many processes torchrun started.
+# The number of processes that torchrun started.
 world_size = partial(_said, "WORLD_SIZE", 1)
-# This process's number among those of its machine, and how many these are.
+# This process's number on its machine, and how many run there.
 local_rank = partial(_said, "LOCAL_RANK", 0)
 local_world_size = partial(_said, "LOCAL_WORLD_SIZE", 1)
 
 
 def is_leader() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Return whether this is the process that speaks for all."""
     return own_rank() == LEADER

@@ -30,8 +30,8 @@ def _cpu_name() -> str:
 
 
 def git_commit() -> str | None:
-    """HEAD, marked `-dirty` if tracked files differ from it or there is Python that is not tracked, such as a policy of
-    one's own; None outside a git checkout."""
+    """Return HEAD, marked `-dirty` if tracked files differ from it or there are untracked Python files; None outside a
+    git checkout."""
 
     def said(*command: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()

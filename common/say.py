@@ -1,4 +1,4 @@
-"""What a run says while it goes on."""
+"""Progress and remarks of a run."""
 
 import sys
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from common.process import is_leader
 
 
 def say(message: str) -> None:
-    """Progress and remarks go to stderr, from one rank: stdout is for results, its last line for the record."""
+    """Print to stderr, on the leader only: stdout is for results, its last line for the record."""
     if is_leader():
         print(message, file=sys.stderr, flush=True)
 

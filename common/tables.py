@@ -1,4 +1,4 @@
-"""Tables: a column is described once, and drawn for the console or in Markdown."""
+"""Tables, drawn for the console or in Markdown from columns that are described once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ class Column:
 
 
 def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
-    """A line of heads and a line for each row, in columns that are as wide as what is in them."""
+    """Return a line of heads and a line for each row, in columns as wide as their longest cell."""
     lines = _lines(rows, columns)
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    shown = (
+    drawn = (
         "  ".join(f"{cell:{column.align}{width}}" for cell, column, width in zip(line, columns, widths, strict=True))
         for line in lines
     )
-    return "\n".join(f"{indent}{line}".rstrip() for line in shown)
+    return "\n".join(f"{indent}{line}".rstrip() for line in drawn)
 
 
 def markdown(rows: Iterable[Any], columns: Sequence[Column]) -> str:
-    """The same as a table of GitHub's Markdown."""
+    """Return a table in GitHub's Markdown."""
     head, *lines = ([cell.replace("|", r"\|") for cell in line] for line in _lines(rows, columns))
     rule = ["---:" if column.align == ">" else "---" for column in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])

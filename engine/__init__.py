@@ -1,7 +1,9 @@
 """The engine: runners, drafters, verification, and the one decode loop."""
 
 from engine.decoding import Decoder, GenerateOutput, generate
-from engine.drafters import Drafter, NGram, SavedText, SelfSpeculation, StandaloneDraft
+from engine.drafters import Drafter
+from engine.drafters.self_speculation import SelfSpeculation
+from engine.drafters.standalone import StandaloneDraft
 from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""Whether a pass had the processors that its threads were ready to use."""
+"""Contention: whether a pass had the processors that its threads were ready to use."""
 
 from __future__ import annotations
 
@@ -11,31 +11,27 @@ from typing import Any
 
 import psutil
 
-# In less time single interruptions decide.
+# Shorter passes are not judged: single interruptions decide.
 LEAST_SECONDS = 2.0
-# Threads that wait at a time, on average, and processors that the hypervisor took. Passes of 4 and 2 threads on a quiet
-# machine of 4 processors showed 0.02 at most, also beside work on processors that they left over; a thread that shared
-# its processor with one other showed 0.5.
+# Threads waiting plus processors stolen, on average. Passes on a quiet machine of 4 processors showed 0.02 at most,
+# also beside work on other processors; a thread that shared its processor with another showed 0.5.
 QUIET = 0.1
-# Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, also of ranks that
-# wake each other thousands of times a second; 0.004 where another thread has it.
+# Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, 0.004 where another
+# thread has it.
 WAKING = 0.0005
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of a while, by the clock; and processor seconds: those that each of this process's threads was ready for
-    and did not get, but for being woken (none: the system does not tell), and those that the hypervisor gave to
-    others."""
+    """Seconds by the clock; processor seconds that each thread of this process was ready for and did not get, beyond
+    waking (empty where the system does not tell); and those that the hypervisor gave to others (`stolen`)."""
 
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     stolen: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:
-        """Return the usage of two whiles together."""
-        names = self.waits | other.waits
-        waits = {name: self.waits.get(name, 0.0) + other.waits.get(name, 0.0) for name in names}
+        waits = {name: self.waits.get(name, 0) + other.waits.get(name, 0) for name in self.waits | other.waits}
         return Usage(self.seconds + other.seconds, waits, self.stolen + other.stolen)
 
     @property
@@ -44,18 +40,17 @@ class Usage:
         return max(0.0, sum(self.waits.values())) / self.seconds if self.waits else None
 
     def since(self, before: Usage) -> Usage:
-        """Of the threads that are still there."""
+        """Return the usage since `before`, of threads that still exist."""
         waits = {name: waited - before.waits.get(name, 0.0) for name, waited in self.waits.items()}
         return Usage(self.seconds - before.seconds, waits, self.stolen - before.stolen)
 
 
 def usage_so_far() -> Usage:
-    """Since moments that stay the same: only differences mean something."""
+    """Return the usage since fixed moments: only differences mean something."""
     return Usage(time.perf_counter(), _waits(), getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
-    """Seconds that Linux counts of every thread: other work, a shared processor, or a quota's end."""
     waits = {}
     for thread in threads.glob("*/schedstat"):
         with suppress(OSError, ValueError):  # a thread that has just ended
@@ -65,10 +60,10 @@ def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
-    """What the ranks' usage in one pass says, of the rank worst off: threads that waited and processors that were
-    stolen, on average, and whether that is too many: None where the pass was too short, or the system cannot tell."""
-    stolen, told = max(rank.stolen / rank.seconds for rank in ranks), [rank.waiting for rank in ranks]
-    waiting = None if None in told else max(filter(None, told), default=0.0)
+    """Return record entries for a pass, of the rank worst off; `contended` is None where the pass was too short or the
+    system cannot tell."""
+    stolen, waits = max(rank.stolen / rank.seconds for rank in ranks), [rank.waiting for rank in ranks]
+    waiting = None if None in waits else max(filter(None, waits), default=0.0)
     long_enough = min(rank.seconds for rank in ranks) >= LEAST_SECONDS
     contended = waiting + stolen > QUIET if waiting is not None and long_enough else None
     return {"threads_waiting": waiting, "stolen_processors": stolen, "contended": contended}

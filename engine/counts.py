@@ -1,4 +1,4 @@
-"""What became of drafts: counts of one row or of many, at one level of speculation, and the acceptance rate."""
+"""Counts: what became of drafts, of one row or of many, at one level of speculation; and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class Counts:
     """Drafts and tokens of one row, or of many summed.
 
     A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
-    rejection, a stop token or a limit were for nothing. `emitted` leaves out a row's first token, which its prefill
-    gives.
+    rejection, a stop token or a limit are not. `emitted` leaves out a row's first token, which its prefill gives.
     """
 
     rounds: int = 0
@@ -28,7 +27,7 @@ class Counts:
         return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """One row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
+        """Count one row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
@@ -52,7 +51,7 @@ class Counts:
 
     @property
     def acceptance_per_position(self) -> list[float | None]:
-        """The same for the i-th draft of a block, given that those before it were accepted."""
+        """Acceptance rate of the i-th draft of a block, given that those before it were accepted."""
         pairs = zip(self.accepted_at, self.verified_at, strict=True)
         return [accepted / verified if verified else None for accepted, verified in pairs]
 
@@ -63,14 +62,12 @@ class Counts:
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-    """The sum over rows; all rows have the same gamma."""
-    return Counts(
-        rounds=sum(c.rounds for c in counts),
-        drafted=sum(c.drafted for c in counts),
-        emitted=sum(c.emitted for c in counts),
-        verified_at=[sum(column) for column in zip(*(c.verified_at for c in counts), strict=True)],
-        accepted_at=[sum(column) for column in zip(*(c.accepted_at for c in counts), strict=True)],
-    )
+    """Return the sum over rows, which all have the same gamma."""
+    each = [
+        [sum(n) for n in zip(*(getattr(c, at) for c in counts), strict=True)] for at in ("verified_at", "accepted_at")
+    ]
+    sums = (sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "emitted"))
+    return Counts(*sums, *each)
 
 
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
@@ -96,8 +93,8 @@ def acceptance_text(record: Mapping[str, Any]) -> str | None:
 
 
 def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
-    """Of each row's block, how many draft positions were verified: the accepted ones and the first rejected one, also
-    where the drafter had nothing to propose for it: what rounds yield counts, whoever is to blame."""
+    """Return how many draft positions of each row's block count as verified: the accepted ones and the first rejected
+    one, even if the drafter had nothing to propose for it, since what rounds yield is what counts."""
     return [min(n_accepted + 1, gamma) for n_accepted in accepted]
 
 
@@ -110,9 +107,8 @@ class AcceptanceRate:
 
     @property
     def standard_error(self) -> float:
-        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were, without
-        which a few drafts that were all accepted, or none, would seem certain (Agresti and Caffo 2000, The American
-        Statistician 54(4), 280-288). Drafts of one block, and blocks of one text, are not independent: this is a lower
-        bound."""
+        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were: a few
+        drafts that were all accepted, or none, would else seem certain (Agresti and Caffo 2000, The American
+        Statistician 54(4), 280-288). Drafts of one text are not independent: this is a lower bound."""
         share = (self.value * self.n + 1) / (self.n + 2)
         return math.sqrt(share * (1 - share) / (self.n + 2))

@@ -6,22 +6,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from common.errors import ConfigError
-from engine.drafters import Drafter, Shown
+from engine.drafters import Drafter, HostDrafter, RowUpdate
+from engine.drafters.model_drafter import ModelDrafter
 from engine.modes import GREEDY, resolve_mode
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request, check_prompt, make_requests
 from engine.round import Rounds, first_token
 from engine.rows import Rows
-from engine.runner import Chunks, ModelRunner, Prefilled, not_finite
+from engine.runner import Chunks, ModelRunner, not_finite
 from engine.sampling import Filters, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats, Stats
 from engine.timing import synchronize
 from kv_cache import KVCache
+from kv_cache.base import Prefilled
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
@@ -29,8 +31,8 @@ Reuse = Literal["prefixes", "prompts", "nothing"]
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """Of prompt i: `tokens[i]`, the new ones, a stop token included; `finish_reasons[i]`, None where a pacing ended the
-    decode before the prompt was done; `errors[i]`, why it ended early, or None."""
+    """The result of prompt i: `tokens[i]`, its new tokens, a stop token included; `finish_reasons[i]`, None if a pacing
+    ended the decode before; `errors[i]`, why it ended early, or None."""
 
     tokens: list[list[int]]
     finish_reasons: list[FinishReason]
@@ -48,20 +50,20 @@ class Decoder:
 
     Rows are independent: each has its own length, accepted count, stop tokens and limit, and the row of a request that
     ended or was cancelled takes the next one that waits. In the greedy and the coupled mode a request's tokens are
-    those of plain decoding in that mode; in the rejection mode they have the distribution of plain decoding. Where
-    ranks share a model, all submit and cancel alike.
+    those of plain decoding in that mode; in the rejection mode they have the distribution of plain decoding. Ranks that
+    share a model submit and cancel alike.
 
     Args:
         runner: the target and its cache, whose `max_batch` is the number of rows.
-        pacing: decides before each round what drafts and how far, or that no round follows; `drafter`: one for all of
-            them, to gamma. With neither it is plain decoding.
+        pacing: chooses before each round a drafter and gamma, or ends the decode. `drafter`: the only one, always to
+            gamma. With neither it is plain decoding.
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend on seed,
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
         prefill_tokens: the most tokens of a prompt that run between two rounds; None: all prompts that find a row.
-        reuses: what a prompt takes over of an earlier request's text in its row (see `ModelRunner.prefilling`):
-            "prefixes", all that both begin with; "prompts", a prompt that is held whole; "nothing", so that the work
-            for a prompt does not depend on earlier ones (but `NGramCache` drafts by all texts).
+        reuses: which text of an earlier request in its row a prompt begins behind: "prefixes", all that both begin
+            with; "prompts", a whole prompt; "nothing", so that the work for a prompt does not depend on earlier ones
+            (but `NGramCache` drafts by all texts).
 
     `prefill_seconds`: outside of rounds; `draft_prefill_seconds`: the drafters' part. Errors: ConfigError for the mode.
     """
@@ -78,27 +80,22 @@ class Decoder:
         prefill_tokens: int | None = None,
         reuses: Reuse = "prompts",
     ) -> None:
+        assert pacing is None or drafter is None, "a pacing brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
-        if pacing is not None and drafter is not None:
-            what, fix = "a pacing brings its own drafters", "leave out drafter"
-            raise ConfigError(what, "drafter, pacing", "both", "one of them", fix)
-        if reuses not in get_args(Reuse):
-            required, fix = " or ".join(get_args(Reuse)), 'use "nothing" to run every prompt whole'
-            raise ConfigError("there is no such reuse of prompts", "Decoder: reuses", repr(reuses), required, fix)
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
-        resolve_mode(verification, [])  # refused now
+        resolve_mode(verification, [])
         self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._mark = object()  # Request.taken_by: a reference to the decoder would keep its graphs in memory
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
-        # The request whose prompt is on its way into a row, if one is.
+        # The request whose prompt is being prefilled, and its row.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
         self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do: no request waits, is prefilled or decodes."""
+        """True if no request waits, is prefilled or decodes."""
         return not (self._waiting or self._starting or self._rows.busy())
 
     def submit(self, request: Request) -> None:
@@ -121,18 +118,18 @@ class Decoder:
         self._waiting.append(request)
 
     def expect(self, sampling: SamplingParams) -> None:
-        """Capture rounds that can sample so, where rounds are captured. Errors: ConfigError if the mode cannot."""
+        """Let captured rounds be such that they can sample so. Errors: ConfigError if the mode cannot."""
         self._mode = self._mode if sampling.greedy else resolve_mode(self._verification, [sampling])
         self._filters |= Filters.of([sampling])
 
     def cancel(self, request: Request) -> None:
-        """Drop a request: if it waits it never starts, if it runs its row is free for the next one, whose prefill
-        forgets what the row holds. One that ended stays as it is. Errors: ConfigError if it was not submitted here."""
+        """Drop a waiting or running request; its row is free for the next one. A request that has ended stays as it is.
+        Errors: ConfigError if it was not submitted here."""
         if request.finish_reason is not None:
             return
         if request.taken_by is not self._mark:
             seen = "not submitted" if request.taken_by is None else "submitted to another decoder"
-            what, fix = "a decoder cancels its own requests", "cancel it where it was submitted"
+            what, fix = "a decoder cancels requests that were submitted to it", "cancel it where it was submitted"
             raise ConfigError(what, f"prompt {request.index}", seen, "a request of this decoder", fix)
         request.finish_reason = "cancelled"
         if request in self._waiting:
@@ -143,25 +140,23 @@ class Decoder:
             self._rows.leave(self._rows.requests.index(request), request)
 
     def set_aside(self, kept: KVCache) -> None:
-        """Copy what the rows hold behind their prompts to another cache, so that another decoder can use the rows, for
-        the same prompts; it has room for as many tokens as any request may get."""
+        """Copy what rows hold behind their prompts to another cache, so that another decoder can use the rows for the
+        same prompts. `kept` has room for the most tokens that a request may get."""
         self._copy_answers(self._runner.cache, kept)
 
     def take_back(self, kept: KVCache) -> None:
-        """Undo `set_aside`. What the other decoder has added behind that is ahead of every query until it is forgotten
-        at a round's end."""
+        """Undo `set_aside`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
         self._copy_answers(kept, self._runner.cache)
         synchronize(self._runner.device, self._runner.ranks.timeout)
 
     @torch.inference_mode()
     def _copy_answers(self, source: KVCache, to: KVCache) -> None:
-        """Copy entries layer by layer, in one thread: waiting for others takes longer, and beside a busy neighbour very
-        much longer, than these small copies."""
+        """Copy entries layer by layer in one thread: waiting for other threads takes longer than these small copies."""
         n_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             for row, request in self._rows.busy():
-                to.fill_row(row, source, request.length, known=len(request.prompt))
+                to.fill_row(row, source, request.length, n_known=len(request.prompt))
         finally:
             torch.set_num_threads(n_threads)
 
@@ -181,15 +176,15 @@ class Decoder:
         choice_seconds = time.perf_counter() - choosing
         self._last_choice = choice or self._last_choice
         if choice is not None and choice.drafter is not None:
-            # What a drafter does with a prompt is no part of a round, however late it meets it.
-            choice = choice if self._introduce(choice.drafter) else PLAIN
+            # Prefilling a drafter is no part of a round, however late it meets the prompt.
+            choice = choice if self._catch_up(choice.drafter) else PLAIN
         self.prefill_seconds += time.perf_counter() - started - choice_seconds
         if choice is None:
             return None
         return self._run_round(choice, time.perf_counter() - choice_seconds)  # choosing is part of the round
 
     def _prefill(self) -> None:
-        """Prompts into free rows: all of them, or one chunk of one, and those that fit behind it."""
+        """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""
         most, n_run = self._prefill_tokens, 0
         while self._starting or (self._waiting and None in self._rows.requests):
             if not self._starting and most is not None and n_run and n_run + len(self._waiting[0].prompt) > most:
@@ -205,24 +200,25 @@ class Decoder:
             n_held, n_run = self._rows.advance(row, n_tokens), n_run + n_tokens
             if most is not None:
                 last = self._last_choice.drafter
-                if last is not None and self._pacing.drafters[last].follows_parts:
-                    self._show(last, [(row, request, n_held)])
+                if last is not None and self._follows_parts(last):
+                    self._update(last, [(row, request, n_held)])
                 if n_held < len(request.prompt):
                     return
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        reuses, drafters = self._reuses == "prefixes", self._pacing.drafters
+        """Give a request a row, with what the row and its drafters keep of an earlier text."""
+        reuses = self._reuses == "prefixes"
         row = self._rows.place_for(request.prompt, reuses)
         if self._reuses == "nothing":
-            self._runner.cache.notes.pop(row, None)
-        request.n_reused, chunks = self._runner.prefilling(row, request.prompt, self._prefill_tokens, reuses)
-        # One that has to take back more than a round's drafts may lack what its cache held before those.
-        known = {
+            self._runner.cache.prefilled.pop(row, None)
+        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses)
+        # A drafter that has to take back more than a round's drafts may lack what its cache held before those.
+        followed = {
             index: min(n, request.n_reused)
             for index, n in self._rows.followed[row].items()
-            if reuses and drafters[index].follows_parts and n - request.n_reused <= self._pacing.max_gamma + 1
+            if reuses and self._follows_parts(index) and n - request.n_reused <= self._pacing.max_gamma + 1
         }
-        self._rows.begin(row, request.n_reused, known)
+        self._rows.begin(row, request.n_reused, followed)
         return row, request, chunks
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
@@ -230,9 +226,8 @@ class Decoder:
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
-            own = request.sampling, request.id, request.prompt
             mode = GREEDY if request.sampling.greedy else self._mode
-            request.emit([first_token(self._runner, mode, *own, prefilled.logits)])
+            request.emit([first_token(self._runner, mode, request, prefilled.logits)])
             if request.logprobs is not None and self._runner.ranks.leads:
                 request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None])[0]
             self._progress.emitted(1)
@@ -241,37 +236,42 @@ class Decoder:
             self._rows.leave(row, request)
             self._progress.finished(request)
 
-    def _introduce(self, index: int) -> bool:
-        """Show a drafter prompts that it does not know, until every rank is done; returns whether it can draft then."""
-        began, follows_parts = time.perf_counter(), self._pacing.drafters[index].follows_parts
-        unknown, is_all = self._rows.unknown_to(index, self._prefill_tokens if follows_parts else None)
-        if n_shown := self._show(index, unknown):
-            self._progress.prefilled(n_shown)
+    def _follows_parts(self, index: int) -> bool:
+        drafter = self._pacing.drafters[index]
+        return isinstance(drafter, ModelDrafter) and drafter.follows_parts
+
+    def _catch_up(self, index: int) -> bool:
+        """Prefill the drafter with unseen prompts, then synchronise ranks. False: a backlog is left, so this round is
+        plain."""
+        began = time.perf_counter()
+        plan, is_all = self._rows.catch_up_plan(index, self._prefill_tokens if self._follows_parts(index) else None)
+        if n_run := self._update(index, plan):
+            self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
             self._runner.ranks.gathered(None)
         self.draft_prefill_seconds += time.perf_counter() - began
         return is_all
 
-    def _show(self, index: int, rows: Sequence[tuple[int, Request, int]]) -> int:
-        """Let a drafter follow requests in their rows up to those lengths; returns how many tokens it had not."""
-        shown = []
-        for row, request, length in rows:
-            if (known := self._rows.followed[row].get(index, 0)) < length:
+    def _update(self, index: int, plan: Sequence[tuple[int, Request, int]]) -> int:
+        """Let a drafter follow rows up to those lengths; return the number of tokens that it had not seen."""
+        updates = []
+        for row, request, length in plan:
+            if (n_seen := self._rows.followed[row].get(index, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
-                shown.append(Shown(row, request.id, text, known, request.draws(self._mode)))
+                updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(self._mode)))
                 self._rows.followed[row][index] = length
-        self._pacing.drafters[index].follow(shown)
-        return sum(len(one.text) - one.known for one in shown)
+        self._pacing.drafters[index].follow(updates)
+        return sum(len(update.tokens) - update.n_seen for update in updates)
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         busy = self._rows.busy()
-        mode, whole = self._rounds.batch_for([request.sampling for _, request in busy], self._mode, self._filters)
+        mode, whole = self._rounds.batch_of_kind([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)
-        round_ = self._rounds.of(choice, batch, mode)
+        round_ = self._rounds.make_round(choice, batch, mode)
         with self._phase("resume"):
             if choice.drafter is not None:
-                n_ahead = self._pacing.drafters[choice.drafter].reads_current
-                self._show(choice.drafter, [(row, request, request.length + n_ahead) for row, request in busy])
+                n_ahead = isinstance(self._pacing.drafters[choice.drafter], HostDrafter)
+                self._update(choice.drafter, [(row, request, request.length + n_ahead) for row, request in busy])
         with self._phase("draft"):
             if choice.drafter is not None:
                 round_.propose(self._phase)
@@ -287,7 +287,7 @@ class Decoder:
             logprobs = logprobs_of(blocks, round_.logits)
         for place, (row, request) in enumerate(self._rows.computed):
             if request is None or self._rows.requests[row] is not request:
-                continue  # idle, or cancelled meanwhile by one that was notified of another's end
+                continue  # idle, or cancelled meanwhile by whoever was notified of another's end
             n_emitted += (n_kept := request.commit(outcomes[row]))
             if logprobs and request.logprobs is not None:
                 request.logprobs += logprobs[place][:n_kept]
@@ -306,7 +306,7 @@ class Decoder:
 
 
 class Generation:
-    """Prompts on their way through a `Decoder` of their own, step by step; the arguments are those of `generate`."""
+    """Prompts on their way through a `Decoder`, step by step. Takes arguments of `make_requests` and `Decoder`."""
 
     def __init__(
         self,
@@ -328,15 +328,15 @@ class Generation:
     @property
     def n_tokens(self) -> int:
         """Tokens that all rows have emitted so far."""
-        return sum(len(one.tokens) for one in self.requests)
+        return sum(len(request.tokens) for request in self.requests)
 
     @property
     def n_going(self) -> int:
         """Requests that have not ended."""
-        return sum(one.finish_reason is None for one in self.requests)
+        return sum(request.finish_reason is None for request in self.requests)
 
     def run(self, n_tokens: float = math.inf) -> None:
-        """Step until so many tokens were emitted, or there is nothing left to do."""
+        """Step until `n_tokens` tokens were emitted, or there is nothing left to do."""
         while not self.done and self.n_tokens < n_tokens:
             if (round_ := self.decoder.step()) is None:
                 self.done = True
@@ -348,41 +348,24 @@ class Generation:
         """The tokens, reasons and counts so far."""
         requests, decoder = self.requests, self.decoder
         prefill_seconds = decoder.prefill_seconds, decoder.draft_prefill_seconds
-        stats = Stats(tuple(one.counts for one in requests), (tuple(self.rounds),), *prefill_seconds)
-        errors = [one.error and f"row {one.index}: {one.error}" for one in requests]
-        reasons = [one.finish_reason for one in requests]
-        return GenerateOutput([one.tokens for one in requests], reasons, errors, stats)
+        stats = Stats(tuple(request.counts for request in requests), (tuple(self.rounds),), *prefill_seconds)
+        errors = [request.error and f"row {request.index}: {request.error}" for request in requests]
+        reasons = [request.finish_reason for request in requests]
+        return GenerateOutput([request.tokens for request in requests], reasons, errors, stats)
 
 
-def generate(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    drafter: Drafter | None = None,
-    pacing: Pacing | None = None,
-    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    verification: str = "auto",
-    request_ids: Sequence[int] | None = None,
-    numbered_from: int = 0,
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
-    progress: Progress | None = None,
-    phase: Phase | None = None,
-) -> GenerateOutput:
-    """Continue every prompt, any number of them of any lengths, by a `Decoder`, which has the other arguments.
+def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], **arguments: Any) -> GenerateOutput:
+    """Continue every prompt, any number of them of any lengths; return their tokens and counts.
 
     Args:
-        prompts: token ids; limits, sampling (None: greedy) and stop tokens, which are kept, are one for all of them,
-            or one a prompt.
-        request_ids: what keys each prompt's random numbers beside its seed; its index if None. A prompt
-            that keeps id and seed keeps its tokens (coupled mode), wherever it stands in the batch.
-        numbered_from: the first prompt's index, which messages name.
+        prompts: token ids.
+        max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): one value, or one per prompt.
+        request_ids: key each prompt's random numbers beside its seed; None: its index. A prompt that keeps id and seed
+            keeps its tokens (coupled mode), wherever it stands in the batch.
+        drafter, pacing, verification, progress, phase: those of `Decoder`.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    of_requests: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
-    of_requests |= {"numbered_from": numbered_from, "stop_tokens": stop_tokens}
-    how: dict[str, Any] = {"verification": verification, "progress": progress, "phase": phase}
-    generation = Generation(runner, prompts, pacing=pacing, drafter=drafter, **of_requests, **how)
+    generation = Generation(runner, prompts, **arguments)
     generation.run()
     return generation.output

@@ -1,4 +1,4 @@
-"""How the parts of a round run: called, or captured once as CUDA graphs and replayed from then on."""
+"""Parts of a round: called, or captured once as CUDA graphs and replayed from then on."""
 
 import gc
 from collections.abc import Callable, Hashable
@@ -12,14 +12,14 @@ from common.errors import ConfigError, flag
 from common.say import say
 
 Outputs = TypeVar("Outputs")
-ROUNDING = 1e-2  # of the largest number
+ROUNDING = 1e-2  # relative to the largest number
 
 
 class CudaGraphs:
-    """CUDA graphs on a stream and in a memory pool of their own; a pool, since they never run at the same time.
+    """CUDA graphs on their own stream and in one memory pool, since they never run at the same time.
 
-    Destroying one frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402): that
-    is why no other owner captures on this stream, and why none of these is destroyed alone.
+    Destroying a graph frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402):
+    that is why no other owner captures on this stream, and why graphs are only destroyed together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class CudaGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """What replays `part`, and the tensors that every replay fills."""
+        """Capture `part`; return what replays it, and the tensors that every replay fills."""
         graph = torch.cuda.CUDAGraph()
         was_enabled = gc.isenabled()
         gc.disable()  # garbage could hold graphs, and destroying one breaks a capture
@@ -43,20 +43,20 @@ class CudaGraphs:
         return graph.replay, outputs
 
     def close(self) -> None:
-        """Destroy all of them; after that, others may be captured."""
+        """Destroy all graphs; others may be captured afterwards."""
         torch.cuda.synchronize(self._device)  # they are replayed on other streams than their own
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # one that nothing refers to any more cannot be captured into
+        self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be captured into
 
 
 class Captured:
     """Calls each part once, to warm it up; captures it the second time; replays it from then on.
 
-    What is captured is the function given the second time, with the very tensors that it then found: they, and all that
-    they are computed from, stay the same ones. A part that is `checked` is replayed and called that time, and always
-    called where the results differ. agreed: whether something is true on every rank, all of which ask. Errors:
+    A capture is of the function given the second time, with the very tensors that it then found: they, and all that
+    they are computed from, must stay the same ones. A `checked` part is replayed and called that time, and always
+    called if the results differ. agreed: returns whether something is true on every rank, all of which ask. Errors:
     ConfigError if an operation of the part cannot be captured.
     """
 
@@ -65,9 +65,9 @@ class Captured:
         self._captured: dict[Hashable, tuple[Callable[[], object], Any] | None] = {}
         self._wrong: set[Hashable] = set()
 
-    def __call__(self, name: str, of: Hashable, part: Callable[[], Outputs], checked: bool = False) -> Outputs:
-        """Run the part of that name of the rounds `of` one kind. checked: running it twice does no harm."""
-        key = name, of
+    def __call__(self, name: str, kind: Hashable, part: Callable[[], Outputs], checked: bool = False) -> Outputs:
+        """Run the part `name` of a round of that kind. checked: running it twice does no harm."""
+        key = name, kind
         if key not in self._captured:
             self._captured[key] = None
             return part()
@@ -77,14 +77,14 @@ class Captured:
             replay()
             if known or not checked:
                 return outputs
-        wanted = part()  # last, over whatever a wrong replay has written to a cache
+        called = part()  # last, over whatever a wrong replay has written to a cache
         if key not in self._wrong:
-            if self._agreed(_agree(outputs, wanted)):
+            if self._agreed(_agree(outputs, called)):
                 return outputs
             self._wrong.add(key)
             say(f"note: replayed as a CUDA graph, {name} gives other numbers; it is called instead, which is slower")
-        # What other graphs read stays where it is.
-        for kept, new in zip(tree_leaves(outputs), tree_leaves(wanted), strict=True):
+        # Other graphs read the captured outputs, which stay where they are.
+        for kept, new in zip(tree_leaves(outputs), tree_leaves(called), strict=True):
             if isinstance(kept, Tensor):
                 kept.copy_(new)
         return outputs
@@ -100,9 +100,9 @@ class Captured:
             raise ConfigError(what, name, seen, "operations that a CUDA graph can hold", fix) from error
 
 
-def _agree(found: Any, wanted: Any) -> bool:
-    """True if tensors are equal, floating-point ones up to sums in another order."""
-    for x, y in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+def _agree(found: Any, expected: Any) -> bool:
+    """Return whether tensors are equal, floating-point ones up to sums in another order."""
+    for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         if isinstance(x, Tensor):
             finite = y[y.isfinite()]
             room = ROUNDING * float(finite.abs().max()) if y.is_floating_point() and len(finite) else 0

@@ -27,7 +27,8 @@ class Drafts(NamedTuple):
     """A round's proposals.
 
     tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection needs
-    them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's are meant; None: all.
+    them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's tokens count; None:
+    all.
     """
 
     tokens: Tensor
@@ -36,31 +37,31 @@ class Drafts(NamedTuple):
 
 
 class Greedy:
-    """Every token is an argmax."""
+    """Draws and verifies by argmax."""
 
     verified: Tensor | None = None
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Greedy:
-        """The verification of the `i`-th inner round, in which drafts for what drafts follow `ahead [B]` tokens that it
-        has drafted already. Its `verified` are then the distributions `[B, g + 1, V]` that tokens there are drawn
-        from, where the outer verification needs them."""
+        """Return the verification of the `i`-th inner round, whose drafts follow `ahead [B]` tokens of this round. Its
+        `verified` are then the distributions `[B, g + 1, V]` that tokens there are drawn from, where the outer
+        verification needs them."""
         return self
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        """The i-th draft `[B]` by a draft model's `logits [B, V]`, and its distribution `[B, V]` if it is needed."""
+        """Draw the i-th draft `[B]` by a draft model's `logits [B, V]`; return its distribution `[B, V]` if needed."""
         return greedy(logits), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        """The verdict of the target's `logits [B, g + 1, V]`."""
+        """Return the verdict of the target's `logits [B, g + 1, V]`."""
         return verify_greedy(drafts.tokens, logits, drafts.lengths)
 
 
 class Rejection:
-    """Drafting, accepting and resampling each have a stream of their own.
+    """Drafts, accepts and resamples by a stream of numbers each.
 
-    What a round drew behind its first rejection is drawn anew, from the numbers of another index: what it drew may have
-    said how far it went, and so what a draft's cache still holds. Numbers of the `i`-th inner round are keyed by where
-    the outer one began, and by `i`: by nothing that both may share.
+    What a round drew behind its first rejection is drawn anew, by the numbers of another index: what it drew may have
+    decided how far it went, and so what a draft's cache still holds. Numbers of the `i`-th inner round are keyed by
+    where the outer round began, and by `i`: by nothing that two inner rounds may share.
     """
 
     verified: Tensor | None = None
@@ -89,9 +90,8 @@ class Rejection:
         batch = self._batch
         if self._is_inner:
             return uniform(batch.seeds, batch.requests, batch.lengths + 1, Stream.ACCEPT + self._purpose, n_drafts)
-        positions = batch.lengths[:, None] + 1 + torch.arange(n_drafts, device=batch.lengths.device)
         seed, request = batch.seeds[:, None], batch.requests[:, None]
-        return uniform(seed, request, positions, Stream.ACCEPT).squeeze(-1)
+        return uniform(seed, request, batch.positions(n_drafts) + 1, Stream.ACCEPT).squeeze(-1)
 
     def _gumbel(self, positions: Tensor, stream: int, like: Tensor) -> Tensor:
         batch, stream = self._batch, stream + self._purpose
@@ -99,8 +99,8 @@ class Rejection:
 
 
 class Coupled:
-    """Draft and target share one Gumbel vector per position, computed once for both: with the first draft, or for
-    verifying where nothing was drawn; a rank that does not decide never needs it."""
+    """Draws drafts and the target's tokens by one Gumbel vector per position, computed once for both: with the first
+    draft, or for verifying where nothing was drawn; a rank that does not decide never needs it."""
 
     verified: Tensor | None = None
 
@@ -110,7 +110,7 @@ class Coupled:
         self._drawn_with: Tensor | None = None
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
-        """By the noise of this round, from each row's place on; what lies beyond the round is dropped there."""
+        """Share this round's noise, from each row's place on; what lies beyond the round is dropped there."""
         places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
 
         def noise() -> Tensor:
@@ -121,7 +121,7 @@ class Coupled:
         return Coupled(self._batch, noise)
 
     def shared(self) -> Tensor:
-        """The noise of the round that is drafted, which all inner rounds share."""
+        """Return the noise of the drafted round, which all its inner rounds share."""
         if self._drawn_with is None:
             self._drawn_with = self._noise()
         return self._drawn_with
@@ -141,7 +141,8 @@ Verification: TypeAlias = Greedy | Rejection | Coupled
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
-    """`auto` is greedy if every request is, else rejection. Errors: ConfigError if a mode cannot be had."""
+    """Return the mode; `auto` is greedy if every request is, else rejection. Errors: ConfigError if the mode is unknown
+    or cannot verify those requests."""
     where = f"verification ({flag('verification')})"
     if mode not in MODES:
         required = ", ".join(MODES[:-1]) + f" or {MODES[-1]}"
@@ -155,15 +156,14 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
 
 
 def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:
-    """Of at most `gamma` drafts behind the batch's current tokens, by `model`'s logits."""
+    """Return the verification of at most `gamma` drafts behind the batch's current tokens, by `model`'s logits."""
     if mode == GREEDY:
         return Greedy()
     if mode == "rejection":
         return Rejection(batch)
 
     def noise() -> Tensor:
-        positions = batch.lengths[:, None] + 1 + torch.arange(gamma + 1, device=batch.lengths.device)
-        of, dtype = (batch.seeds[:, None], batch.requests[:, None]), torch.promote_types(model.dtype, torch.float32)
-        return gumbel(*of, positions, Stream.COUPLED, model.config.vocab_size, dtype)
+        keys, dtype = (batch.seeds[:, None], batch.requests[:, None]), torch.promote_types(model.dtype, torch.float32)
+        return gumbel(*keys, batch.positions(gamma + 1) + 1, Stream.COUPLED, model.config.vocab_size, dtype)
 
     return Coupled(batch, noise)

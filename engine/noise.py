@@ -35,8 +35,8 @@ def blocks_per_pass(device: torch.device) -> int:
 
 
 class Stream(IntEnum):
-    """What a number is for. Two purposes never share numbers, except where sharing is the method (COUPLED). A round's
-    i-th draft is a purpose of its own: DRAFT + len(Stream) * i."""
+    """The purpose of a number. Purposes never share numbers, except where sharing is the method (COUPLED). A round's
+    i-th draft has the purpose DRAFT + len(Stream) * i."""
 
     COUPLED = 0
     DRAFT = 1
@@ -45,7 +45,7 @@ class Stream(IntEnum):
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of Philox4x32-10 for each counter; all int64 tensors of 32-bit words, broadcast together."""
+    """Return four words of Philox4x32-10 for each counter; int64 tensors of 32-bit words, broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -57,7 +57,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int = 1) -> Tensor:
-    """Uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
+    """Return uniform numbers in [0, 1), `[..., n_ids]` float64, multiples of 2**-53.
 
     seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
     0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
@@ -81,7 +81,7 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
 def gumbel(
     seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standard Gumbel numbers `[..., n_ids]` in `dtype`; `argmax(log p + gumbel)` is a draw of p.
+    """Return standard Gumbel numbers `[..., n_ids]` in `dtype`; `argmax(log p + gumbel)` is a draw of p.
 
     Computed in float64 and rounded once, so two devices differ only where their logarithms' last bits straddle a
     rounding boundary of `dtype`. On a CPU a kernel in C++ draws float32 numbers, if it can be built.
@@ -103,7 +103,7 @@ Draw: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int, int], Tensor]"
 
 
 def drawn_by(library: ctypes.CDLL) -> Draw:
-    """`gumbel` in float32 by the kernel."""
+    """Return what computes `gumbel` in float32 by the kernel."""
     kernel = library.foretoken_gumbel
     kernel.argtypes, kernel.restype = [*[c_int64] * 2, *[c_void_p] * 3, c_int64, c_void_p, c_int], None
 
@@ -131,7 +131,7 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
 
 @functools.cache
 def _kernel() -> Draw | None:
-    """Draws by the C++ kernel; None where it cannot be built."""
+    """Return what draws by the C++ kernel; None where it cannot be built."""
     try:
         return drawn_by(load_library("noise"))
     except BuildError as error:

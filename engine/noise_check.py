@@ -28,4 +28,5 @@ def cases() -> Iterator[Case]:
 
 
 def _draw(stream: int, n_ids: int, draw: Draw) -> Results:
-    return (draw(*map(torch.tensor, (SEEDS, REQUESTS, POSITIONS)), stream, n_ids),)
+    seeds, requests, positions = map(torch.tensor, (SEEDS, REQUESTS, POSITIONS))
+    return (draw(seeds, requests, positions, stream, n_ids),)

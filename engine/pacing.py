@@ -1,4 +1,4 @@
-"""Which drafter drafts how far in each round: always the same one, or whatever a pacing decides between rounds."""
+"""Pacing: which drafter drafts how far in each round; `Fixed` never changes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,7 +7,7 @@ from engine.drafters import Drafter
 
 
 class Choice(NamedTuple):
-    """One round: the index of its drafter and how many tokens are drafted a row; None and 0 is a plain step."""
+    """One round: the index of its drafter and how many tokens it drafts a row; None and 0 is a plain step."""
 
     drafter: int | None
     gamma: int
@@ -17,8 +17,8 @@ PLAIN = Choice(None, 0)
 
 
 class Pacing(Protocol):
-    """What `generate` asks before and tells after every round. Where ranks share a model, all must choose alike.
-    drafters: those that a choice can name. max_gamma: the largest of any choice."""
+    """Chooses before every round and observes after it. Ranks that share a model have to choose alike. drafters: those
+    that a choice can name. max_gamma: the largest of any choice."""
 
     drafters: tuple[Drafter, ...]
     max_gamma: int
@@ -28,11 +28,11 @@ class Pacing(Protocol):
         `n_joining` more are about to; None ends the decode, and every row keeps the tokens that it has."""
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        """How many drafts of each decoding row were accepted in a round of that choice."""
+        """Take how many drafts of each decoding row were accepted in a round of that choice."""
 
 
 class Fixed:
-    """The same drafter with the same gamma in every round; plain decoding without one."""
+    """Chooses the same drafter with its gamma in every round; plain decoding without a drafter."""
 
     def __init__(self, drafter: Drafter | None) -> None:
         self.drafters: tuple[Drafter, ...] = () if drafter is None else (drafter,)

@@ -1,32 +1,36 @@
 """Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from operator import index as as_integer
+from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError, flag
-from engine.round import Outcome
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams, is_integer
+from engine.sampling import SamplingParams
 from engine.stats import Counts
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
-# The names of Request's fields as arguments of generate(), where they differ.
-ARGUMENTS = {"prompt": "prompts", "limit": "max_new_tokens", "id": "request_ids", "index": "numbered_from"}
+
+
+class Outcome(NamedTuple):
+    """What a round did to a row: its drafts; the accepted ones and the target's token; which logits are finite."""
+
+    drafts: list[int]
+    block: list[int]
+    finite: list[int]
 
 
 @dataclass(eq=False)
 class Request:
     """A prompt on its way through the batch: at most `limit` new tokens, the stop token included.
 
-    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: what messages call it. logprobs: a list where
-    they are asked for; it gets each token's, the model's own at temperature 1 and without filters, on the rank that
-    decides. speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held.
-    taken_by: stands for the decoder that it was submitted to. text: from then on the prompt and `tokens`, a list that
-    grows, so that a round copies neither. `prompt` and `stop_tokens` are copied.
-
-    Errors: ConfigError naming a field of another type: numpy's integers are integers, bools are not.
+    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in messages. logprobs: a list to get
+    each token's log-probability, the model's at temperature 1 and without filters, on the rank that decides; or None.
+    speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held. taken_by:
+    stands for the decoder that it was submitted to. text: the prompt and `tokens`, a list that grows, so that a round
+    copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
     """
 
     prompt: Sequence[int]
@@ -46,32 +50,32 @@ class Request:
     taken_by: object | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "limit", "stop_tokens", "id", "index"):
-            if hasattr(value := getattr(self, name), "tolist"):  # numpy's arrays, torch's tensors
-                setattr(self, name, value.tolist())
-        integers = {"index": [self.index], "id": [self.id], "limit": [self.limit]}
-        for name, values in (integers | {"prompt": self.prompt, "stop_tokens": self.stop_tokens}).items():
-            if (seen := _no_integer(values)) is not None:
-                raise _refuse(f"the {name} of a request has to be integers", _where(self.index, name), seen, "integers")
+        self.index, self.limit = self._integers("index", [self.index])[0], self._integers("limit", [self.limit])[0]
+        self.id = self._integers("id", [self.id])[0]
+        self.prompt = self._integers("prompt", self.prompt)
+        self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
-            raise _refuse("a request id is out of range", _where(self.index, "id"), self.id, "0 <= id < 2**32")
-        if not isinstance(self.sampling, SamplingParams):
-            what, where = "the sampling of a request is of another type", _where(self.index, "sampling")
-            raise _refuse(what, where, repr(self.sampling), "SamplingParams")
-        self.index, self.id, self.limit = int(self.index), int(self.id), int(self.limit)
-        self.prompt, self.stop_tokens = [*map(int, self.prompt)], frozenset(map(int, self.stop_tokens))
+            raise _refuse("a request id is out of range", f"prompt {self.index}: id", self.id, "0 <= id < 2**32")
+
+    def _integers(self, name: str, values: Iterable[Any]) -> list[int]:
+        """Return Python's integers for those of any library."""
+        try:
+            return [*map(as_integer, values)]
+        except TypeError:
+            where = f"prompt {self.index}: {name}"
+            raise _refuse(f"the {name} of a request has to be integers", where, values, "integers") from None
 
     @property
     def length(self) -> int:
-        """Tokens whose KV the target's cache holds: all but the last one emitted."""
+        """Tokens whose entries the target's cache holds: all but the last one emitted."""
         return len(self.text) - 1
 
     def draws(self, mode: str) -> tuple[int, int] | None:
-        """The seed and id that key its random numbers, in rejection mode: no guess may know what they will draw."""
+        """Return the seed and id of its random numbers in rejection mode, where no guess may know what they draw."""
         return (self.sampling.seed, self.id) if mode == "rejection" and not self.sampling.greedy else None
 
     def emit(self, block: Sequence[int]) -> int:
-        """Emit `block` up to its first stop token or the length limit; returns how many were emitted."""
+        """Emit `block` up to its first stop token or the length limit; return how many were emitted."""
         kept = block[: self.limit - len(self.tokens)]
         if (stop := next((i for i, token in enumerate(kept) if token in self.stop_tokens), None)) is not None:
             kept = kept[: stop + 1]
@@ -83,7 +87,7 @@ class Request:
         return len(kept)
 
     def commit(self, outcome: Outcome) -> int:
-        """Emit and count a round's block, up to logits that are not finite; returns how many tokens were emitted."""
+        """Emit and count a round's block, up to logits that are not finite; return how many tokens were emitted."""
         block, start = outcome.block, self.length
         finite = outcome.finite[: len(block)]
         bad = None if all(finite) else finite.index(0)
@@ -117,33 +121,27 @@ def make_requests(
     request_ids: Sequence[int] | None = None,
     numbered_from: int = 0,
 ) -> list[Request]:
-    """One a prompt. Errors: ConfigError if a list is not as long as the prompts, or samples would share their noise."""
+    """Make a request of each prompt; limits, stop tokens and sampling are one value, or one per prompt. Errors:
+    ConfigError if a list is not as long as the prompts, or samples would share their noise."""
     sampling = SamplingParams() if sampling is None else sampling
-    if not isinstance(stop_tokens, Collection):
-        raise _refuse("stop_tokens has to be a collection", "stop_tokens", repr(stop_tokens), "ids, or lists of ids")
-    n_prompts, n_ids = len(prompts), sum(isinstance(stop, Integral) for stop in stop_tokens)
-    if 0 < n_ids < len(stop_tokens):
-        raise _refuse("stop_tokens mixes ids and lists", "stop_tokens", stop_tokens, "ids only, or lists only")
-    # A value for all of them, or one a prompt.
+    n_prompts, is_one_stop = len(prompts), all(isinstance(stop, Integral) for stop in stop_tokens)
     columns: dict[str, Sequence[Any]] = {
         "max_new_tokens": max_new_tokens if isinstance(max_new_tokens, Sized) else [max_new_tokens] * n_prompts,
-        "stop_tokens": [stop_tokens] * n_prompts if n_ids == len(stop_tokens) else stop_tokens,
+        "stop_tokens": [stop_tokens] * n_prompts if is_one_stop else stop_tokens,
         "sampling": [sampling] * n_prompts if isinstance(sampling, SamplingParams) else sampling,
         "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
     }
     for name, values in columns.items():
-        if not isinstance(values, Sized):
-            raise _refuse(f"{name} is of another type", name, repr(values), "one for all prompts, or a list of them")
         if len(values) != n_prompts:
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(values), n_prompts)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
-    of_prompts = enumerate(zip(prompts, *columns.values(), strict=True), numbered_from)
-    for index, (prompt, limit, stop, params, id_) in of_prompts:
-        requests.append(Request(prompt, limit, stop, params, id_, index))
-        first = index if params.greedy else owner.setdefault((id_, params.seed), index)
+    for index, (prompt, *given, request_id) in enumerate(zip(prompts, *columns.values(), strict=True), numbered_from):
+        limit, stop, params = given
+        requests.append(Request(prompt, limit, stop, params, request_id, index))
+        first = index if params.greedy else owner.setdefault((request_id, params.seed), index)
         if first != index:
-            where, seen = f"prompt {index}: request_ids", f"id {id_} and seed {params.seed}, as prompt {first}"
+            where, seen = f"prompt {index}: request_ids", f"id {request_id} and seed {params.seed}, as prompt {first}"
             raise _refuse("two requests would share their random numbers", where, seen, "another id or seed")
     return requests
 
@@ -158,7 +156,7 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
         fix = "encode the prompt with the model's own tokenizer"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
-        raise _refuse("nothing to generate", _where(index, "limit"), limit, ">= 1")
+        raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1
     rooms = (("the model's context", runner.model.config.max_context), ("the KV cache", runner.cache.max_block))
     for name, room in rooms:
@@ -173,15 +171,3 @@ def _refuse(
     what: str, where: str, seen: object, required: object, fix: str = "correct the Request, or the call to generate()"
 ) -> ConfigError:
     return ConfigError(what, where, seen, required, fix)
-
-
-def _where(index: object, name: str) -> str:
-    return f"prompt {index}: Request.{name} (generate: {ARGUMENTS.get(name, name)})"
-
-
-def _no_integer(ids: object) -> str | None:
-    """Return a value that is no integer, or `ids` itself where that is no collection; None if all are integers."""
-    if not isinstance(ids, Collection):
-        return repr(ids)
-    kinds = {type(one): one for one in ids}  # a prompt is long, and of few types
-    return next((repr(one) for one in kinds.values() if not is_integer(one)), None)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,24 @@ from engine.drafters import Drafter
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
+from engine.requests import Outcome, Request
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
-from kv_cache import KVCache, WriteThroughKVCache
 
 
-class Outcome(NamedTuple):
-    """A row's round: what was drafted; the accepted ones and the target's own token; which logits are finite."""
-
-    drafts: list[int]
-    block: list[int]
-    finite: list[int]
-
-
-def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
-    """A method that is called, or captured and replayed (see `engine.graphs`); it returns the buffer of that name.
-    verifies: where the forward is observed it is captured apart; what a graph of it gives is compared once."""
+def captured_part(
+    result: str | None, verifies: bool = False
+) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
+    """Make a method a part that is called, or captured and replayed (see `engine.graphs`); the buffer `result` takes
+    what it returns. verifies: what a graph of it gives is compared once; it is captured apart where it observes."""
 
     def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
         @wraps(method)
         def run(self: Round) -> None:
-            observed = verifies and getattr(self.verification_cache, "is_observed", False)
-            part, of = partial(method, self), (id(self.drafter), self.gamma, len(self.batch.rows), observed)
-            outputs = self._captured(method.__name__, of, part, verifies) if self._captured else part()
+            kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+            part = partial(method, self)
+            outputs = self._captured(method.__name__, kind, part, verifies) if self._captured else part()
             if result is not None:
                 setattr(self, result, outputs)
 
@@ -50,14 +44,14 @@ def _part(result: str | None, verifies: bool = False) -> Callable[[Callable[[Rou
 
 
 class Round:
-    """A round in which `drafter` proposes at most `gamma` tokens a row; without one, a plain step of the target.
+    """A round in which `drafter` proposes at most `gamma` tokens a row; without a drafter, a plain step of the target.
 
-    The four parts run in order, as often as there are rounds, over the batch as it then is: `roll_back` after the
-    decoder has set `batch.lengths` to what the round left of each row. Each fills a buffer, which keeps its place where
-    parts are captured. Captured parts outlive this object: they may read nothing else of its own.
+    Its parts run in order, over the batch as it then is: `roll_back` after the decoder has set `batch.lengths` to what
+    the round left of each row. Each part fills a buffer, which keeps its place where parts are captured. Captured parts
+    outlive this object: they may read none of its other attributes.
 
-    proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and what verifies them, which has drawn
-    them. logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
+    proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
+    logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and whether
     logits at each position are finite.
     """
@@ -80,49 +74,44 @@ class Round:
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """The drafter's tokens, now and then by what it has chosen anew, in a `phase` "refresh"; nothing to call
-        without a drafter."""
+        """Run the drafter, where it is due behind its `refresh`, in a `phase` "refresh"."""
         assert self.drafter is not None
+        self.drafter.n_rounds += 1
         if self.drafter.is_due():
             with phase("refresh"):
                 self.refresh()
         self.draft()
 
-    @_part(None)
+    @captured_part(None)
     def refresh(self) -> None:
         assert self.drafter is not None
         self.drafter.refresh(self.batch, self.gamma)
 
-    @_part("proposed")
+    @captured_part("proposed")
     def draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
         verification = self._new_verification()
         return self.drafter.propose(self.batch, verification, self.gamma), verification
 
     @property
-    def verification_cache(self) -> KVCache | WriteThroughKVCache:
-        """What the target verifies through."""
-        return (self.drafter and self.drafter.verification_cache) or self.runner.cache
+    def observes(self) -> bool:
+        """True if the drafter observes this verification, to begin its next round with `refresh`."""
+        return self.drafter is not None and self.drafter.is_due(ahead=1)
 
-    @_part("logits", verifies=True)
+    @captured_part("logits", verifies=True)
     def verify(self) -> Tensor:
-        """One forward of the target over each row's current token and its drafts."""
+        """Run the target once over each row's current token and its drafts."""
         return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
-        """The target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1; stores their KV, a self-draft's too."""
-        positions = self.batch.lengths[:, None] + torch.arange(block.shape[1], device=block.device)
-        own = self.batch.of(self.verification_cache, self.gamma)
-        observer = self.drafter.observer if self.drafter else None
-        if observer is None:
-            return self.runner.step(block, positions, own)
-        hidden, states = self.runner.model.hidden_states(block, positions, own, observer.layers)
-        observer.observe(self.batch, block, states)
-        return self.runner.model.logits(hidden)
+        """Return the target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1, whose entries are stored."""
+        if self.drafter is None:
+            return self.batch.verify(self.runner, block, self.gamma)
+        return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
 
-    @_part("decided", verifies=True)
+    @captured_part("decided", verifies=True)
     def accept(self) -> Tensor:
-        """How many drafts of each row stand, and the token behind them, on every rank."""
+        """Decide, on every rank, how many drafts of each row are accepted, and the token behind them."""
         return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
 
     @property
@@ -136,16 +125,16 @@ class Round:
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
-    @_part(None)
+    @captured_part(None)
     def roll_back(self) -> None:
         """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
-        self.batch.of(self.runner.cache).rollback(self.batch.lengths)
+        self.batch.view_of(self.runner.cache).rollback(self.batch.lengths)
         if self.drafter is not None:
             self.drafter.rollback(self.batch)
 
     def outcomes(self) -> list[Outcome]:
-        """What `accept` decided, row by row: a round's one read from the device. Errors: RankError if ranks are
-        compared and disagree; RuntimeError for a lost rank."""
+        """Read what `accept` decided, the only read of a round from the device. Errors: RankError if ranks are compared
+        and disagree; RuntimeError for a lost rank."""
         ranks = self.runner.ranks
         if ranks.timeout is not None:
             synchronize(ranks.device, ranks.timeout)
@@ -161,18 +150,19 @@ class Round:
 
 
 class Rounds:
-    """Makes a decoder's rounds, none of which it keeps: each holds its logits."""
+    """Makes a decoder's rounds; it keeps none, since each holds its logits."""
 
     def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         self._runner, self._drafters = runner, drafters
         self._kind: tuple[str, Filters] | None = None
 
-    def batch_for(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """Return the mode of a round of those rows, and a batch of all rows with their filters.
+    def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
+        """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
 
-        Where rounds are captured, there are few kinds of them: the mode is that of all requests so far, and filters are
-        none or all. No token changes, since a greedy row is a distribution with one token, and filters that a row does
-        not have exclude nothing."""
+        When capturing, to limit the number of graphs, take the mode of all requests so far, and no filters or all of
+        them; a row's result does not depend on either: a greedy row is a distribution with one token, and filters that
+        a row does not have exclude nothing.
+        """
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
         elif filters.any_top_k or filters.any_top_p:
@@ -185,26 +175,25 @@ class Rounds:
         return mode, self._batch
 
     def _batch_and_parts(self, mode: str, filters: Filters) -> tuple[Batch, Captured | None]:
-        """The batch that rounds read, and captured parts: the runner keeps these, with all that they hold, for the
-        next decode of the same kind, until one of their drafters is gone, when all are dropped (see `CudaGraphs`)."""
+        """Return the batch that rounds read, and captured parts, which the runner keeps with their memory for the next
+        decode of this kind, until one of their drafters is gone; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
         batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows)
         if runner.graphs is None:
             return batch(), None
-        if any(drafter() is None for held, *_ in runner.captured for drafter in held):
+        if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
             runner.drop_graphs()
-        # What is captured calls these very objects; others in their place have to be captured anew. Drafters refer to
-        # the runner: were they held here, neither would go before garbage is collected.
-        held = tuple(map(weakref.ref, self._drafters))
-        key = (held, mode, filters, runner.model.backend, runner.model.pointwise)
+        # Captured parts call these very objects. Drafters refer to the runner: with strong references here, neither
+        # would go before garbage is collected.
+        drafters = tuple(map(weakref.ref, self._drafters))
+        key = (drafters, mode, filters, runner.model.backend, runner.model.pointwise)
         if key not in runner.captured:
-            ranks = runner.ranks  # all that is kept of the runner, which keeps this
+            ranks = runner.ranks  # not the runner itself, which keeps this
             runner.captured[key] = batch(), Captured(runner.graphs, lambda agrees: all(ranks.gathered(agrees)))
         return runner.captured[key]
 
-    def of(self, choice: Choice, batch: Batch, mode: str) -> Round:
-        """Over that batch, or the first rows of one, for that mode. Errors: ConfigError if the drafter has no such
-        gamma."""
+    def make_round(self, choice: Choice, batch: Batch, mode: str) -> Round:
+        """Return a round over that batch. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = 0 if drafter is None else drafter.gamma
         if not 0 <= choice.gamma <= most:
@@ -213,14 +202,11 @@ class Rounds:
         return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
 
 
-def first_token(
-    runner: ModelRunner, mode: str, sampling: SamplingParams, request: int, prompt: Sequence[int], logits: Tensor
-) -> int:
-    """The token that follows a prompt, by its last `logits [V]`: that of a round without drafts whose last known token
-    is the prompt's."""
-    batch = Batch(1, Filters.of([sampling]), runner.device)
-    batch.set_rows([sampling], [request])
-    batch.set_state([len(prompt) - 1], [0], prompt[-1:])
+def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:
+    """Return the token that follows a prompt, by its last `logits [V]`: that of a round without drafts."""
+    batch = Batch(1, Filters.of([request.sampling]), runner.device)
+    batch.set_rows([request.sampling], [request.id])
+    batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
     first = verification_in(mode, batch, 0, runner.model)
 
     def next_token() -> Tensor:

@@ -14,7 +14,7 @@ IDLE = Request(prompt=(), limit=0)
 
 
 class State(NamedTuple):
-    """Tokens whose KV a row holds, and the two last tokens of its text, of which the cache lacks the last."""
+    """The number of tokens whose entries a row holds, and the last two tokens of its text; the cache lacks the last."""
 
     length: int = 0
     previous: int = 0
@@ -22,8 +22,11 @@ class State(NamedTuple):
 
 
 class Rows:
-    """A row without a request idles: it stays parked at its last length, where its writes harm nobody. followed: of
-    each row's text, how much each drafter, by its index, has followed; absent: nothing."""
+    """The requests of a cache's rows. A row without one idles at its last length, where its writes harm nobody.
+
+    followed: how much of each row's text each drafter, by its index, has followed; absent: nothing. computed: the rows
+    that the last round computed, with their requests, in the order of its batch.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -31,7 +34,6 @@ class Rows:
         self.followed: list[dict[int, int]] = [{} for _ in self.requests]
         self._state = [State() for _ in self.requests]
         self._left_at, self._clock = [0] * runner.max_batch, 0
-        # The rows that the last round computed, with what each held, in the batch that it read.
         self.computed: list[tuple[int, Request | None]] = []
         self._batch: Batch | None = None
 
@@ -39,8 +41,8 @@ class Rows:
         return [(row, request) for row, request in enumerate(self.requests) if request]
 
     def place_for(self, prompt: Sequence[int], reuses: bool) -> int:
-        """A free row: if it may reuse what that holds, the one that holds most of the prompt, where that is at least
-        half; else the one that was left longest ago, so that others can go on."""
+        """Return a free row: if prefixes are reused, the one that holds most of the prompt, where that is at least
+        half; else the one that was left longest ago, so that other texts can go on."""
         free = [row for row, request in enumerate(self.requests) if request is None]
         if not reuses:
             return free[0]
@@ -52,52 +54,55 @@ class Rows:
         return max(free, key=worth)
 
     def leave(self, row: int, request: Request) -> None:
-        """The row is free; it still holds the request's text."""
+        """Free a row, which still holds the request's text."""
         self.requests[row] = None
         if request.tokens:
             self._state[row] = _state_of(request)
         self._clock += 1
         self._left_at[row] = self._clock
         if request.error is None:
-            self._runner.note_answer(row, request.tokens[:-1])
+            self._runner.keep_answer(row, request.tokens[:-1])
 
     def begin(self, row: int, n_held: int, followed: dict[int, int]) -> None:
-        """The row takes another prompt, of which it holds so many tokens, and drafters have followed so many."""
+        """Start another prompt in a row that holds its first `n_held` tokens; drafters have followed `followed`."""
         self.followed[row] = followed
         self._park(row, n_held)
 
     def advance(self, row: int, n_tokens: int) -> int:
-        """So many more tokens of the prompt are held; returns how many in all."""
+        """Count `n_tokens` more of the prompt; return how many the row now holds."""
         self._park(row, self._state[row].length + n_tokens)
         return self._state[row].length
 
-    def unknown_to(self, drafter: int, most: int | None) -> tuple[list[tuple[int, Request, int]], bool]:
-        """How far a drafter is to be shown each busy row before it drafts, and whether it can draft then: as far as the
-        prompts; but where it has missed more than `most` tokens, no more of those and of what a round has added."""
+    def catch_up_plan(self, drafter: int, most: int | None) -> tuple[list[tuple[int, Request, int]], bool]:
+        """Return row lengths to show a drafter before it drafts, and whether that brings it up to date.
+
+        Lengths are those of the prompts; but if it has missed more than `most` tokens, `most` of these and of what a
+        round has added.
+        """
         busy = self.busy()
-        missed = [] if most is None else [one.length - self.followed[row].get(drafter, 0) for row, one in busy]
+        missed = [] if most is None else [r.length - self.followed[row].get(drafter, 0) for row, r in busy]
         if most is None or sum(missed) <= most:
-            return [(row, one, len(one.prompt)) for row, one in busy], True
+            return [(row, request, len(request.prompt)) for row, request in busy], True
         ends = [min(end, most + len(busy)) for end in accumulate(missed)]
-        shown = [end - begin for begin, end in pairwise([0, *ends])]
-        return [(row, one, one.length - n + m) for (row, one), n, m in zip(busy, missed, shown, strict=True)], False
+        some = [end - begin for begin, end in pairwise([0, *ends])]
+        return [(row, r, r.length - n + m) for (row, r), n, m in zip(busy, missed, some, strict=True)], False
 
     def _park(self, row: int, length: int) -> None:
         self._state[row], self.computed = State(length), []
 
     def gather(self, whole: Batch) -> Batch:
-        """The busy rows of the whole batch, and as many idle ones as make up a number that rounds are made for."""
+        """Return a batch of the busy rows, and of idle ones up to a number that rounds are made for."""
         n_busy = len(self.busy())
-        # What a round reads goes as far as its longest row.
-        idle = sorted((row for row, one in enumerate(self.requests) if one is None), key=self._state.__getitem__)
+        # The shortest idle rows: a round reads as far as its longest row.
+        idle = sorted((row for row, held in enumerate(self.requests) if held is None), key=self._state.__getitem__)
         filling = idle[: self._runner.n_computed(n_busy) - n_busy]
         computed = [(row, request) for row, request in enumerate(self.requests) if request or row in filling]
         batch = whole.first(len(computed))
         if computed != self.computed or batch is not self._batch:
             self.computed, self._batch = computed, batch
             for row in filling:
-                if self._state[row].length == 0:  # it idles at position 0, and writes over what it may hold
-                    self._runner.cache.notes.pop(row, None)
+                if self._state[row].length == 0:  # it idles at position 0, and overwrites what it may hold
+                    self._runner.cache.prefilled.pop(row, None)
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
             batch.set_rows(sampling, ids, [row for row, _ in computed])
@@ -106,7 +111,7 @@ class Rows:
         return batch
 
     def set_state(self, batch: Batch) -> None:
-        """Let the batch of the computed rows know what they hold now."""
+        """Set the lengths and last tokens of the computed rows in their batch."""
         for row, request in self.busy():
             self._state[row] = _state_of(request)
         batch.set_state(*zip(*(self._state[row] for row, _ in self.computed), strict=True))

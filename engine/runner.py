@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError, UserError, flag
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
+from kv_cache.base import Prefilled
 from kv_cache.entries import largest
 from models import ModelConfig, Transformer
 from models.attention import MAX_BLOCK
@@ -21,7 +22,7 @@ from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
 Value = TypeVar("Value")
-# What a prompt's prefill is: it yields the number of tokens of every chunk that ran.
+# A prefill: yields the number of tokens of every chunk that ran.
 Chunks: TypeAlias = Generator[int, None, Value]
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
 # launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
@@ -29,31 +30,20 @@ Chunks: TypeAlias = Generator[int, None, Value]
 CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 512, 4096
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt in its row: the logits `[V]` after its last token (of a sharded model only on the rank that decides, on
-    others an empty `[0]`), its first position that is not finite, and the tokens that the row holds behind it."""
-
-    model: Transformer
-    prompt: tuple[int, ...]
-    logits: Tensor
-    bad_position: int | None
-    answer: tuple[int, ...] = ()
-
-
 def finite_rows(x: Tensor) -> Tensor:
-    """Whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
+    """Return whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
     return torch.isfinite(x.sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 def not_finite(where: str, seen: str) -> UserError:
+    """Return the error for logits that are not finite."""
     required = "finite logits at every position of every row"
     fix = f"check the checkpoint (convert again), or use a wider {flag('dtype')} (float32)"
     return UserError("the model's logits are not finite", where, seen, required, fix)
 
 
 def run_through(chunks: Chunks[Value]) -> Value:
-    """All chunks at once."""
+    """Run all chunks at once; return the generator's value."""
     while True:
         try:
             next(chunks)
@@ -62,22 +52,22 @@ def run_through(chunks: Chunks[Value]) -> Value:
 
 
 def prefill_chunk_of(device: torch.device) -> int:
-    """How many tokens of a prompt run at once, where the cache takes so many."""
+    """Return how many tokens of a prompt run at once, where the cache takes as many."""
     return CPU_PREFILL_CHUNK if device.type == "cpu" else GPU_PREFILL_CHUNK
 
 
 def captured_sizes(max_batch: int) -> list[int]:
-    """The numbers of rows that captured rounds are made for, ascending: powers of two, and all."""
+    """Return the numbers of rows that captured rounds are made for, ascending: powers of two, and `max_batch`."""
     return [*(1 << i for i in range((max_batch - 1).bit_length())), max_batch]
 
 
 class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
-    A row that still holds the prompt asked for is rolled back to it instead of being run again, so a baseline and a
+    A row that still holds a prompt is rolled back to it instead of running it again, so that a baseline and a
     speculation decode from the same state. ranks: the processes that run the same calls, where the model is sharded.
-    new_graphs: `CudaGraphs` on a GPU, where rounds are captured.
-    Errors: ConfigError if the cache is not of the model's dtype and shape.
+    new_graphs: makes `CudaGraphs`, where rounds are captured. Errors: ConfigError if the cache is not of the model's
+    dtype and shape.
     """
 
     def __init__(
@@ -105,44 +95,43 @@ class ModelRunner:
 
     @property
     def narrows(self) -> bool:
-        """True if rounds compute no more rows and slots than they need; captured ones have few shapes."""
+        """True if rounds compute no more rows and slots than they need; captured rounds have few shapes."""
         return self.graphs is None
 
     def n_computed(self, n_busy: int) -> int:
-        """How many rows a round of so many busy ones computes: a number that is captured; where none is, two at least,
-        since libraries compute a product with one row in another order than one with several, and a row's bits would
-        depend on how many others are left."""
+        """Return how many rows a round of `n_busy` rows computes: a number that is captured; else two at least, since
+        libraries compute a product with one row in another order, and a row's bits would depend on its neighbours."""
         if self.narrows:
             return min(self.max_batch, max(n_busy, 2))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
-        """The same ranks running the model, or another one, over another cache."""
+        """Return a runner of the same ranks over another cache, of this or another model."""
         return ModelRunner(model or self.model, cache, ranks=self.ranks)
 
     def drop_graphs(self) -> None:
-        """Destroy what was captured, with the memory that it holds; later rounds are captured anew."""
+        """Destroy what was captured, with its memory; later rounds are captured anew."""
         if self.graphs is not None:
             self.captured.clear()
             self.graphs.close()
 
     def prefill_row(self, row: int, prompt: Sequence[int]) -> Prefilled:
         """Fill one row with `prompt` unless it holds it."""
-        return run_through(self.prefilling(row, prompt)[1])
+        return run_through(self.start_prefill(row, prompt)[1])
 
-    def prefilling(
+    def start_prefill(
         self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False
     ) -> tuple[int, Chunks[Prefilled]]:
-        """How many tokens of a prompt need not be run, and the same for the others in steps of at most `chunk` tokens.
+        """Start a prefill: return the number of cached tokens, and a generator of chunks of at most `chunk` tokens.
 
-        reuses: any first tokens that the row shares with the prompt need not. They may have been computed in other
+        reuses: begin behind the first tokens that the row shares with the prompt. They may have been computed in other
         chunks, or by rounds, so that their last bits differ.
         """
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
-        held = self.cache.notes.pop(row, None)
-        known = held if isinstance(held, Prefilled) and held.model is self.model else None
-        if known and known.prompt == tuple(prompt) and n_shared in (n_prompt, known.bad_position):
-            return n_prompt, self._prefill(row, prompt, n_prompt, known, chunk)
+        held = self.cache.prefilled.pop(row, None)
+        is_whole = held and held.model is self.model and held.prompt == tuple(prompt)
+        if held and is_whole and n_shared in (n_prompt, held.bad_position):
+            return n_prompt, self._prefill(row, prompt, n_prompt, held, chunk)
         n_shared = min(n_shared, n_prompt - 1) if reuses else 0
         return n_shared, self._prefill(row, prompt, n_shared, None, chunk)
 
@@ -157,19 +146,19 @@ class ModelRunner:
             logits = self.model.logits(hidden)
 
             def n_finite() -> Tensor:
-                """Positions before the first that is not finite, `[1]`."""
+                """Return the number of positions before the first that is not finite, `[1]`."""
                 finite[-1] &= finite_rows(logits)
                 return n_shared + finite.long().cumprod(dim=0).sum(dim=0, keepdim=True)
 
             n = int(self.ranks.decided(n_finite, 1))
             done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
-        self.cache.notes[row] = done
+        self.cache.prefilled[row] = done
         return done
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
-        """How many tokens of the prompt the row holds."""
-        held = self.cache.notes.get(row)
-        if not isinstance(held, Prefilled) or held.model is not self.model:
+        """Return how many first tokens of the prompt the row holds."""
+        held = self.cache.prefilled.get(row)
+        if held is None or held.model is not self.model:
             return 0
         pairs = zip(held.prompt + held.answer, prompt, strict=False)
         n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -177,43 +166,42 @@ class ModelRunner:
         n = int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
         return n if held.bad_position is None else min(n, held.bad_position)
 
-    def note_answer(self, row: int, answer: Sequence[int]) -> None:
-        """The row, which was prefilled, holds these tokens behind its prompt."""
-        held = self.cache.notes.get(row)
-        if isinstance(held, Prefilled):
-            self.cache.notes[row] = replace(held, answer=tuple(answer))
+    def keep_answer(self, row: int, answer: Sequence[int]) -> None:
+        """Record the tokens that a prefilled row holds behind its prompt."""
+        if held := self.cache.prefilled.get(row):
+            self.cache.prefilled[row] = replace(held, answer=tuple(answer))
 
     def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
     def fill_row(self, row: int, prompt: Sequence[int], n_held: int = 0) -> tuple[Tensor, Tensor]:
-        """`filling`, at once."""
+        """Run `filling` at once."""
         return run_through(self.filling(row, prompt, n_held))
 
     def filling(
         self, row: int, prompt: Sequence[int], n_held: int = 0, chunk: int | None = None
     ) -> Chunks[tuple[Tensor, Tensor]]:
-        """Run into one row what it does not hold of `prompt`, all but the first tokens; what else it held is forgotten.
-        Returns the last token's hidden state `[dim]`, and which positions of those run have finite ones, `[n]` bool."""
-        own, n_token = self.cache, len(prompt)
-        if own.selects and n_token > own.capacity:
-            # The prompt runs over a whole cache first, whose entries it selects from.
-            whole = FullKVCache(self.model.config, 1, n_token, own.device, own.keys.dtype)
+        """Run `prompt` into one row behind its first `n_held` tokens, which the row keeps. Return the last token's
+        hidden state `[dim]`, and whether each state that was computed is finite, `[n]` bool."""
+        cache, n_token = self.cache, len(prompt)
+        if cache.selects and n_token > cache.capacity:
+            # The prompt first runs over a full cache, which entries are selected from.
+            whole = FullKVCache(self.model.config, 1, n_token, cache.device, cache.keys.dtype)
             runner = self.over(whole)
             result = yield from runner.filling(0, prompt, chunk=chunk)
-            queries = runner.last_queries(0, prompt, own.n_queries) if own.n_queries else None
-            own.fill_row(row, whole, n_token, queries=queries, source_row=0)
+            queries = runner.last_queries(0, prompt, cache.n_queries) if cache.n_queries else None
+            cache.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
         if n_held:
             self._forget_from(row, n_held)
         else:
-            own.reset_row(row)
+            cache.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
         positions = torch.arange(n_token, device=self.device)[None]
         finite, n_run = [], min(self.prefill_chunk, chunk or n_token)
         for start in range(n_held, n_token, n_run):
             end = min(start + n_run, n_token)
-            view = own.view(slice(row, row + 1), end, block_at_end=True)
+            view = cache.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
             yield end - start
@@ -230,8 +218,8 @@ class ModelRunner:
         self._run_blocks({row: (prompt, 0) for row, prompt in prompts.items()}, self.prefill_chunk)
 
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
-        """Append to each row what it lacks of its text, in blocks as of a round, or in chunks of one row where these
-        are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
+        """Append to each row the tokens of its text that the cache lacks: in blocks as of a round, or in chunks of one
+        row where these are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
         n_alike = Counter(len(text) - held for text, held in behind.values())
         together = {}
         for row, (text, held) in behind.items():
@@ -243,7 +231,7 @@ class ModelRunner:
         self._run_blocks(together, min(self.prefill_chunk, MAX_BLOCK))
 
     def _run_blocks(self, behind: Mapping[int, tuple[Sequence[int], int]], block: int) -> None:
-        """Append to each row what it lacks of its text, in blocks that do not depend on the other rows. The rows' first
+        """Append to each row the tokens that it lacks, in blocks that do not depend on the other rows. The rows' first
         blocks run together where they are equally long, then their second: no more tokens at once than of a prompt."""
         forwards: dict[tuple[int, int], list[tuple[int, range]]] = {}
         for row, (text, held) in behind.items():
@@ -260,27 +248,30 @@ class ModelRunner:
                 self.model.hidden(tokens, positions, self.cache.view(rows, max(at.stop for _, at in some)))
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
-        """The queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]` of each layer."""
-        _, queries = self.run_again(row, text, range(len(text) - n, len(text)))
+        """Return the queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]`."""
+        _, queries = self.recompute(row, text, range(len(text) - n, len(text)))
         return [of_layer[0].transpose(0, 1) for of_layer in queries]
 
-    def run_again(
+    def recompute(
         self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """The states `[1, n, ...]` (see `Transformer.hidden_states`), and each layer's queries, of the `n` tokens of
-        `text` at those positions, which the row holds: run over it as it is, storing nothing."""
+        """Recompute hidden states and queries of cached positions without writing.
+
+        Returns the states `[1, n, ...]` (see `Transformer.hidden_states`) of the tokens of `text` at positions `at`,
+        and each layer's queries `[1, n, n_head, head_dim]`.
+        """
         tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
-        looking = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
-        _, states = self.model.hidden_states(tokens, positions, looking, layers)
-        return states, looking.queries
+        view = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
+        _, states = self.model.hidden_states(tokens, positions, view, layers)
+        return states, view.queries
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
-        """Logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that decides, and
-        empty elsewhere. cache: a view of the runner's own, or one that also writes to a draft's."""
+        """Return logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that
+        decides, and empty elsewhere. cache: a view of the runner's, or one that also writes to a draft's."""
         return self.model(tokens, positions, cache or self.cache)
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
-        """As `step`, but only the logits `[B, V]` that follow the last of `tokens [B, T]`."""
+        """Return the logits `[B, V]` that follow the last of `tokens [B, T]`."""
         return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])
 
 
@@ -299,13 +290,13 @@ class RemoteRunner:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    def _leave_out(self, *given: object) -> None:
-        """What only those do that hold the model."""
+    def _skip(self, *given: object) -> None:
+        """Do nothing: only ranks that hold the model do this."""
 
-    fill_rows = extend_rows = _leave_out
+    fill_rows = extend_rows = _skip
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
-        """On the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
+        """Return, on the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
         widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
         where = tokens.device
         nothing = torch.zeros(len(tokens), max(widths), dtype=logits_dtype(self.dtype, where), device=where)

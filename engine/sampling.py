@@ -1,6 +1,6 @@
 """The distribution of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
 
-Target and draft go through the same functions. Greedy is a mode of its own, not a small temperature:
+Target and draft go through the same functions. Greedy is a separate mode, not a small temperature:
 its distribution is a point mass on the lowest id among the largest logits.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.noise import triton_kernels
@@ -21,7 +22,7 @@ from engine.noise import triton_kernels
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # of a vocabulary
 WHOLE = 2.0**62  # the mass of all ids
-DIGIT = 11  # bits of a value that a search for the last one kept looks at together
+DIGIT = 11  # bits of a value that the search for the last kept value looks at together
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,20 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bounds = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
-        heat, top_p = self.temperature, self.top_p
-        fits = _is_number(heat) and (heat == 0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE)
+        temperatures = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
         checks = (
-            ("temperature", fits, bounds, "use 0 for greedy decoding, 0.6 to 1 for usual sampling"),
-            ("top_k", _is_int63(self.top_k), "an integer, 0 <= top_k < 2**63", "use 0 to keep every token"),
-            ("top_p", _is_number(top_p) and 0 < top_p <= 1, "0 < top_p <= 1", "use 1 to keep every token"),
-            ("seed", _is_int63(self.seed), "an integer, 0 <= seed < 2**63", "use a smaller non-negative integer"),
+            ("temperature", Real, lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, temperatures),
+            ("top_k", Integral, lambda k: 0 <= k < 2**63, "an integer, 0 (every token) <= top_k < 2**63"),
+            ("top_p", Real, lambda p: 0 < p <= 1, "0 < top_p <= 1 (every token)"),
+            ("seed", Integral, lambda seed: 0 <= seed < 2**63, "an integer, 0 <= seed < 2**63"),
         )
-        for name, good, required, fix in checks:
-            if not good:
-                where = f"SamplingParams.{name} ({flag(name)})"
-                raise ConfigError(f"{name} is out of range", where, repr(getattr(self, name)), required, fix)
-        for name in ("top_k", "seed"):  # numpy's integers have no bit_length
-            object.__setattr__(self, name, int(getattr(self, name)))
+        for name, kind, fits, required in checks:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
+                where, fix = f"SamplingParams.{name} ({flag(name)})", f"choose another {name}"
+                raise ConfigError(f"{name} is out of range", where, repr(value), required, fix)
+            if kind is Integral:  # numpy's integers have no bit_length
+                object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -66,13 +66,13 @@ class SamplingParams:
 
     @cached_property
     def needs(self) -> Filters:
-        """The steps that this distribution takes."""
+        """The filters that this distribution takes."""
         most_kept = self.top_k or (1 if self.greedy else ALL)
         return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept)
 
 
 class Filters(NamedTuple):
-    """Which steps the distributions of some rows take at all; a step too many changes none. most_kept: the largest
+    """The steps that the distributions of some rows take; an unneeded step changes nothing. most_kept: the largest
     top-k of a row; `ALL` where a sampled row has none."""
 
     any_top_k: bool = False
@@ -85,24 +85,23 @@ class Filters(NamedTuple):
         return cls._make(map(max, zip(cls(), *(row.needs for row in rows), strict=True)))
 
     def __or__(self, other: Filters) -> Filters:
-        """Those of both."""
         return Filters._make(map(max, self, other))
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The sampling parameters of a batch's rows as tensors `[B]`; those of rows that do not filter exclude nothing."""
+    """The sampling parameters of a batch's rows as tensors `[B]`; a row without filters excludes nothing."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
     filters: Filters
 
     @classmethod
     def of(
         cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", filters: Filters | None = None
     ) -> Distribution:
-        """`filters` may be those of more rows than these."""
+        """Return the distribution of some rows; `filters` may be those of more rows."""
         top_p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
             torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
@@ -112,24 +111,25 @@ class Distribution:
         )
 
     def first(self, n: int) -> Distribution:
-        """Of the first rows, in the same tensors."""
+        """Return the first n rows, in the same tensors."""
         return Distribution(self.temperature[:n], self.top_k[:n], self.top_p[:n], self.filters)
 
     def copy_(self, other: Distribution) -> None:
-        """Take over the values of other rows of the same filters, in place."""
+        """Copy the values of other rows with the same filters, in place."""
         for name in ("temperature", "top_k", "top_p"):
             getattr(self, name).copy_(getattr(other, name))
 
-    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities `[B, ..., V]`, -inf where an id is excluded; float64 for float64 logits, else float32."""
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Return log-probabilities `[B, ..., V]`, -inf where an id is excluded; float64 for float64 logits, else
+        float32."""
         return self._filtered(logits).log_softmax(dim=-1)
 
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Probabilities, shape and dtype as `logprobs`."""
+    def probs(self, logits: Tensor) -> Tensor:
+        """Return probabilities, shape and dtype as `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
-    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """Return scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
@@ -144,12 +144,12 @@ class Distribution:
             scaled = torch.where(temperature == 0, point, scaled)
         return scaled
 
-    def kept(self, scaled: torch.Tensor) -> torch.Tensor:
+    def kept(self, scaled: Tensor) -> Tensor:
         """Return which ids of `scaled [B, ..., V]`, scaled logits of which the largest is 0, pass both filters: the
         likeliest of each row, lowest ids first among equals."""
         top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
 
-        def masses(values: torch.Tensor) -> torch.Tensor:
+        def masses(values: Tensor) -> Tensor:
             """Return each id's mass as an integer, so that sums do not depend on their order."""
             log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
             return ((values.double() - log_sum).exp_() * WHOLE).long()
@@ -169,7 +169,7 @@ class Distribution:
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
 
 
-def _before(scaled: torch.Tensor, mass: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+def _before(scaled: Tensor, mass: Tensor, limit: Tensor) -> Tensor:
     """Return which ids of a row have less than `limit [B, ..., 1]` of the mass, int64, before them, in likelier ids and
     in lower ones as likely. Finds the last value kept without a sort, digit by digit, by the mass of each digit."""
     bits = 8 * scaled.element_size() - 1
@@ -186,17 +186,17 @@ def _before(scaled: torch.Tensor, mass: torch.Tensor, limit: torch.Tensor) -> to
     return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * mass < limit))
 
 
-def logits_to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
+def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the distribution of the next token: `[..., V] -> [..., V]`, float64 for float64 logits, else float32."""
     return Distribution.of([params], logits.device).probs(logits[None])[0]
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
+def greedy(logits: Tensor) -> Tensor:
+    """Return the largest logit's id: `[..., V] -> [...]` int64; ties go to the lowest id, as argmax promises."""
     return logits.argmax(dim=-1)
 
 
-def logprobs_of(blocks: Sequence[Sequence[int]], logits: torch.Tensor) -> list[list[float]]:
+def logprobs_of(blocks: Sequence[Sequence[int]], logits: Tensor) -> list[list[float]]:
     """Return the log-probabilities of each row's tokens by its `logits [B, T, V]`, T or fewer, at temperature 1 without
     filters; all are read from the device at once."""
     places = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
@@ -206,19 +206,6 @@ def logprobs_of(blocks: Sequence[Sequence[int]], logits: torch.Tensor) -> list[l
     return [part.tolist() for part in values.split([*map(len, blocks)])]
 
 
-def is_integer(value: object) -> bool:
-    """True for Python's and numpy's integers; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_int63(value: Any) -> bool:
-    return is_integer(value) and 0 <= value < 2**63
-
-
-def _like(per_row: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
+def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `per_row [B]` shaped to broadcast against `x [B, ..., V]`."""
     return per_row.to(dtype or x.dtype).reshape(-1, *[1] * (x.dim() - 1))

@@ -22,8 +22,8 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A run's rows, whose sum is `counts`, and in order the rounds of every replica, all of which decode at the same
-    time. Prefill is timed apart; `draft_prefill_seconds` is the drafter's part of it."""
+    """A run's rows, and in order the rounds of every replica, all of which decode at the same time. Prefill is timed
+    apart; `draft_prefill_seconds` is the drafter's part of it."""
 
     rows: tuple[Counts, ...]
     replicas: tuple[tuple[RoundStats, ...], ...]
@@ -32,14 +32,15 @@ class Stats:
 
     @classmethod
     def joined(cls, each: Sequence[Stats]) -> Stats:
-        """Those of replicas as one."""
-        rows = tuple(chain.from_iterable(one.rows for one in each))
-        replicas = tuple(chain.from_iterable(one.replicas for one in each))
-        draft_prefill_seconds = max(one.draft_prefill_seconds for one in each)
-        return cls(rows, replicas, max(one.prefill_seconds for one in each), draft_prefill_seconds)
+        """Join the stats of several replicas."""
+        rows = tuple(chain.from_iterable(stats.rows for stats in each))
+        replicas = tuple(chain.from_iterable(stats.replicas for stats in each))
+        draft_prefill_seconds = max(stats.draft_prefill_seconds for stats in each)
+        return cls(rows, replicas, max(stats.prefill_seconds for stats in each), draft_prefill_seconds)
 
     @property
     def counts(self) -> Counts:
+        """The sum over rows."""
         return total(self.rows)
 
     @property
@@ -56,23 +57,22 @@ class Stats:
 
     @property
     def rounds(self) -> tuple[RoundStats, ...]:
-        """Replica after replica."""
+        """All rounds, replica after replica."""
         return tuple(chain.from_iterable(self.replicas))
 
     @property
     def decode_seconds(self) -> float:
-        """Of the replica that took longest."""
+        """The time of the replica that took longest."""
         return max((sum(r.seconds for r in rounds) for rounds in self.replicas), default=0.0)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Emitted tokens per second over the rounds in which every slot was busy, the sum over replicas; None without
-        any."""
-        busy = [_steady(rounds) for rounds in self.replicas if rounds]
-        return sum(sum(r.emitted for r in one) / sum(r.seconds for r in one) for one in busy) if busy else None
+        """Emitted tokens per second over steady rounds, the sum over replicas; None without any."""
+        steady = [_steady(rounds) for rounds in self.replicas if rounds]
+        return sum(sum(r.emitted for r in rs) / sum(r.seconds for r in rs) for rs in steady) if steady else None
 
     def steady(self) -> list[RoundStats]:
-        """The rounds in which as many rows of their replica were decoding as ever did."""
+        """Return the rounds in which as many rows of their replica were decoding as ever did."""
         return [r for rounds in self.replicas for r in _steady(rounds)]
 
 

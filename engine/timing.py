@@ -1,4 +1,4 @@
-"""Phase times, measured in a pass of their own because synchronising around phases inflates totals."""
+"""Phase times: measured in a separate pass, because synchronising around phases inflates totals."""
 
 import time
 from collections import defaultdict
@@ -10,8 +10,8 @@ import torch
 
 
 def synchronize(device: torch.device, timeout: timedelta | None = None) -> None:
-    """Wait until the device has done what it was given. Errors: RuntimeError after the timeout, for a GPU whose kernels
-    wait for a lost rank: NCCL's own timeout leaves out CUDA graphs, and symmetric memory has none."""
+    """Wait until the device has finished its work. Errors: RuntimeError after the timeout, for a GPU whose kernels wait
+    for a lost rank: NCCL's timeout leaves out CUDA graphs, and symmetric memory has none."""
     if device.type != "cuda":
         return
     if timeout is None:
@@ -22,7 +22,7 @@ def synchronize(device: torch.device, timeout: timedelta | None = None) -> None:
     while not done.query():
         if time.monotonic() > deadline:
             raise RuntimeError(f"a round on the GPU timed out after {timeout}")
-        time.sleep(0)  # other threads run meanwhile
+        time.sleep(0)  # lets other threads run
 
 
 class PhaseTimer:

@@ -1,4 +1,4 @@
-"""Which drafted tokens the target accepts, and the one token that it adds: pure functions over the batch.
+"""Verification: which drafts the target accepts, and the token that it adds; pure functions over the batch.
 
 Everywhere `draft_tokens [B, g]` int64 are the drafts (g may be 0), entry i of a target tensor `[B, g + 1, V]` belongs
 to the token after i drafts, and `draft_lengths [B]` int64 says how many of a row's g drafts are real, all of them if
@@ -76,8 +76,8 @@ def verify_rejection(
 def _residual(
     p: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, num_accepted: Tensor, draft_lengths: Tensor | None
 ) -> Tensor:
-    """What the next token is drawn from, unnormalised: `max(p - q, 0)` after a rejection, else `p [B, V]`; p too where
-    rounding left the residual without mass."""
+    """Return the unnormalised distribution of the next token: `max(p - q, 0)` after a rejection, else `p [B, V]`; p
+    too where rounding left the residual without mass."""
     n_drafts = draft_tokens.shape[1]
     index = num_accepted.clamp(max=n_drafts - 1)
     if draft_probs is None:
@@ -92,13 +92,13 @@ def _residual(
 
 
 def _accept_equal(draft_tokens: Tensor, choice: Tensor, draft_lengths: Tensor | None) -> Verdict:
-    """Accept drafts while they equal the target's `choice [B, g + 1]`, which is also what is emitted."""
+    """Accept drafts while they equal the target's `choice [B, g + 1]`, which is what is emitted."""
     num_accepted = _leading_true(draft_tokens == choice[:, :-1], draft_lengths)
     return Verdict(num_accepted, choice.gather(1, num_accepted[:, None]).squeeze(1))
 
 
 def _leading_true(accepted: Tensor, draft_lengths: Tensor | None) -> Tensor:
-    """How many drafts of each row are accepted before its first rejection, or its end."""
+    """Return how many drafts of each row are accepted before its first rejection, or its end."""
     if draft_lengths is not None:
         index = torch.arange(accepted.shape[1], device=accepted.device)
         accepted = accepted & (index < draft_lengths[:, None])

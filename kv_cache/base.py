@@ -10,17 +10,19 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import require_at_least
 from kv_cache.entries import KV, Store, dequantize, largest, store, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
-NewTensor: TypeAlias = "Callable[..., torch.Tensor]"
+NewTensor: TypeAlias = "Callable[..., Tensor]"
 
 
 class KVShape(Protocol):
@@ -34,62 +36,73 @@ class KVShape(Protocol):
     def head_dim(self) -> int: ...
 
 
-class KVCache(ABC):
-    """Entries, which are keys and values: `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype`
-    (None: float32).
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that a row holds.
 
-    int8 and float8_e4m3fn take scales beside them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
-    `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty.
-    Stored head-major because a CPU reads one head's keys as one stream; handed out as
-    `[B, C, n_kv_head, head_dim]` views, the shape that every attention backend takes.
+    model: what computed it, compared by identity. logits: `[V]` after its last token; `[0]` on ranks that do not
+    decide. bad_position: the first one that is not finite. answer: the tokens that the row holds behind the prompt.
+    """
+
+    model: object
+    prompt: tuple[int, ...]
+    logits: Tensor
+    bad_position: int | None
+    answer: tuple[int, ...] = ()
+
+
+class KVCache(ABC):
+    """Keys and values `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype` (None: float32).
+
+    int8 and float8_e4m3fn have scales beside them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
+    `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty. Stored head-major,
+    because a CPU reads one head's keys as one stream; attention backends get `[B, C, n_kv_head, head_dim]` views.
     """
 
     # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
-    # How many of a prompt's last queries `selected` needs; 0: none.
+    # The number of a prompt's last queries that `selected` needs.
     n_queries = 0
-    # Rounds after which a self-draft's entries are chosen anew; 0 where they never are.
+    # Rounds after which a self-draft's entries are chosen anew; 0: never.
     refresh_every = 0
-    # Of a view: whether a block that is run over it takes its last slots, in order, in every row.
+    # In a view: True if a block that runs over it takes its last slots, in order, in every row.
     block_ends_view = False
-    # Of a view over rows that a tensor names: which row of the entries each of its own is, `[B]` int64.
-    rows: torch.Tensor | None = None
+    # In a view over rows that a tensor names: the row of the entries behind each of its rows, `[B]` int64.
+    rows: Tensor | None = None
 
     def __init__(
         self, config: KVShape, max_batch: int, capacity: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         dtype = dtype or torch.float32
-        for name, value in (("max_batch", max_batch), ("capacity", capacity)):
-            if value < 1:
-                what, where = f"a cache needs a positive {name}", type(self).__name__
-                raise ConfigError(what, where, value, ">= 1", f"raise {name}")
+        require_at_least("max_batch", max_batch, 1)
+        require_at_least("capacity", capacity, 1)
         self.capacity = capacity
         shape = (config.n_layer, 2, max_batch, config.n_kv_head, capacity, config.head_dim)
-        # Zeros, not empty, for the same reason that `pack` leaves only what is finite.
+        # Zeros, not empty: `pack` too stores finite numbers only.
         self.entries = torch.zeros(shape, device=device, dtype=dtype)
         self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in largest() else None
         self._positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
-        # Whatever a runner notes of a row's content; resetting the row forgets it.
-        self.notes: dict[int, object] = {}
+        # By row, the prompt that a runner has filled it with; resetting the row forgets it.
+        self.prefilled: dict[int, Prefilled] = {}
 
     @property
     def max_batch(self) -> int:
         return len(self._rows)
 
     @property
-    def positions(self) -> torch.Tensor:
-        """`[max_batch, capacity]`; a copy, of a view over rows that a tensor names."""
-        return self._positions[self.own_rows]
+    def positions(self) -> Tensor:
+        """`[max_batch, capacity]`; a copy in a view over rows that a tensor names."""
+        return self._positions[self.stored_rows]
 
     @property
-    def own_rows(self) -> slice | torch.Tensor:
-        """What picks its rows out of the entries'."""
+    def stored_rows(self) -> slice | Tensor:
+        """The index that picks this view's rows out of the entries'."""
         return slice(None) if self.rows is None else self.rows
 
     @property
-    def row_indices(self) -> torch.Tensor:
-        """Which row of the entries each row is, `[B]` int64."""
+    def row_indices(self) -> Tensor:
+        """The row of the entries behind each row, `[B]` int64."""
         return self._rows[:, 0]
 
     @property
@@ -97,27 +110,27 @@ class KVCache(ABC):
         return self.entries.device
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self) -> Tensor:
         """`[n_layer, max_batch, n_kv_head, capacity, head_dim]`, as stored."""
         return self.entries[:, 0]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that entries and their scales take."""
+        """Bytes of the entries and their scales."""
         return sum(x.nbytes for x in (self.entries, self.scales) if x is not None)
 
     @abstractmethod
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """The slot of each position: int64, same shape as `positions`."""
+    def slots(self, positions: Tensor) -> Tensor:
+        """Return the slot of each position: int64, same shape as `positions`."""
 
     @abstractmethod
-    def retained_positions(self, length: int) -> torch.Tensor:
-        """The positions `[n]` int64, ascending, that the policy keeps of a context of `length` tokens."""
+    def retained_positions(self, length: int) -> Tensor:
+        """Return the positions `[n]` int64, ascending, that the policy keeps of a context of `length` tokens."""
 
     @property
     @abstractmethod
     def max_block(self) -> int:
-        """The most tokens one forward may write into a row without overwriting its own entries."""
+        """The most tokens that one forward may write into a row without overwriting its own entries."""
 
     @property
     def prefill_block(self) -> int:
@@ -126,58 +139,59 @@ class KVCache(ABC):
 
     @property
     def max_length(self) -> int | None:
-        """The longest context that a row can follow; None if there is no bound."""
+        """The longest context that a row can follow; None: no bound."""
         return None
 
-    def begin(self, positions: torch.Tensor) -> torch.Tensor:
-        """Claim slots for a forward over `positions [B, T]`; returns the slots `[B, T]`."""
+    def begin(self, positions: Tensor) -> Tensor:
+        """Claim slots `[B, T]` for a forward over `positions [B, T]`."""
         slots = self.slots(positions)
         self._positions[self._rows, slots] = positions
         return slots
 
-    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where rotary embedding puts the queries at `positions [B, T]`, and the keys of all slots `[B, C]`. Asked
-        after `begin`. None for the slots: keys are stored already rotated, by the first."""
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rotary positions of queries at `positions [B, T]`, and those of the keys of all slots `[B, C]`;
+        None where keys are stored already rotated. Called after `begin`."""
         return positions, None
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor, store: Store = store) -> None:
+    def write(self, layer: int, slots: Tensor, new: Tensor, store: Store = store) -> None:
         """Store one layer's `new [B, T, 2, n_kv_head, head_dim]` entries, made by `entries.pack`, in `slots [B, T]`.
-        store: does what `entries.store` does."""
+        store: a kernel that does what `entries.store` does."""
         store(self.entries[layer], None if self.scales is None else self.scales[layer], self._rows, slots, new)
 
-    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
-        """One layer's entries as views. queries: what reads them, `[B, T, n_head, head_dim]`, rotated if keys are."""
+    def read(self, layer: int, queries: Tensor | None = None) -> KV:
+        """Return views of one layer's entries. queries: those that read them, `[B, T, n_head, head_dim]`, rotated if
+        keys are."""
         keys, values = self.entries[layer].transpose(2, 3)
         key_scales, value_scales = (None, None) if self.scales is None else self.scales[layer].transpose(2, 3)
         return KV(keys, values, key_scales, value_scales, self.rows)
 
-    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and their scales."""
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return one layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and scales."""
         entries, device = self.entries[layer], self.device
         both, row, head, line, _ = entries.stride()
         first = [torch.arange(2, device=device)[:, None, None, None] * both, self.row_indices[:, None, None] * row]
         first.append(torch.arange(slots.shape[1], device=device)[:, None] * head)
-        # Of one table of vectors, which are then copied whole.
+        # Rows of one table of vectors, which are then copied whole.
         at, shape = (sum(first) // line + slots).flatten(), (2, *slots.shape)
         found = entries.as_strided((2 * both // line, line), (line, 1)).index_select(0, at).view(*shape, line)
         if self.scales is None:
             return found, None
         return found, self.scales[layer].as_strided((2 * both // line,), (1,)).index_select(0, at).view(shape)
 
-    def rollback(self, lengths: torch.Tensor) -> None:
+    def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
-        held = self.positions
-        self._positions[self.own_rows] = held.masked_fill(held >= lengths[:, None], EMPTY)
+        positions = self.positions
+        self._positions[self.stored_rows] = positions.masked_fill(positions >= lengths[:, None], EMPTY)
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
-        self.notes.pop(row, None)
+        self.prefilled.pop(row, None)
         assert self.rows is None, "rows are filled and reset in the cache itself"
         self.positions[row] = EMPTY
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that a row's tokens are kept in."""
+    def tensors(self) -> list[Tensor]:
+        """All tensors that hold a row's tokens."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
 
     @property
@@ -185,13 +199,13 @@ class KVCache(ABC):
         """True if entries of a prompt longer than the cache are selected by content: the policy defines `selected`."""
         return type(self).selected is not KVCache.selected
 
-    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
-        """The positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` where heads differ.
-        keys: gives one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
+    def selected(self, kept: Tensor, length: int, keys: NewTensor, queries: NewTensor) -> Tensor:
+        """Return the positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` by head. keys:
+        returns one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
         return kept
 
-    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
-        """A row of a layer was filled from token `known` on. keys: as of `selected`; `keys(n)`: from there on."""
+    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
+        """Called when a row of a layer was filled from token `n_known` on. keys(n): returns its keys from n on."""
         return
 
     def fill_row(
@@ -200,57 +214,57 @@ class KVCache(ABC):
         source: KVCache,
         length: int,
         layers: Sequence[int] | None = None,
-        queries: Sequence[torch.Tensor] | None = None,
+        queries: Sequence[Tensor] | None = None,
         source_row: int | None = None,
-        known: int = 0,
+        n_known: int = 0,
     ) -> None:
         """Replace a row by what this policy keeps of a row of `source`, `length` tokens long.
 
-        source_row: None: the row of the same number. layers: those of the source that this cache has, in order; None:
-        all. queries: of the last `n_queries` tokens in every layer of the source, `[n_head, n_queries, head_dim]`.
-        known: the first tokens are in place; only later ones are copied, and the selection stays. Errors: ConfigError
-        if it needs queries and has none.
+        Args:
+            source_row: None: the row of the same number.
+            layers: the source's layers that this cache has, in order; None: all.
+            queries: of the last `n_queries` tokens in every layer of the source, `[n_head, n_queries, head_dim]`.
+            n_known: the first tokens are in place; only later ones are copied, and the selection stays.
         """
-        selects = self.selects and length > self.capacity and not known
-        if selects and self.n_queries and queries is None:
-            what = "the policy selects entries by the prompt's last queries, and has not got them"
-            required = f"the last {self.n_queries} queries of every layer"
-            fix = "pass ModelRunner.last_queries(row, prompt, cache.n_queries)"
-            raise ConfigError(what, f"{type(self).__name__}.fill_row: queries", None, required, fix)
+        selects = self.selects and length > self.capacity and not n_known
+        assert not (selects and self.n_queries and queries is None), "the policy selects by a prompt's last queries"
         from_row = row if source_row is None else source_row
         kept = self.retained_positions(length)
-        kept = kept[kept >= known].to(self.device)
+        kept = kept[kept >= n_known].to(self.device)
         to_slots = self.slots(kept)
         head = torch.arange(self.entries.shape[3], device=self.device)[:, None]
-        if not known:
+        if not n_known:
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             keys = partial(source.keys_in_order, from_layer, from_row, length)
             last = partial(torch.empty, 0) if queries is None else partial(queries.__getitem__, from_layer)
             from_slots = source.slots(self.selected(kept, length, keys, last) if selects else kept)
             entries = source.entries[from_layer, :, from_row][:, head, from_slots]
-            scale = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
-            entries, scale = stored_as(entries, scale, self.entries.dtype)
-            self.entries[to_layer, :, row][:, :, to_slots] = entries
-            if self.scales is not None and scale is not None:
-                self.scales[to_layer, :, row][:, :, to_slots] = scale
-            self.filled(to_layer, row, keys, known)
+            scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
+            self.put(to_layer, row, to_slots, *stored_as(entries, scales, self.entries.dtype))
+            self.filled(to_layer, row, keys, n_known)
         self.positions[row, to_slots] = kept
 
-    def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> torch.Tensor:
-        """One layer's keys of a row that holds all positions below `length`, `[n_kv_head, length - first, head_dim]`
-        from the `first` on."""
+    def put(self, layer: int, row: int, slots: Tensor, entries: Tensor, scales: Tensor | None) -> None:
+        """Store entries `[2, n_kv_head, n, head_dim]` in `slots [n]` of a row of a layer, as they are."""
+        self.entries[layer, :, row][:, :, slots] = entries
+        if self.scales is not None and scales is not None:
+            self.scales[layer, :, row][:, :, slots] = scales
+
+    def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> Tensor:
+        """Return one layer's keys of a row that holds all positions below `length`, from the `first` on:
+        `[n_kv_head, length - first, head_dim]`."""
         slots = self.slots(torch.arange(first, length, device=self.device))
         scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 
     def view(
-        self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
+        self, rows: slice | Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
     ) -> KVCache:
-        """The same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
+        """Return the same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
 
-        rows: a range, or `[B]` int64 in any order: of those, backends look up the entries themselves; such a view's
-        slots alone can be narrowed further, and its rows cannot be filled or reset. block_at_end: a promise that the
+        rows: a range, or `[B]` int64 in any order. With a tensor of rows, entries are not sliced: the backend indexes
+        them. Only `extent` can be narrowed again, and rows cannot be filled or reset. block_at_end: a promise that the
         block to be run takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
@@ -262,7 +276,7 @@ class KVCache(ABC):
             narrowed.scales = self.scales[:, :, stored, :, :extent]
         narrowed._positions = self._positions[stored, :extent]
         narrowed._rows = self._rows[: len(narrowed._positions)]
-        if isinstance(rows, torch.Tensor):
+        if isinstance(rows, Tensor):
             narrowed.rows, narrowed._rows = rows.contiguous(), rows[:, None]
         narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed

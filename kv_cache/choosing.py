@@ -1,4 +1,4 @@
-"""The Triton kernel that chooses entries and copies them, as `kv_cache.verify_topk` does in PyTorch."""
+"""The Triton kernel that chooses entries and copies them, as `kv_cache.refreshed` does in PyTorch."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of, works
 from kv_cache.base import KVCache
-from kv_cache.verify_topk import Choice, Choosing, VerifyTopKCache
+from kv_cache.refreshed import Choice, RefreshedKVCache, SelectionOps
 
 CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
 CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
@@ -29,7 +29,7 @@ def choose(
     """Choose `n_chosen` entries of a row and KV head by the attention of its chunks of TOGETHER, and copy them, where
     `is_new [B]`; grid `[B * n_kv_head]`.
 
-    The result is that of `kv_cache.verify_topk.Choosing.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
+    The result is that of `SelectionOps.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
     the first entries are chosen. `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
     those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
     scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
@@ -111,9 +111,9 @@ def choose(
 
 
 def plan_choice(
-    to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
 ) -> Launch:
-    """Plan the launch that does what `Choosing.choose` does, between entries of one dtype or without scales."""
+    """Plan the launch that does what `SelectionOps.choose` does, between entries of one dtype or without scales."""
     n_kv_head, n_chosen = to.held.shape[2:]
     read, written = source.entries[from_layer], to.entries[to_layer]
     n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
@@ -138,13 +138,13 @@ def plan_choice(
     return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
 
 
-class TritonChoosing(Choosing):
-    """Choosing by the kernel, where it has the dtypes, until it fails."""
+class TritonSelectionOps(SelectionOps):
+    """SelectionOps by the kernel, where it has the dtypes, until it fails."""
 
     _runs = True
 
     def choose(
-        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
     ) -> None:
         given = to, to_layer, source, from_layer, shares, choice
         if self._runs and (to.scales is source.scales is None or to.entries.dtype == source.entries.dtype):

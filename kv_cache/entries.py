@@ -1,4 +1,4 @@
-"""What a cache hands to attention: one layer's keys and values, and their scales where they are stored in 8 bits."""
+"""Entries: one layer's keys and values as attention reads them, stored as they are or in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 # Keeps the scale of an all-zero vector from dividing by zero.
 SMALLEST_SCALE = 1e-12
@@ -14,57 +15,60 @@ SMALLEST_SCALE = 1e-12
 SMALLEST_STEP = 1e-8
 # The largest code of 4 bits.
 LEVELS = 15
-# Entries next to each other whose attention is noted as one.
-NOTED = 8
+# Neighbouring entries that share one score (`KV.chunk_scores`).
+SCORE_CHUNK = 8
 
 
 @cache
 def largest() -> dict[torch.dtype, float]:
-    """The largest magnitude that each 8-bit storage holds."""
+    """Return the largest magnitude that each 8-bit storage holds."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Packed(NamedTuple):
     """Numbers of 4 bits, `code * step + low`, of tokens in the order of their positions, from 0 on.
 
-    A byte holds two codes, the first half of the head dim in the lower bits. key_codes: by groups of tokens, uint8
-    `[max_batch, n_kv_head, n / group, ceil(head_dim / 2), group]`; value_codes: `[max_batch, n_kv_head, n,
-    ceil(head_dim / 2)]`. Their lowest numbers and steps, bfloat16: key_grids by group and channel, `[2, max_batch,
-    n_kv_head, n / group, head_dim]`; value_grids by as many channels as divide the head dim and by token, `[2,
-    max_batch, n_kv_head, n_part, n]`. n_token: how many there are for queries, `<= n`. recent: the positions of tokens
-    that count instead wherever both hold one, `[B', ring]` int64, position p in slot `p % ring` or nowhere.
+    key_codes: uint8, by groups of tokens, `[max_batch, n_kv_head, n / group, ceil(head_dim / 2), group]`; a byte holds
+        two codes, the first half of the head dim in the lower bits.
+    value_codes: `[max_batch, n_kv_head, n, ceil(head_dim / 2)]`.
+    key_grids: lowest numbers and steps, bfloat16, by group and channel, `[2, max_batch, n_kv_head, n / group,
+        head_dim]`.
+    value_grids: by parts of the head dim and token, `[2, max_batch, n_kv_head, n_part, n]`.
+    n_token: the number of tokens that queries see, `<= n`.
+    recent: `[B', ring]` int64, positions of tokens held as they are, which count instead of their 4-bit copies;
+        position p is in slot `p % ring` or nowhere.
     """
 
-    key_codes: torch.Tensor
-    value_codes: torch.Tensor
-    key_grids: torch.Tensor
-    value_grids: torch.Tensor
+    key_codes: Tensor
+    value_codes: Tensor
+    key_grids: Tensor
+    value_grids: Tensor
     n_token: int
-    recent: torch.Tensor
+    recent: Tensor
 
     @property
     def group(self) -> int:
         return self.key_codes.shape[-1]
 
-    def keys(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`[B', n_kv_head, n, head_dim]`."""
+    def keys(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the keys `[B', n_kv_head, n, head_dim]`."""
         low, step = self.key_grids[:, rows, :, :, None]
         return split(self.key_codes[rows].mT, low.shape[-1]).to(dtype).mul_(step).add_(low).flatten(2, 3)
 
-    def values(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `keys`."""
+    def values(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values, of the shape of `keys`."""
         low, step = self.value_grids[:, rows].mT[..., None]
         codes = split(self.value_codes[rows], self.key_grids.shape[-1]).to(dtype)
         return codes.unflatten(-1, (low.shape[-2], -1)).mul_(step).add_(low).flatten(-2)
 
 
-def split(codes: torch.Tensor, size: int) -> torch.Tensor:
-    """`[..., ceil(size / 2)]` bytes as `[..., size]` codes of 4 bits."""
+def split(codes: Tensor, size: int) -> Tensor:
+    """Return `[..., ceil(size / 2)]` bytes as `[..., size]` codes of 4 bits."""
     return torch.cat([codes & LEVELS, codes >> 4], dim=-1)[..., :size]
 
 
-def joined(codes: torch.Tensor) -> torch.Tensor:
-    """What `split` takes apart."""
+def joined(codes: Tensor) -> Tensor:
+    """Return codes `[..., size]` of 4 bits as `[..., ceil(size / 2)]` bytes: the inverse of `split`."""
     low, high = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).chunk(2, dim=-1)
     return low | high << 4
 
@@ -72,29 +76,27 @@ def joined(codes: torch.Tensor) -> torch.Tensor:
 class KV(NamedTuple):
     """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
 
-    Of int8 or float8_e4m3fn entries the value is `stored * scale`, with one scale per token and head,
-    `[B, C, n_kv_head]` float32; None where the entries are the values. rows: `[B']` int64, the row of the entries that
-    each row of queries attends to; None where these are the same rows. noted: where attention of a short block over
-    entries in the order of their positions also notes, in those rows, the largest share that one of NOTED entries gets
-    of each token's attention, averaged over the heads of its group: `[max_batch, >= T, n_kv_head, >= C / NOTED]`
-    float32; else None.
-    packed: older tokens, in the slots that the cache's `positions` are of, and `unpacked` for a backend that cannot
-    read them so.
+    Entries of int8 or float8_e4m3fn mean `stored * scale`, a scale per token and head, `[B, C, n_kv_head]` float32;
+    without scales they are the values. rows: `[B']` int64, the row of the entries that each row of queries attends to;
+    None: row by row. packed: older tokens in 4 bits, where positions are those of all tokens; `unpacked` serves a
+    backend that cannot read them. chunk_scores: a buffer `[max_batch, >= T, n_kv_head, >= C / SCORE_CHUNK]` float32
+    that attention of a short block fills, in those rows, with the largest share that an entry of each chunk gets of
+    each token's attention, averaged over the heads of its group; None: not needed.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    noted: torch.Tensor | None = None
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    rows: Tensor | None = None
+    chunk_scores: Tensor | None = None
     packed: Packed | None = None
 
     def unpacked(self, dtype: torch.dtype) -> KV:
-        """Packed and recent tokens as entries of `dtype` in the order of their positions, with a row for each of the
-        queries', so that `rows` is None."""
+        """Return packed and recent tokens as entries of `dtype` in the order of their positions, a row for each row of
+        queries, so that `rows` is None."""
         assert self.packed is not None
-        assert self.noted is None, "what is noted is a target's attention, whose entries are not packed"
+        assert self.chunk_scores is None, "chunks are scored in a target's cache, whose entries are not packed"
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
         _, n_row, _, n_head, head_dim = recent.shape
@@ -107,8 +109,8 @@ class KV(NamedTuple):
         entries[:, torch.arange(n_row, device=held.device)[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
         return KV(*entries[..., :n_token, :].transpose(2, 3))
 
-    def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in `dtype`, one row for each of the queries'; the entries themselves where they are that."""
+    def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values in `dtype`, a row for each row of queries; the entries themselves where they fit."""
         if self.packed is not None:
             return self.unpacked(dtype)[:2]
         if self.rows is not None:
@@ -117,17 +119,17 @@ class KV(NamedTuple):
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 
-def pack(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What a cache is given to store: keys and values `[..., n_kv_head, head_dim]` as `[..., 2, n_kv_head, head_dim]`.
+def pack(keys: Tensor, values: Tensor) -> Tensor:
+    """Stack keys and values `[..., n_kv_head, head_dim]` as a cache stores them, `[..., 2, n_kv_head, head_dim]`.
 
-    What is not finite becomes 0: a masked slot has weight 0, and 0 * NaN would spread a token that overflows to
-    queries that must not see it. Such a token's own logits stay NaN.
+    Numbers that are not finite become 0: a masked slot has weight 0, and 0 * NaN would spread a token that overflows to
+    queries that must not see it. The logits of that token stay NaN.
     """
     return torch.nan_to_num(torch.stack((keys, values), dim=-3), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [..., head_dim]` in 8 bits: entries of `dtype` (a key of `largest()`), and scales `[...]` float32.
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `x [..., head_dim]` in 8 bits: entries of `dtype` (a key of `largest()`), and scales `[...]` float32.
 
     Symmetric, one scale per vector: the largest magnitude of each becomes the largest that `dtype` holds.
     """
@@ -137,12 +139,10 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-Store: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor], None]"
+Store: TypeAlias = "Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]"
 
 
-def store(
-    entries: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor, new: torch.Tensor
-) -> None:
+def store(entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
     """Write `new [B, T, 2, n_kv_head, head_dim]` to `slots [B, T]` int64 of `rows [B, 1]` int64 of one layer's `entries
     [2, max_batch, n_kv_head, capacity, head_dim]`, in 8 bits where these have `scales`, `entries.shape[:-1]`."""
     if scales is None:
@@ -151,17 +151,15 @@ def store(
         entries[:, rows, :, slots], scales[:, rows, :, slots] = quantize(new, entries.dtype)
 
 
-def dequantize(stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The values `[..., head_dim]` in `dtype` of entries with scales `[...]`, or of entries that are the values."""
+def dequantize(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the values `[..., head_dim]` in `dtype` of entries with scales `[...]`, or of entries without."""
     if scale is None:
         return stored.to(dtype)
     return (stored.float() * scale[..., None]).to(dtype)
 
 
-def stored_as(
-    entries: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Entries of one cache as another one of `dtype` stores them: with scales if those have 8 bits."""
+def stored_as(entries: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return entries of one cache as another cache of `dtype` stores them: with scales if that has 8 bits."""
     if dtype not in largest():
         return dequantize(entries, scale, dtype), None
     if scale is None or entries.dtype != dtype:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import Policy
@@ -27,10 +28,10 @@ class FullKVCache(KVCache):
 
     max_length = max_block
 
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+    def slots(self, positions: Tensor) -> Tensor:
         return positions
 
-    def retained_positions(self, length: int) -> torch.Tensor:
+    def retained_positions(self, length: int) -> Tensor:
         return torch.arange(length)
 
 

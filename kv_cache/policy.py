@@ -24,44 +24,40 @@ class Policy(ABC):
     """Options of a policy, whose fields are its flags."""
 
     name: ClassVar[str]
-    # Whether it takes verifications through the cache that they choose from.
+    # Whether it selects from the target's cache by its verifications, so that only self-drafts have it.
     of_self_drafts: ClassVar[bool] = False
-    # Whether its cache takes other bytes than so many entries do.
+    # Whether its cache takes other bytes than its number of entries would.
     has_own_storage: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:
-        """KV entries that a row holds of a run whose rows grow to `length` tokens."""
+        """Return the KV entries of a row that grows to `length` tokens."""
 
     @abstractmethod
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
-        """An empty cache for rows of up to `length` tokens."""
+        """Return an empty cache for rows of up to `length` tokens."""
 
     @property
     def room(self) -> int:
-        """Tokens of a round that fit beside what must stay."""
+        """The most tokens of a round that fit beside entries that always stay."""
         return sys.maxsize
-
-    def for_block(self, n_token: int) -> dict[str, int]:
-        """The options that `room` depends on, and their least values for so many tokens."""
-        return {}
 
     @property
     def in_cache_positions(self) -> bool:
-        """Whether keys are rotated as they are read, by their slot."""
+        """True if keys are rotated as they are read, by their slot."""
         return False
 
     def holds_all(self, length: int) -> bool:
-        """Whether its budget leaves nothing out of `length` tokens: then the run says so."""
+        """True if its budget leaves nothing out of `length` tokens."""
         return False
 
     def check(self) -> None:
-        """Raise ConfigError if its cache cannot be made; asked of a number of entries, never of `auto`."""
+        """Raise ConfigError if its cache cannot be made. Not for `auto` entries."""
         self._sample()
 
     @property
     def selects(self) -> bool:
-        """True if its cache selects a prompt's entries by their content. Never asked of `auto` entries."""
+        """True if its cache selects a prompt's entries by their content. Not for `auto` entries."""
         return self._sample().selects
 
     def _sample(self) -> KVCache:
@@ -69,21 +65,21 @@ class Policy(ABC):
         return self.new_cache(smallest, 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
-        """What its options leave to choose among behind prompts of that length; mostly itself."""
+        """Return the policies that an `auto` option leaves to choose among, for prompts of `prefix_len` tokens."""
         return [self]
 
     def with_entries(self, n: int) -> Policy:
-        """The same with so many entries a row, where it has a number of them to choose."""
+        """Return this policy with `n` entries a row, if it has a budget."""
         return self
 
     def for_context(self, trained: int, length: int) -> Policy:
-        """The same for a draft model that was trained on `trained` positions, in rows of up to `length` tokens."""
+        """Return this policy for a draft model trained on `trained` positions, in rows of up to `length` tokens."""
         return self
 
 
 @dataclass(frozen=True)
 class BudgetedPolicy(Policy):
-    """A policy whose cache holds a fixed number of entries a row, however long the text."""
+    """A policy whose cache holds a fixed number of entries a row, whatever the length of the text."""
 
     draft_budget: Common[int | Literal["auto"]] = 512
     """KV entries per row, sinks or selected ones and recent ones together; -1 is --draft_policy full; auto, of a
@@ -93,11 +89,8 @@ class BudgetedPolicy(Policy):
 
     @property
     def reserved(self) -> int:
-        """Entries that always stay, such as sinks: a budget that `auto` chooses is more than twice as many."""
+        """Entries that always stay, such as sinks; `auto` tries budgets of more than twice as many."""
         return 0
-
-    def for_block(self, n_token: int) -> dict[str, int]:
-        return {"draft_budget": self.budget - self.room + n_token}
 
     def with_entries(self, n: int) -> BudgetedPolicy:
         return replace(self, draft_budget=n)
@@ -122,19 +115,19 @@ class BudgetedPolicy(Policy):
 
 
 def policies() -> dict[str, type[Policy]]:
-    """Every policy by its name: what the files of this folder define."""
+    """Return every policy by its name: those that the files of this folder define."""
     return registered("kv_cache", Path(__file__).parent, Policy)
 
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
-    """The subclasses of `kind` that have a name, by it, once all files of the folder were imported."""
+    """Import all files of a folder, and return the subclasses of `kind` that have a name, by it."""
     for file in pkgutil.iter_modules([str(folder)]):
         importlib.import_module(f"{package}.{file.name}")
     found: dict[str, Kind] = {}
     waiting: list[Any] = [kind]
     while waiting:
-        one = waiting.pop()
-        waiting += one.__subclasses__()
-        if (name := vars(one).get("name")) and found.setdefault(name, one) is not one:
-            raise TypeError(f"{one.__module__} and {found[name].__module__} both define {name!r}: rename one")
+        found_kind = waiting.pop()
+        waiting += found_kind.__subclasses__()
+        if (name := vars(found_kind).get("name")) and found.setdefault(name, found_kind) is not found_kind:
+            raise TypeError(f"{found_kind.__module__} and {found[name].__module__} both define {name!r}: rename one")
     return dict(sorted(found.items()))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from common.errors import require_at_least
 from common.launch import launch_on, triton_reads, works
@@ -21,19 +22,19 @@ FILLED_AT_ONCE = 512
 
 
 class QuantizedKVCache(FullKVCache):
-    """All tokens, in the order of their positions: 4 bits a number, but for a ring of recent ones in `dtype` (Tiwari et
-    al., "QuantSpec", arXiv 2502.10424, section 4).
+    """Keeps all tokens in the order of their positions: 4 bits a number, but for a ring of recent tokens in `dtype`
+    (Tiwari et al., "QuantSpec", arXiv 2502.10424, section 4).
 
-    The numbers of a group share its smallest one and a step, both in bfloat16. Keys are grouped along tokens, each
-    channel for itself; values along channels, each token for itself. `group` tokens are quantised at once, when all of
-    them lie `window` or more before a block that is written; until then they are in the ring, as in the paper's two
-    buffers. `begin` settles which group of each row that is, `write` does it layer by layer. The codes are a copy of
-    their own, whatever the target's cache is stored in. Errors: ConfigError if `group` is below 1, or `window` shorter.
+    The numbers of a group share their smallest number and a step, both in bfloat16. Keys are grouped along tokens, by
+    channel; values along channels, by token. `group` tokens are quantised at once, when all of them lie `window` or
+    more before a block that is written; until then they are in the ring, as in the paper's two buffers. `begin` finds
+    that group in each row, `write` quantises it layer by layer. Errors: ConfigError if `group` is below 1, or `window`
+    shorter.
 
     entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
-    # A CPU need not do what changes nothing. Where rounds are captured, as on a GPU and in tests, no host may decide.
+    # Let a CPU skip writes that change nothing; False where rounds are captured, since no host may decide there.
     asks_host = True
 
     def __init__(
@@ -47,7 +48,7 @@ class QuantizedKVCache(FullKVCache):
         dtype: torch.dtype | None = None,
     ) -> None:
         require_at_least("quant_group", group, 1)
-        require_at_least("quant_window", window, group)  # where a group waits until it is quantised
+        require_at_least("quant_window", window, group)  # a group waits there until it is quantised
         # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
         # tokens at most: none of them is written over before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
@@ -69,8 +70,8 @@ class QuantizedKVCache(FullKVCache):
             self._packing = self._packing if works(trial, "packs 4 bits") else None
 
     @property
-    def packed(self) -> list[torch.Tensor]:
-        """What holds 4 bits: codes and grids, of keys and of values."""
+    def packed(self) -> list[Tensor]:
+        """The tensors of 4-bit numbers: codes and grids, of keys and of values."""
         return [self._key_codes, self._value_codes, self._key_grids, self._value_grids]
 
     @property
@@ -78,14 +79,14 @@ class QuantizedKVCache(FullKVCache):
         return super().n_bytes + sum(x.numel() * x.element_size() for x in self.packed)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*super().tensors, *self.packed, self._ring_positions, self._last_group]
 
     @property
     def max_block(self) -> int:
         return self.group
 
-    def begin(self, positions: torch.Tensor) -> torch.Tensor:
+    def begin(self, positions: Tensor) -> Tensor:
         super().begin(positions)
         slots = positions % self.ring
         self._ring_positions[self._rows, slots] = positions
@@ -102,14 +103,14 @@ class QuantizedKVCache(FullKVCache):
             self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
         return slots
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor, store: Store = store) -> None:
-        """As of every cache, into the ring; also quantises the group that is due."""
+    def write(self, layer: int, slots: Tensor, new: Tensor, store: Store = store) -> None:
+        """Write into the ring, as every cache; then quantise the group that is due."""
         super().write(layer, slots, new, store)
         if not self._skips:
             self._quantize(layer, self, layer, self._rows, self._due, self._packing)
 
     def _quantize(
-        self, layer: int, source: KVCache, from_layer: int, rows: torch.Tensor, groups: torch.Tensor, packing: Any
+        self, layer: int, source: KVCache, from_layer: int, rows: Tensor, groups: Tensor, packing: Any
     ) -> None:
         """Quantise the `groups [B, n]` of `rows [B, 1]` of a layer of `source`. Where that is this cache, only groups
         that are due. packing: the module that `kernel_for` returned."""
@@ -139,7 +140,7 @@ class QuantizedKVCache(FullKVCache):
                 new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, held[layer][at])
             held[layer][at] = new
 
-    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
+    def read(self, layer: int, queries: Tensor | None = None) -> KV:
         n_token = self._positions.shape[1]
         n_group = -(-n_token // self.group)
         n_slot = n_group * self.group
@@ -159,18 +160,18 @@ class QuantizedKVCache(FullKVCache):
         source: KVCache,
         length: int,
         layers: Sequence[int] | None = None,
-        queries: Sequence[torch.Tensor] | None = None,
+        queries: Sequence[Tensor] | None = None,
         source_row: int | None = None,
-        known: int = 0,
+        n_known: int = 0,
     ) -> None:
         """Fill a row from a source whose slots are in the order of positions: whole groups in 4 bits, and the tokens
         behind the last whole group, as they are, to the ring. Arguments are those of `KVCache.fill_row`."""
         from_row = row if source_row is None else source_row
-        if not known:
+        if not n_known:
             self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
         # What was known is in 4 bits, but for what the last block left in the ring.
-        first = max(0, (known - self.window) // self.group - 1)
+        first = max(0, (n_known - self.window) // self.group - 1)
         kept = torch.arange(first * self.group, length, device=self.device)
         recent, groups = kept[-self.ring :], torch.arange(first, n_group, device=self.device)[None]
         into, given = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
@@ -181,16 +182,13 @@ class QuantizedKVCache(FullKVCache):
                 into._quantize(to_layer, given, from_layer, torch.zeros_like(some[:, :1]), some, packing)
             scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, recent]
             entries = source.entries[from_layer, :, from_row][:, :, recent]
-            entries, scales = stored_as(entries, scales, self.entries.dtype)
-            self.entries[to_layer, :, row][:, :, recent % self.ring] = entries
-            if self.scales is not None and scales is not None:
-                self.scales[to_layer, :, row][:, :, recent % self.ring] = scales
+            self.put(to_layer, row, recent % self.ring, *stored_as(entries, scales, self.entries.dtype))
         self._positions[row, kept] = kept
         self._ring_positions[row, recent % self.ring] = recent
         self._last_group[row] = n_group - 1
 
     def view(
-        self, rows: slice | torch.Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
+        self, rows: slice | Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
     ) -> QuantizedKVCache:
         narrowed = super().view(rows, extent, block_at_end)
         assert isinstance(narrowed, QuantizedKVCache)
@@ -204,7 +202,7 @@ class QuantizedKVCache(FullKVCache):
         return narrowed
 
 
-def kernel_for(entries: torch.Tensor) -> Any:
+def kernel_for(entries: Tensor) -> Any:
     """Return the module of the Triton kernel that packs such entries, or None where it cannot run."""
     if not triton_reads(entries):
         return None
@@ -213,8 +211,8 @@ def kernel_for(entries: torch.Tensor) -> Any:
     return packing
 
 
-def quantize4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """`x` in codes of 0 to 15, uint8, and of each group along `dim` its smallest number and its step, in bfloat16: of
+def quantize4(x: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return codes of 0 to 15 of `x`, uint8, and of each group along `dim` its smallest number and step, bfloat16, of
     size 1 there."""
     low = x.amin(dim, keepdim=True).bfloat16()
     step = ((x.amax(dim, keepdim=True) - low) / LEVELS).clamp(min=SMALLEST_STEP).bfloat16()
@@ -239,10 +237,6 @@ class Quantized(Full):
 
     def holds_all(self, length: int) -> bool:
         return self.quant_window >= length
-
-    def for_block(self, n_token: int) -> dict[str, int]:
-        group = -(-n_token // 16) * 16  # what the CPU's kernel reads as it is
-        return {"quant_group": group} | ({"quant_window": group} if self.quant_window < group else {})
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

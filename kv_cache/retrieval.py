@@ -7,40 +7,34 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from kv_cache.base import Device, KVCache, KVShape, NewTensor
 from kv_cache.entries import dequantize, largest
-from kv_cache.over import Observed
+from kv_cache.refreshed import Choice, Refreshed, RefreshedKVCache, SelectionOps, VerificationScores, entries_of
 from kv_cache.snapkv import attention_received
-from kv_cache.verify_topk import Choice, Choosing, Refreshed, VerifyTopKCache, entries_of
 
 
-class RetrievalKVCache(VerifyTopKCache):
-    """Each layer and KV head keeps the text's last `window` tokens, and of the others, which lie in chunks of `chunk`
-    tokens, the first `n_sink` and those chunks whose mean keys the newest query attends to most (TriForce, arXiv
-    2404.11912, section 4.1): the prompt's last, then every `refresh_every` rounds that of the last token that stands.
+class RetrievalKVCache(RefreshedKVCache):
+    """Keeps the chunks whose mean keys the newest query attends to most (TriForce, arXiv 2404.11912, section 4.1): the
+    prompt's last query, then every `refresh_every` rounds that of the last accepted token.
 
     means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
-    fills, kept up as it grows. Errors: ConfigError as of VerifyTopKCache, or if a chunk is longer than the window.
+    fills, kept up as it grows. Errors: ConfigError as of RefreshedKVCache, or if a chunk is longer than the window.
     """
 
     def __init__(
         self, config: KVShape, max_batch: int, longest: int, policy: Retrieval, device: Device, dtype: torch.dtype
     ) -> None:
-        chunk, window = policy.chunk, policy.snapkv_window
+        chunk = policy.chunk
         require_at_least("chunk", chunk, 1)
-        require_at_least("snapkv_window", window, 1)  # first, as a chunk is held to it
-        # Whatever lies before the window has to lie in a chunk that the text fills.
-        if chunk > window:
-            what = "a chunk has no place in the draft's recent tokens"
-            where, seen = f"{flag('chunk')}, {flag('snapkv_window')}", f"chunk {chunk}, window {window}"
-            raise ConfigError(what, where, seen, "chunk <= window", f"use {flag('chunk')} {window} or less")
+        # Every token before the window has to lie in a chunk that the text fills.
+        require_at_least("snapkv_window", policy.snapkv_window, chunk)
         super().__init__(config, max_batch, policy, device, dtype)
-        self.chunk, self._longest = chunk, longest
+        self._longest = longest
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
-        dtype = torch.float32 if dtype in largest() else dtype
-        self.means = torch.zeros(shape, device=device, dtype=dtype)
+        self.means = torch.zeros(shape, device=device, dtype=torch.float32 if dtype in largest() else dtype)
 
     @property
     def max_length(self) -> int:
@@ -50,29 +44,29 @@ class RetrievalKVCache(VerifyTopKCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.nbytes
 
-    def filled(self, layer: int, row: int, keys: NewTensor, known: int) -> None:
-        # Back to the last choice, which chunks that the text has filled since have no means of.
-        first = max(0, known - self.refresh_every * self.window) // self.chunk
+    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
+        # From the last choice on: chunks that the text has filled since have no means.
+        first = max(0, n_known - self.refresh_every * self.window) // self.chunk
         means = self._means(keys(first * self.chunk))
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
-    def selected(self, kept: torch.Tensor, length: int, keys: NewTensor, queries: NewTensor) -> torch.Tensor:
+    def selected(self, kept: Tensor, length: int, keys: NewTensor, queries: NewTensor) -> Tensor:
         means, ends = self._means(keys()), torch.tensor([length - self.window], device=kept.device)
         share = attention_received(queries(), means, self._is_hidden(ends, means.shape[1]))
-        chosen = Choosing().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0].sort(dim=1).values
-        return torch.cat([chosen, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
+        chosen = SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0]
+        return torch.cat([chosen.sort(dim=1).values, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
-    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> Observed:
+    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
-        return Observed(shape, self.device, dtype, as_shares=False)
+        return VerificationScores(shape, self.device, dtype, as_shares=False)
 
     def choose(
-        self, source: KVCache, lengths: torch.Tensor, observed: Observed, layers: Sequence[int], how: Choosing
+        self, source: KVCache, lengths: Tensor, scores: VerificationScores, layers: Sequence[int], ops: SelectionOps
     ) -> None:
         rows, extent = self.row_indices, source.keys.shape[3]
-        n_standing, most = lengths - observed.starts[rows], observed.noted.shape[2]
-        newest = (n_standing - 1).clamp(min=0, max=most - 1)
-        is_new = (n_standing > 0) & (lengths > self.capacity)
+        n_accepted, most = lengths - scores.starts[rows], scores.seen.shape[2]
+        newest = (n_accepted - 1).clamp(min=0, max=most - 1)
+        is_new = (n_accepted > 0) & (lengths > self.capacity)
         # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
         ahead = torch.arange(2 + self.refresh_every * most // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
@@ -85,17 +79,17 @@ class RetrievalKVCache(VerifyTopKCache):
             keys = dequantize(source.keys[from_layer][named, :, slots], scales, self.means.dtype)
             self.means[to_layer][named, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
             if extent > self.capacity:
-                queries = observed.noted[to_layer][rows, newest][:, :, None]
-                # A copy of rows by name, which no variable keeps while entries are copied.
-                share = attention_received(queries, self.means[to_layer][self.own_rows, :, :whole], is_hidden)
-                how.choose(self, to_layer, source, from_layer, share[:, None], choice)
+                queries = scores.seen[to_layer][rows, newest][:, :, None]
+                # A copy of the named rows, which no variable keeps while entries are copied.
+                share = attention_received(queries, self.means[to_layer][self.stored_rows, :, :whole], is_hidden)
+                ops.choose(self, to_layer, source, from_layer, share[:, None], choice)
 
-    def _means(self, keys: torch.Tensor) -> torch.Tensor:
-        """Of `keys [..., n, D]`, those of whole chunks `[..., n // chunk, D]`."""
+    def _means(self, keys: Tensor) -> Tensor:
+        """Return the means of the whole chunks of `keys [..., n, D]`: `[..., n // chunk, D]`."""
         n_whole = keys.shape[-2] // self.chunk * self.chunk
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
-    def _is_hidden(self, ends: torch.Tensor, n_chunk: int) -> torch.Tensor:
+    def _is_hidden(self, ends: Tensor, n_chunk: int) -> Tensor:
         """Return the mask `[B, n_chunk]` of chunks that begin at or behind `ends [B]`; the first is never hidden."""
         at = torch.arange(n_chunk, device=ends.device)
         return at > ((ends - 1) // self.chunk).clamp(min=0)[:, None]
@@ -116,9 +110,6 @@ class Retrieval(Refreshed):
     @property
     def n_queries(self) -> int:
         return 1
-
-    def for_block(self, n_token: int) -> dict[str, int]:
-        return super().for_block(max(n_token, self.chunk))
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return RetrievalKVCache(config, max_batch, length, self, device, dtype)

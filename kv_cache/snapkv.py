@@ -6,22 +6,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from kv_cache.scored import Scored
+from kv_cache.scored import ScoredPolicy
 
-# Entries that an entry's score is shared with: as many before it as behind it, and itself.
+# Neighbours that an entry's score is averaged over, itself in the middle.
 POOL = 5
 
 
-def attention_received(queries: torch.Tensor, keys: torch.Tensor, is_hidden: torch.Tensor) -> torch.Tensor:
-    """What each entry gets of the attention of n queries, summed over them and averaged over heads.
+def attention_received(queries: Tensor, keys: Tensor, is_hidden: Tensor) -> Tensor:
+    """Return the attention that each entry gets of n queries, summed over them and averaged over the heads of a group:
+    `[..., n_kv_head, C]` float32; a head's sum is n.
 
-    `queries [..., n_head, n, D]` and `keys [..., n_kv_head, C, D]`, rotated; `is_hidden [..., n, C]`: which of them a
-    query does not see -> `[..., n_kv_head, C]` float32; a head's sum is n.
+    queries: `[..., n_head, n, D]`, rotated as `keys [..., n_kv_head, C, D]`. is_hidden: `[..., n, C]`, the entries that
+    a query does not see.
     """
     *batch, n_kv_head, n_token, head_dim = keys.shape
     n_query = queries.shape[-2]
-    # The query heads of a group as rows of one product: keys are read once, and not copied for each.
+    # The query heads of a group are rows of one product, so that keys are read once.
     products = queries.to(keys.dtype).reshape(*batch, n_kv_head, -1, head_dim) @ keys.mT
     scores = (products.float() * head_dim**-0.5).view(*batch, n_kv_head, -1, n_query, n_token)
     scores = scores.masked_fill(is_hidden[..., None, None, :, :], float("-inf"))
@@ -29,7 +31,7 @@ def attention_received(queries: torch.Tensor, keys: torch.Tensor, is_hidden: tor
 
 
 @dataclass(frozen=True)
-class SnapKV(Scored):
+class SnapKV(ScoredPolicy):
     """What the prompt's last queries attend to, and recent tokens."""
 
     name: ClassVar[str] = "snapkv"
@@ -38,9 +40,9 @@ class SnapKV(Scored):
     def n_queries(self) -> int:
         return self.snapkv_window
 
-    def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Rank the entries before the queries by the attention that they get, averaged over POOL neighbours, so that
-        what surrounds a hit is kept with it."""
+    def score(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Return the attention that entries before the queries get, averaged over neighbours, so that what surrounds a
+        hit is kept with it."""
         n_before, n_token = keys.shape[1] - queries.shape[1], keys.shape[1]
         entries = torch.arange(n_token, device=keys.device)
         votes = attention_received(queries, keys, entries > entries[n_before:, None])

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import require_at_least
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
 
@@ -15,14 +16,14 @@ from kv_cache.policy import BudgetedPolicy
 class StreamingKVCache(KVCache):
     """Keeps the first `n_sink` tokens and the last `budget - n_sink`; `budget` counts both.
 
-    A position `p >= n_sink` takes the ring slot `n_sink + (p - n_sink) mod window`, so writing it evicts
-    exactly the token `window` before it; a block evicts what it needs before it attends. What a rejected draft has
-    evicted does not come back, which costs later drafts a little and no emitted token anything.
+    A position `p >= n_sink` takes the ring slot `n_sink + (p - n_sink) mod window`, so writing it evicts exactly the
+    token `window` before it; a block evicts before it attends. Tokens that a rejected draft evicted do not come back,
+    which costs later drafts a little and no emitted token anything.
 
-    Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and
-    rotated at every read by their position *in the cache*, as StreamingLLM does (section 3.2): no query or key
-    then sits beyond `budget`, so a model whose trained context is short can follow a text of any length.
-    Errors: ConfigError if the budget leaves no room for a window.
+    Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and rotated at
+    every read by their position *in the cache*, as StreamingLLM does (section 3.2): no query or key then sits beyond
+    `budget`, so a model whose trained context is short can follow a text of any length. Errors: ConfigError if the
+    budget leaves no room for a window.
     """
 
     def __init__(
@@ -36,12 +37,7 @@ class StreamingKVCache(KVCache):
         rotate_on_read: bool = False,
     ) -> None:
         require_at_least("n_sink", n_sink, 0)
-        if budget < n_sink + 1:
-            what = "the draft's KV budget has no room for a window behind its attention sinks"
-            where = f"StreamingKVCache: budget ({flag('draft_budget')}) and n_sink ({flag('n_sink')})"
-            seen, required = f"budget {budget}, n_sink {n_sink}", "budget >= n_sink + 1"
-            fix = f"raise the budget to {n_sink + 1} or more (256 is usual)" + ", or lower n_sink" * (budget > 0)
-            raise ConfigError(what, where, seen, required, fix)
+        require_at_least("draft_budget", budget, n_sink + 1)
         super().__init__(config, max_batch, budget, device, dtype)
         self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read
 
@@ -51,26 +47,26 @@ class StreamingKVCache(KVCache):
 
     @property
     def prefill_block(self) -> int:
-        """Half the window: a block evicts before it attends, and leaves its first token the other half."""
+        """Half the window: a block evicts before it attends, and its first token still sees the other half."""
         return max(1, self.window // 2)
 
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+    def slots(self, positions: Tensor) -> Tensor:
         ring = self.n_sink + (positions - self.n_sink) % self.window
         return torch.where(positions < self.n_sink, positions, ring)
 
-    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.rotate_on_read:
             return positions, None
         in_window = self.positions >= self.n_sink
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
-        def in_cache(p: torch.Tensor) -> torch.Tensor:
-            """The window follows the sinks without a gap; an empty slot's position means nothing."""
+        def in_cache(p: Tensor) -> Tensor:
+            """Put the window behind the sinks without a gap; positions of empty slots are undefined."""
             return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
 
         return in_cache(positions), in_cache(self.positions)
 
-    def retained_positions(self, length: int) -> torch.Tensor:
+    def retained_positions(self, length: int) -> Tensor:
         sinks = torch.arange(min(self.n_sink, length))
         recent = torch.arange(max(self.n_sink, length - self.window), max(self.n_sink, length))
         return torch.cat([sinks, recent])

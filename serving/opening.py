@@ -14,6 +14,7 @@ from bench.plan import Plan, resolve, with_draft
 from bench.session import Session
 from common.errors import require_at_least
 from engine.drafters import Drafter
+from engine.drafters.standalone import drop_kept_prompts
 from engine.pacing import Fixed, Pacing
 from engine.sampling import SamplingParams
 
@@ -43,9 +44,8 @@ def open_session(config: RunConfig, max_batch: int, max_length: int) -> tuple[Se
         warm_up(session, drafters)
     lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
-    session.runner.cache.notes.clear()  # no request begins with what was rehearsed
-    for drafter in drafters:
-        drafter.keep_no_prompts()
+    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
+    drop_kept_prompts(drafters)
     return session, make_pacing(session, drafters, *costs)
 
 

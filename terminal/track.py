@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.requests import Progress, Request
-from engine.round import Outcome
+from engine.requests import Outcome, Progress, Request
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 

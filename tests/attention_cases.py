@@ -9,8 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kv_cache import KV, FullKVCache, QuantizedKVCache
-from kv_cache.entries import NOTED, largest, quantize
+from kv_cache import FullKVCache
+from kv_cache.entries import KV, SCORE_CHUNK, largest, quantize
+from kv_cache.quantized import QuantizedKVCache
 from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention
 from models.attention.torch_backend import visibility
@@ -55,13 +56,13 @@ class Case:
         what is noted is part of a larger buffer."""
         (batch, n_token), (n_slot, n_kv_head) = self.q.shape[:2], self.kv.keys.shape[1:3]
         rows = torch.arange(batch) if self.kv.rows is None else self.kv.rows
-        noted = torch.full((len(self.kv.keys), n_token + 1, n_kv_head, -(-n_slot // NOTED) + 3), float("nan"))
-        assert torch.equal(replace(self, kv=self.kv._replace(noted=noted)).run(backend), self.run(backend))
+        noted = torch.full((len(self.kv.keys), n_token + 1, n_kv_head, -(-n_slot // SCORE_CHUNK) + 3), float("nan"))
+        assert torch.equal(replace(self, kv=self.kv._replace(chunk_scores=noted)).run(backend), self.run(backend))
         keys = self.kv.dequantized(torch.float64)[0]
         scores = torch.einsum("btkgd,bckd->btkgc", self.q.double().unflatten(2, (n_kv_head, -1)), keys)
         visible = visibility(self.queries, self.slots.positions, self.spec.sliding_window)[:, :, None, None]
         scores = (scores * self.q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-        shares = scores.softmax(dim=-1).split(NOTED, dim=-1)
+        shares = scores.softmax(dim=-1).split(SCORE_CHUNK, dim=-1)
         wanted = torch.stack([some.amax(dim=-1) for some in shares], dim=-1).mean(dim=3)
         found = noted[rows, :n_token, :, : len(shares)].double()
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

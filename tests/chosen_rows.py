@@ -5,10 +5,11 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner, SelfSpeculation
 from engine.batch import Batch
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.round import Round
 from engine.sampling import Filters
-from kv_cache import Retrieval, RetrievalKVCache, VerifyTopK, VerifyTopKCache
+from kv_cache.retrieval import Retrieval, RetrievalKVCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 GAMMA, WINDOW, BUDGET, N_FIRST, CHUNK = 3, 6, 16, 2, 3
 CHOSEN, LONGEST = BUDGET - WINDOW, 100
@@ -43,7 +44,7 @@ class Rows:
 
     def fill(self, row: int) -> None:
         self.runner.prefill_row(row, self.texts[row])
-        self.drafter.follow([Shown(row, row, self.texts[row], 0)])
+        self.drafter.follow([RowUpdate(row, row, self.texts[row], 0)])
 
     def round(self, n_accepted: list[int], rows: list[int] | None = None, gamma: int = GAMMA) -> None:
         """Verify a block behind those rows, of which so many drafts stand."""

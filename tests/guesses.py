@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.drafters import SavedText, Shown
+from engine.drafters import RowUpdate
+from engine.drafters.saved_text import SavedText
 from engine.noise import Stream, uniform
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")
@@ -27,7 +28,7 @@ class Guesses(SavedText):
         self.seed = torch.tensor(seed)
         self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         super().follow(rows)
         for row, request, *_ in rows:
             self.requests[row] = request

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.drafters import Combined, Drafter
+from engine.drafters import Drafter
+from engine.drafters.combined import Combined
 from engine.drafters.schedules import Confidence, Heuristic, Schedule
 from engine.pacing import Choice
 

@@ -18,9 +18,14 @@ from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft
-from engine.drafters import Combined, Eagle, Medusa, NGramCache, Suffix
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
+from engine.drafters.combined import Combined
+from engine.drafters.eagle import Eagle
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
+from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks

@@ -13,17 +13,13 @@ from tiny import TINY
 from engine import ModelRunner, generate
 from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
-from kv_cache import (
-    FullKVCache,
-    KVCache,
-    QuantizedKVCache,
-    Retrieval,
-    Scored,
-    SnapKV,
-    StreamingKVCache,
-    VerifyTopK,
-)
+from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.base import KVShape
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.retrieval import Retrieval
+from kv_cache.scored import ScoredPolicy
+from kv_cache.snapkv import SnapKV
+from kv_cache.verify_topk import VerifyTopK
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class SmallestKeys(Scored):
+class SmallestKeys(ScoredPolicy):
     """The entries with the keys of smallest norm (arXiv 2406.11430): it selects by content, and needs no queries."""
 
     def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -65,7 +61,7 @@ class SmallestKeys(Scored):
         return -keys.norm(dim=-1)
 
 
-def new_cache(policy: Scored, config: KVShape, size: Size) -> KVCache:
+def new_cache(policy: ScoredPolicy, config: KVShape, size: Size) -> KVCache:
     return policy.new_cache(config, size.n_rows, size.longest, "cpu", size.dtype)
 
 

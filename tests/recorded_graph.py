@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kv_cache import QuantizedKVCache
+from kv_cache.quantized import QuantizedKVCache
 
 # Operations whose result, or whose shape, has to be known on the host.
 HOST_READS = (

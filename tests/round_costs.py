@@ -33,7 +33,9 @@ from engine.batch import Batch
 from engine.modes import GREEDY
 from engine.round import Round
 from engine.sampling import Filters, SamplingParams
-from kv_cache import Full, Policy, packing, policies
+from kv_cache import Policy, packing
+from kv_cache.full import Full
+from kv_cache.policy import policies
 from models import Transformer
 from models.attention.triton_backend import TritonAttention
 from models.pointwise import EAGER, Pointwise, use_pointwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,11 +16,17 @@ from policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
 from witness import cut
 
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.decoding import GenerateOutput
-from engine.drafters import Combined, Eagle, Markov, Medusa, NGramCache, Suffix
-from engine.drafters.markov import NGramTable
+from engine.drafters.combined import Combined
+from engine.drafters.eagle import Eagle
+from engine.drafters.markov import Markov, NGramTable
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
+from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
+from engine.evaluation.reference import decode
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
@@ -37,6 +43,9 @@ SPECULATED = ("speculated, ngram", "speculated, streaming", "speculated, model")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *WITHOUT_QUERIES, *(f"standalone, {name}" for name in WITHOUT_QUERIES), *TEXT_DRAFTERS)
 DRAFTERS += (PACED, *KINDS, *COMBINED, *SPECULATED)
+# Drafters whose q is p, and those whose tokens in rejection mode the reference knows.
+SEE_ALL = ("full", "standalone, full")
+REFERENCED = ("none", *SEE_ALL)
 # In rejection mode, what these rounds draw depends on the batch that they are for.
 BY_BATCH = (PACED, "cache", "retrieval", *COMBINED)
 
@@ -49,7 +58,7 @@ def counted(vocab_size: int) -> NGramTable:
 
 
 class World(Protocol):
-    """A model and the plainest way to continue a prompt with it."""
+    """A model, and what it gives for a text without any cache."""
 
     model: Any
     # Of the entries of every cache.
@@ -57,9 +66,7 @@ class World(Protocol):
     # Beside the drafters that work in every world.
     drafters: tuple[str, ...]
 
-    def continue_plainly(
-        self, prompt: list[int], n_tokens: int, sampling: SamplingParams, request: int
-    ) -> list[int]: ...
+    def next_logits(self, text: list[int]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,15 @@ class Scenario:
         )
 
     def futures(self, world: World) -> list[list[int]]:
-        """What the reference emits after each prompt, stops aside."""
+        """Return what the reference emits behind each prompt, stops aside: in rejection mode for drafters that see all
+        that the target sees, so that q is p, else by plain decoding."""
+        draft = world.next_logits if self.drafter in SEE_ALL and self.mode == "rejection" else None
+        mode = "coupled" if self.mode == "rejection" and self.drafter not in REFERENCED else self.mode
         each = zip(self.prompts, self.limits, self.samplings, self.ids, strict=True)
-        return [world.continue_plainly(prompt, limit, sampling, id_) for prompt, limit, sampling, id_ in each]
+        return [
+            decode(world.next_logits, prompt, limit, sampling, mode, request, draft, self.gamma)
+            for prompt, limit, sampling, request in each
+        ]
 
     def run(
         self, world: World, n_slots: int, futures: list[list[int]], order: list[int], repeats: int = 1
@@ -224,16 +237,20 @@ def run_scenarios(world: World, seeds: Iterable[int], name: str, record_property
     record_property(f"count: {name} scenarios in rejection mode, equal in another batch", counts["rejection"])
 
 
-def run_scenario(world: World, seed: int) -> str:
-    """One random scenario in that world, run and compared; returns its mode."""
+def run_scenario(world: World, seed: int, referenced: str | None = None) -> str:
+    """Run a random scenario in that world and compare it; return its mode. referenced: a drafter to run instead, in
+    rejection mode."""
     rng = random.Random(seed)
     scenario = Scenario.random(rng, world.model.config.vocab_size, (*DRAFTERS, *world.drafters))
+    if referenced:
+        samplings = [random_sampling(rng) for _ in scenario.prompts]
+        scenario = replace(scenario, drafter=referenced, mode="rejection", samplings=samplings, schedule="")
     given = list(range(len(scenario.prompts)))
     futures = scenario.futures(world)
     n_slots = rng.randint(1, 4)
     expected = [cut(future, stop) for future, stop in zip(futures, scenario.stops, strict=True)]
     outputs = scenario.run(world, n_slots, futures, given, repeats=2)
-    if scenario.mode == "rejection":
+    if scenario.mode == "rejection" and scenario.drafter not in REFERENCED:
         some = rng.sample(given, rng.randint(1, len(given)))
         (again,) = scenario.run(world, rng.randint(1, 5), futures, some)
         # Sampled rows have no reference but themselves in another batch; greedy ones do.

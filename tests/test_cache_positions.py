@@ -11,7 +11,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation
-from kv_cache import EMPTY, StreamingKVCache
+from kv_cache import StreamingKVCache
+from kv_cache.base import EMPTY
 from models import Transformer
 from models.config import RopeScaling
 

@@ -16,11 +16,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from common.errors import ConfigError
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Combined, Eagle, Medusa, SavedText, Suffix
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.combined import Combined
+from engine.drafters.eagle import Eagle
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
+from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
 from engine.graphs import CudaGraphs
-from kv_cache import KVCache, QuantizedKVCache, Retrieval, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import KVCache, StreamingKVCache
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.retrieval import Retrieval
+from kv_cache.streaming import Streaming
+from kv_cache.verify_topk import VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [25, 9, 18, 40, 12]

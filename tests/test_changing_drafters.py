@@ -1,7 +1,5 @@
 """Drafters that take turns: what fell behind catches up, and no token changes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,10 +10,9 @@ from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Shown
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
-from engine.parallel.ranks import Ranks
 from kv_cache import StreamingKVCache
 
 
@@ -69,38 +66,6 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
 
 
-def test_a_prompt_that_a_drafter_meets_late_is_no_part_of_a_round():
-    """A draft model that is first asked behind plain rounds runs the prompts then; all ranks wait for those that do."""
-    now, admitted = ["no phase"], []
-
-    class Waiting(Ranks):
-        def gathered(self, value: Any) -> list[Any]:
-            admitted.append("all ranks")
-            return super().gathered(value)
-
-    ranks = Waiting()
-    runner, prompts = two_rows(30, 11, ranks=ranks)
-    own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2), ranks=ranks), gamma=3)
-    follow = own.follow
-
-    def watched(rows: Sequence[Shown]) -> None:
-        admitted.extend(now[0] for one in rows if one.known == 0)  # a prompt
-        follow(rows)
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        now[0] = name
-        yield
-        now[0] = "no phase"
-
-    own.follow = watched  # type: ignore[method-assign]
-    pacing = Scripted([own], [Choice(0, 2), PLAIN, PLAIN])
-    out = generate(runner, prompts, max_new_tokens=20, pacing=pacing, phase=phase)
-    assert [round_.choice for round_ in out.stats.rounds][:3] == [PLAIN, PLAIN, Choice(0, 2)]
-    assert admitted == ["no phase"] * 2 + ["all ranks"] and out.stats.draft_prefill_seconds > 0
-    assert out.tokens == recomputed(runner.model, prompts, 20)
-
-
 def test_a_pacing_can_end_the_decode():
     """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
     runner, prompts = two_rows(30, 11, 20)
@@ -120,5 +85,3 @@ def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
     (drafter, *_) = drafters_of(runner)
     with pytest.raises(ConfigError, match="more than its drafter can"):
         generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
-    with pytest.raises(ConfigError, match="brings its own drafters"):
-        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [PLAIN]), drafter=drafter)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from attention_cases import Case, FakeSlots, make_case, packed_case
 
-from kv_cache import KV, FullKVCache
-from kv_cache.entries import largest
-from kv_cache.verify_topk import Choosing, VerifyTopK, VerifyTopKCache
+from kv_cache import FullKVCache
+from kv_cache.entries import KV, largest
+from kv_cache.refreshed import SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig, cpp_build
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
@@ -102,7 +103,7 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
 
     for is_new in ([True, False, True], [True, True, False], [True, True, True]):
         chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
-        for cache, how in ((again, Choosing().copy_chosen), (own, backend.copy_chosen)):
+        for cache, how in ((again, SelectionOps().copy_chosen), (own, backend.copy_chosen)):
             how(cache.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
         assert torch.equal(entries_of(own), entries_of(again)) and entries_of(own)[2].any()
     own.reset_row(0)
@@ -117,7 +118,7 @@ def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
     share = torch.rand(5, 3, 640).pow(9)[..., :600]
     ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
     share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0
-    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (backend, Choosing()))
+    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (backend, SelectionOps()))
     assert torch.equal(found[:3].sort(dim=-1).values, wanted[:3].sort(dim=-1).values)
     assert (found[0].sort(dim=-1).values[:, :n_first] == torch.arange(n_first)).all()
     assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()

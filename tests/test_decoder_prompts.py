@@ -1,19 +1,20 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
-import weakref
-
 import pytest
 import torch
 from published_heads import random_eagle
 from test_decoder import witness_runner
 from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import Decoder, ModelRunner, NGram, Request, SamplingParams, StandaloneDraft, decoding, generate
-from engine.drafters import Drafter, Eagle, Suffix
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
+from engine.drafters import Drafter
+from engine.drafters.eagle import Eagle
+from engine.drafters.ngram import NGram
+from engine.drafters.suffix import Suffix
 from engine.pacing import Choice, Fixed
-from engine.runner import run_through
-from engine.sampling import Filters, logits_to_probs, logprobs_of
-from kv_cache import FullKVCache, Streaming, StreamingKVCache
+from engine.sampling import logits_to_probs
+from kv_cache import FullKVCache
+from kv_cache.streaming import Streaming
 
 
 class Counting(ModelRunner):
@@ -62,8 +63,8 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
         own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
         own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
         return StandaloneDraft(own, 2), ran
-    head, ran, again = random_eagle(TINY), [], target.run_again
-    target.run_again = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
+    head, ran, again = random_eagle(TINY), [], target.recompute
+    target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
     return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
 
 
@@ -122,8 +123,8 @@ def drafter_of(kind: str, target: Counting) -> tuple[Drafter, list[object]]:
         own = counting(target.max_batch, seed=5)
         return StandaloneDraft(own, 2), own.ran
     if kind == "eagle":
-        head, ran, again = random_eagle(TINY), [], target.run_again
-        target.run_again = lambda row, text, at, layers=(): ran.append((row, at)) or again(row, text, at, layers)
+        head, ran, again = random_eagle(TINY), [], target.recompute
+        target.recompute = lambda row, text, at, layers=(): ran.append((row, at)) or again(row, text, at, layers)
         return Eagle(target, head, full_cache(head.body, target.max_batch), 2), ran
     texts = {"ngram": NGram, "suffix": Suffix}
     return texts[kind](target, 2) if kind in texts else self_draft(target, Streaming(12, n_sink=2), 2), []
@@ -172,41 +173,6 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     assert row_of([2, 2, 2]) == (1, 2)
 
 
-def test_a_row_holds_nothing_behind_its_prompt():
-    """Of an earlier text that began alike and was longer."""
-    target = counting(1)
-    [prompt] = random_prompts([20])
-    target.prefill_row(0, prompt)
-    n_shared, chunks = target.prefilling(0, [*prompt[:7], 1], reuses=True)
-    run_through(chunks)
-    assert n_shared == 7 and target.cache.positions[0].tolist() == [*range(8)] + [-1] * (target.cache.capacity - 8)
-
-
-def test_a_draft_model_begins_anew_where_its_window_has_gone_on():
-    """The next prompt shares the beginning of the text that the row holds, of which the draft's cache holds the end."""
-    own = ModelRunner(tiny_model(seed=5), StreamingKVCache(TINY, 1, 12, 2, dtype=torch.float64))
-    decoder = Decoder(counting(1), Fixed(StandaloneDraft(own, 1)), reuses="prefixes")
-    [prompt] = random_prompts([60])
-    for text in (prompt, [*prompt[:40], 1]):
-        decode(decoder, request := Request(text, 2))
-        held = own.cache.positions[0]
-        n_behind = int(((held >= 2) & (held < len(text))).sum())
-        assert request.n_reused == (40 if text is not prompt else 0) and n_behind >= own.cache.window - 2
-
-
-def test_a_request_that_is_cancelled_while_it_is_prefilled_runs_no_more():
-    target = counting(1)
-    decoder = Decoder(target, prefill_tokens=8)
-    first, second = (Request(prompt, 4) for prompt in random_prompts([30, 10]))
-    for request in (first, second):
-        decoder.submit(request)
-    assert decoder.step() is None and not decoder.idle
-    decoder.cancel(first)
-    decode(decoder)
-    assert first.tokens == [] and second.tokens == continue_by_recomputing(tiny_model(), second.prompt, 4)
-    assert sum(n for rows, n in target.ran if n > 1) == 8 + 10
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_logprobs_are_the_models_own(sampling, drafts):
@@ -228,16 +194,6 @@ def test_logprobs_are_the_models_own(sampling, drafts):
         assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
 
 
-def test_log_probabilities_of_all_rows_are_read_at_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(decoding, "logprobs_of", lambda *given: calls.append(len(given[0])) or logprobs_of(*given))
-    decoder = Decoder(tiny_runner(3))
-    for prompt in random_prompts([30, 11, 19]):
-        decoder.submit(Request(prompt, 5, logprobs=[]))
-    decode(decoder)
-    assert calls == [1] * 3 + [3] * 4
-
-
 def test_a_prompt_is_run_again_from_where_it_is_not_finite():
     """By an earlier request, which failed; a longer one that begins alike fails as it does alone."""
     model = tiny_model()
@@ -255,14 +211,6 @@ def test_a_prompt_is_run_again_from_where_it_is_not_finite():
         assert request.n_reused == n_reused and decoder.idle
 
 
-def test_short_prompts_share_a_chunk():
-    target = counting(4)
-    decoder = Decoder(target, prefill_tokens=16)
-    for prompt in random_prompts([5, 6, 4, 3]):
-        decoder.submit(Request(prompt, 9))
-    assert [decoder.step().busy, decoder.step().busy] == [3, 4]
-
-
 def test_a_request_can_ask_for_plain_rounds():
     """While it decodes, those of the others are plain too."""
     target = counting(2)
@@ -274,55 +222,3 @@ def test_a_request_can_ask_for_plain_rounds():
     choices += [decoder.step().choice.drafter for _ in range(5)]
     assert choices == [Choice(0, 3), *[None] * 5] and second.finish_reason == "length"
     assert decoder.step().choice == Choice(0, 3)
-
-
-def test_a_round_takes_the_steps_of_sampling_that_its_rows_need():
-    """Greedy rows are verified greedily again behind one that sampled, and filters go with those that asked."""
-    target, rounds = counting(2), []
-    decoder = Decoder(target, verification="coupled")
-    of = decoder._rounds.of
-    decoder._rounds.of = lambda choice, batch, mode: (
-        rounds.append((mode, batch.distribution.filters)) or of(choice, batch, mode)
-    )
-    requests = [Request([1, 2, 3], 20), Request([4, 5], 3, sampling=SamplingParams(0.9, top_k=5, top_p=0.5))]
-    requests.append(Request([6], 4, sampling=SamplingParams(0.7, top_k=9)))
-    decode(decoder, *requests)
-    filtered = Filters(any_top_k=True, any_top_p=True, any_greedy=True, most_kept=5)
-    assert rounds[:2] == [("coupled", filtered)] * 2
-    assert rounds[2] == ("coupled", Filters(any_top_k=True, any_greedy=True, most_kept=9))
-    assert rounds[-1] == ("greedy", Filters(any_greedy=True, most_kept=1))
-    assert requests[0].tokens == continue_by_recomputing(tiny_model(), [1, 2, 3], 20)
-
-
-def test_no_round_is_kept_for_the_next_request():
-    """Each holds its logits, and clients sample in hundreds of ways."""
-    target, rounds = counting(2), []
-    decoder = Decoder(target, verification="coupled")
-    of = decoder._rounds.of
-    decoder._rounds.of = lambda *given: rounds.append(weakref.ref(made := of(*given))) or made
-    for i in range(8):
-        decoder.submit(Request([1, 2, 3], 3, sampling=SamplingParams(0.9, top_k=1 << i, seed=i)))
-        decoder.step()
-    decode(decoder)
-    assert len(rounds) > 8 and not any(round_() for round_ in rounds)
-
-
-def test_a_row_that_idles_makes_no_round_longer():
-    """Of the rows without a request the shortest is computed beside a single one."""
-    target, extents = counting(3), []
-    decoder = Decoder(target)
-    view = target.cache.view
-    target.cache.view = lambda rows=slice(None), extent=None, block_at_end=False: (
-        extents.append(extent) or view(rows, extent, block_at_end)
-    )
-    for prompt in random_prompts([60, 50, 5]):
-        decoder.submit(Request(prompt, 2 if len(prompt) > 5 else 9))
-    while not decoder.idle:
-        extents.clear()
-        decoder.step()
-    assert max(extent for extent in extents if extent) == 52
-    decoder.submit(Request([1, 2, 3], 9))
-    while not decoder.idle:
-        extents.clear()
-        decoder.step()
-    assert max(extent for extent in extents if extent) < 20

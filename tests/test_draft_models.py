@@ -10,11 +10,12 @@ from tiny import TINY, continue_by_recomputing, full_cache, random_prompts, reco
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.batch import Batch
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
 from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
 from engine.sampling import Filters
-from kv_cache import EMPTY, StreamingKVCache
+from kv_cache import StreamingKVCache
+from kv_cache.base import EMPTY
 from models import ModelConfig
 from models.llama import select_layers
 
@@ -47,17 +48,6 @@ def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
             torch.testing.assert_close(own[:, row][:, :, slots], theirs[layers, row][:, :, at], rtol=0, atol=0)
         compared += len(slots)
     assert compared > 20
-
-
-def test_a_draft_of_all_layers_is_the_model():
-    model = tiny_model(DEEP)
-    tokens, positions = torch.tensor(random_prompts([9, 9])), torch.arange(9).expand(2, -1)
-    whole = model(tokens, positions, full_cache(model, 2))
-    for layers in ([0, 1, 2, 3], [1, 3]):
-        some = select_layers(model, layers)
-        logits = some(tokens, positions, full_cache(some, 2))
-        assert torch.equal(logits, whole) == (len(layers) == 4)
-    assert len(model.layers) == model.config.n_layer == 4, "the model itself is as it was"
 
 
 def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
@@ -131,7 +121,7 @@ def followed(policy: str, chunk: int) -> StandaloneDraft:
     size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float64)
     runner = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size), prefill_chunk=chunk)
     drafter = StandaloneDraft(runner, 3)
-    drafter.follow([Shown(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(PROMPTS))])
+    drafter.follow([RowUpdate(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(PROMPTS))])
     return drafter
 
 
@@ -146,8 +136,8 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
     lengths = [n + lag for n, lag in zip(PROMPTS, LAGS, strict=True)]
     for row in range(4):
         for known in range(PROMPTS[row], lengths[row]):
-            steady.follow([Shown(row, row, texts[row][: known + 1], known)])
-    shown = [Shown(row, row, texts[row][: lengths[row]], PROMPTS[row]) for row in (3, 0, 1)]
+            steady.follow([RowUpdate(row, row, texts[row][: known + 1], known)])
+    shown = [RowUpdate(row, row, texts[row][: lengths[row]], PROMPTS[row]) for row in (3, 0, 1)]
     late.follow(shown)
     late.follow([])
     batch = Batch(4, Filters())
@@ -174,11 +164,11 @@ def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, for
     run = model.hidden
     monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
     texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts(LAGS, seed=9), strict=True)]
-    drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    drafter.follow([RowUpdate(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
     assert blocks == forwards
     monkeypatch.setattr("engine.runner.CPU_PREFILL_CHUNK", forwards[-1][1])
     blocks.clear()
-    drafter.follow([Shown(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    drafter.follow([RowUpdate(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
     assert blocks == [(1, n_token) for n_row, n_token in forwards for _ in range(n_row)]
 
 
@@ -198,10 +188,10 @@ def test_prompts_run_together_where_a_window_makes_their_blocks_short(monkeypatc
     of_prompts = [(3, 6), (1, 6), (3, 6), (1, 6), (1, 2), (3, 6), (3, 6), (3, 6), (1, 3), (1, 6), (1, 6), (1, 3)]
     for shown, forwards in ((prompts, of_prompts), (later, [(2, 6), (2, 6), (2, 6), (1, 2), (1, 6), (1, 3)])):
         blocks.clear()
-        together.follow([Shown(row, row, prompt, 0) for row, prompt in shown.items()])
+        together.follow([RowUpdate(row, row, prompt, 0) for row, prompt in shown.items()])
         assert blocks == forwards
         for row, prompt in shown.items():
-            alone.follow([Shown(row, row, prompt, 0)])
+            alone.follow([RowUpdate(row, row, prompt, 0)])
         held = [drafter._runner.cache for drafter in (together, alone)]
         assert torch.equal(held[0].positions, held[1].positions)
         torch.testing.assert_close(held[0].entries, held[1].entries, rtol=0, atol=1e-5)
@@ -220,14 +210,14 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     prompts = random_prompts([40, 9, 7])
     runner.fill_rows = lambda given: fills.extend(given) or fill_rows(given)
     target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
-    drafter.follow([Shown(row, row, prompts[row], 0) for row in range(2)])
+    drafter.follow([RowUpdate(row, row, prompts[row], 0) for row in range(2)])
     left = [x.clone() for x in runner.cache.tensors]
     for _ in range(2):
         generate(target, prompts[:2], max_new_tokens=40, drafter=drafter)
         assert not torch.equal(runner.cache.positions, left[1])
-    drafter.follow([Shown(row, row + 7, prompts[row], 0) for row in range(2)])
+    drafter.follow([RowUpdate(row, row + 7, prompts[row], 0) for row in range(2)])
     assert fills == [0, 1] and all(map(torch.equal, runner.cache.tensors, left))
-    drafter.follow([Shown(1, 5, prompts[2], 0), Shown(0, 6, prompts[1], 0)])
+    drafter.follow([RowUpdate(1, 5, prompts[2], 0), RowUpdate(0, 6, prompts[1], 0)])
     assert fills == [0, 1, 1, 0] and runner.cache.positions.amax(dim=1).tolist() == [8, 6]
 
 

@@ -9,9 +9,10 @@ from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 from witness import WitnessModel
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SavedText, generate
-from engine.drafters import Shown, check_gamma
-from engine.drafters.ngram import find_ngram
+from engine import ModelRunner, generate
+from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram, find_ngram
+from engine.drafters.saved_text import SavedText
 from engine.modes import Greedy
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
@@ -89,23 +90,17 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
     rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
     # The first token of each text (from the prefill) sits at the prompt's length.
-    drafter.follow([Shown(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
-    drafter.follow([Shown(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
+    drafter.follow([RowUpdate(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
+    drafter.follow([RowUpdate(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
     drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
-    drafter.follow([Shown(0, 7, [1, 2, 10, 11, 99], 3), Shown(1, 9, [3, 20, *[0] * 8], 2)])  # rounds went by without it
+    drafter.follow([RowUpdate(0, 7, [1, 2, 10, 11, 99], 3), RowUpdate(1, 9, [3, 20, *[0] * 8], 2)])
     drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
-    drafter.follow([Shown(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
-    drafter.follow([Shown(0, 9, [4, 4, 4, 4, 20], 4)])
+    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
+    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4, 20], 4)])
     drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("room,advice", [(1, "a longer window"), (2, "a lower --gamma")])
-def test_a_lower_gamma_is_advised_where_any_has_room(room, advice):
-    with pytest.raises(ConfigError, match=f"{advice}$"):
-        check_gamma(3, room)
 
 
 def test_drafters_draft_for_their_own_runner_alone():

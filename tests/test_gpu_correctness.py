@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.errors import ConfigError
 from common.say import dtype_name
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
 from engine.graphs import CudaGraphs
 from engine.noise import Stream, gumbel, uniform
 from kv_cache import FullKVCache, StreamingKVCache

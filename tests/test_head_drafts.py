@@ -22,10 +22,13 @@ from published_heads import (
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, generate
-from engine.drafters import Eagle, Medusa
+from engine import ModelRunner, SamplingParams, generate
+from engine.drafters.eagle import Eagle
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
-from kv_cache import EMPTY, FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.base import EMPTY
 from models.heads.loading import find_head
 
 DEEP = replace(TINY, n_layer=7)
@@ -126,7 +129,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
         tmp_path, version, CACHES[cache], **({"bias": True} if version == 1 else {"n_draft": 40})
     )
     texts = run(drafter, changing)
-    layers = drafter.observer.layers
+    layers = drafter._observed.layers
     assert layers == (() if version == 1 else (2, 3, 4))
     plain = []  # of each text, the head and its state behind every token
     for text in texts:
@@ -177,7 +180,7 @@ def test_eagles_cache_holds_what_the_targets_states_gave(tmp_path, changing):
             continue
         text = texts[request]
         whole = FullKVCache(head.body.config, 1, length, dtype=torch.float64)
-        states, positions = states_of(text[:length], drafter.observer.layers)[None], torch.arange(length)[None]
+        states, positions = states_of(text[:length], drafter._observed.layers)[None], torch.arange(length)[None]
         head.advance(head.fused(states), torch.tensor([text[1 : length + 1]]), positions, whole)
         slots = [slot for slot, p in enumerate(at.tolist()) if EMPTY < p < length]
         assert set(range(max(0, length - 12 + 2 + GAMMA), length)) <= {*at.tolist()}, "the window has no gap"

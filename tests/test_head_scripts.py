@@ -13,7 +13,8 @@ from rank_jobs import N_PROMPTS, SIZES, Models, on_two_ranks, results
 from bench.config import RunConfig, Sizes, Target
 from bench.memory import memory_plan
 from bench.plan import resolve
-from engine.drafters import EagleConfig, MedusaConfig
+from engine.drafters.eagle import EagleConfig
+from engine.drafters.medusa import MedusaConfig
 from models import ModelConfig
 from models.heads.loading import find_head
 

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from common.errors import UserError
 from kv_cache import FullKVCache
-from kv_cache.over import BlockAlone
+from kv_cache.views import NoCache
 from models import load_model
 from models.heads.loading import find_head, published
 
@@ -113,7 +113,7 @@ def test_an_eagle_head_computes_what_was_published(tmp_path, kind, file):
         ours.append(head.advance(ours[-1][:, -1:], tokens[:, i : i + 1], positions[:, i : i + 1], cache))
     close(torch.cat(ours, dim=1), torch.stack(expected))
     close(head.draft_logits(torch.cat(ours, dim=1)), torch.stack(logits))
-    alone = head.advance(fused, tokens[:, :length], positions[:, :length], BlockAlone(positions[:, :length]))
+    alone = head.advance(fused, tokens[:, :length], positions[:, :length], NoCache(positions[:, :length]))
     close(alone, torch.stack(expected)[:, :length])
     for name, x in published(head).items():
         torch.testing.assert_close(x, tensors[name.replace("layers.0.", "midlayer.") if name not in tensors else name])
@@ -124,7 +124,7 @@ def test_gradients_reach_every_weight(tmp_path):
     head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64, prepack=False).requires_grad_(True)
     positions = torch.arange(18).expand(2, -1)
     states, tokens = head.fused(torch.randn(2, 18, 3 * DEEP.dim).double()), torch.randint(DEEP.vocab_size, (2, 18))
-    cache = BlockAlone(positions)
+    cache = NoCache(positions)
     head.draft_logits(head.advance(states, tokens, positions, cache)).logsumexp(-1).sum().backward()
     assert all(x.grad is not None and x.grad.abs().max() > 0 for x in head.parameters())
 
@@ -149,7 +149,7 @@ def test_what_a_head_lacks_is_the_targets(tmp_path):
     less = less.load(**FLOAT64)
     less.borrow(target)
     states, positions = torch.randn(1, 3, DEEP.dim, dtype=torch.float64), torch.arange(3)[None]
-    alone = BlockAlone(positions)
+    alone = NoCache(positions)
     assert torch.equal(*(head.advance(states, torch.tensor([[5, 0, 7]]), positions, alone) for head in (same, less)))
     assert len([*less.parameters()]) == len([*same.parameters()]) - 1, "what is borrowed stays the target's"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from policies import OF_SELF_DRAFTS, WITHOUT_QUERIES
 from scenarios import run_scenarios
-from tiny import TINY, continue_by_recomputing, tiny_model
+from tiny import TINY, recomputing, tiny_model
 
 from kv_cache.entries import largest
 
@@ -27,10 +27,7 @@ class LlamaWorld:
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])
-        self.kv_dtype = kv_dtype
-
-    def continue_plainly(self, prompt, n_tokens, sampling, request):
-        return continue_by_recomputing(self.model, prompt, n_tokens, sampling, request, self.kv_dtype)
+        self.kv_dtype, self.next_logits = kv_dtype, recomputing(self.model, kv_dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

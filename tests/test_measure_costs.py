@@ -24,13 +24,14 @@ from bench.auto.measure import (
 )
 from bench.auto.rehearsal import Rehearsal
 from common.errors import UserError
-from engine import ModelRunner, SavedText, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
+from engine.drafters.saved_text import SavedText
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
-from kv_cache import VerifyTopK, VerifyTopKCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 Decode = list[RoundStats]
 
@@ -196,8 +197,8 @@ def test_a_draft_models_runs_of_the_prompts_count_as_measuring(runner, decodes, 
     own = StandaloneDraft(ModelRunner(tiny_model(seed=1), full_cache(runner.model, 2)), gamma=3)
     follow = own.follow
 
-    def slow(rows: Sequence[Shown]) -> None:
-        time.sleep(0.4 * sum(one.known == 0 for one in rows))
+    def slow(rows: Sequence[RowUpdate]) -> None:
+        time.sleep(0.4 * sum(one.n_seen == 0 for one in rows))
         follow(rows)
 
     own.follow = slow  # type: ignore[method-assign]

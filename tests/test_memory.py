@@ -23,15 +23,20 @@ from bench.memory import MemoryPlan, require_memory
 from bench.plan import resolve_several
 from bench.resolved import ResolvedDraft, ResolvedSampling
 from common.errors import OutOfMemoryError
-from engine import ModelRunner, NGram, SelfSpeculation, generate
-from engine.drafters import SelfConfig
-from engine.drafters.ngram import NGramConfig
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.drafters.ngram import NGram, NGramConfig
+from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Speculated
 from engine.modes import Coupled
 from engine.noise import blocks_per_pass
 from engine.pacing import PLAIN, Choice
 from engine.sampling import SamplingParams
-from kv_cache import Full, FullKVCache, Retrieval, SnapKV, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.full import Full
+from kv_cache.retrieval import Retrieval
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
+from kv_cache.verify_topk import VerifyTopK
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
 from models.quantize import DEQUANTIZING_BYTES, INT8_OUTPUT_BYTES, Int8Linear, dequantize

@@ -12,8 +12,12 @@ from tiny import TINY
 
 from bench.dummy_prefill import randomise
 from bench.memory import Footprint
-from kv_cache import FullKVCache, QuantizedKVCache, Retrieval, SnapKV, StreamingKVCache, VerifyTopK
-from kv_cache.verify_topk import Choosing
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import SelectionOps
+from kv_cache.retrieval import Retrieval
+from kv_cache.snapkv import SnapKV
+from kv_cache.verify_topk import VerifyTopK
 
 
 def always(n_token: int, group: int | None) -> bool:
@@ -123,7 +127,7 @@ def test_choosing_entries_is_planned_whatever_part_is_chosen(kind, part) -> None
         observed.starts[:] = CAPACITY - BLOCK
         for rows in (torch.tensor([2, 0, 1]), slice(None)):
             with LiveBytes() as live:
-                own.view(rows).choose(target.view(rows), torch.full([3], CAPACITY), observed, [0], Choosing())
+                own.view(rows).choose(target.view(rows), torch.full([3], CAPACITY), observed, [0], SelectionOps())
             peaks.append(live.peak)
         assert max(peaks) <= planned <= 2 * max(peaks)
 

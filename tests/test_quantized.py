@@ -1,15 +1,13 @@
 """QuantizedKVCache against quantisation on plain numbers: what is in 4 bits, what is not yet, and what stays."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny import TINY
 
 from common.errors import ConfigError
-from kv_cache import FullKVCache, QuantizedKVCache
+from kv_cache import FullKVCache
 from kv_cache.entries import stored_as
-from kv_cache.quantized import Quantized
+from kv_cache.quantized import Quantized, QuantizedKVCache
 
 GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
 RING = WINDOW + 3 * GROUP
@@ -161,7 +159,7 @@ def test_a_row_takes_over_what_it_missed(known, length, n):
     caught_up.fill_row(1, source, start)
     for position in range(start, known, n):
         write(caught_up.view(torch.tensor([1])), entries, [position], n)
-    caught_up.fill_row(1, source, length, known=known)
+    caught_up.fill_row(1, source, length, n_known=known)
     filled.fill_row(1, source, length)
     found, wanted = (one.view(extent=length).read(1).unpacked(torch.float32) for one in (caught_up, filled))
     for own, again in ((found.keys, wanted.keys), (found.values, wanted.values)):
@@ -235,18 +233,6 @@ def test_what_cannot_work_is_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (-3, -9, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"use --{named} or more$"):
             QuantizedKVCache(TINY, 1, 50, group, window)
-
-
-@pytest.mark.parametrize(
-    "n_token,window,named", [(17, 64, {"quant_group": 32}), (101, 64, dict.fromkeys(OPTIONS, 112))]
-)
-def test_it_names_what_makes_room_for_a_longer_round(n_token, window, named):
-    """Groups that the CPU's kernel reads as they are, and a window that they fit; what it names works."""
-    policy = Quantized(quant_window=window)
-    assert policy.room < n_token and policy.for_block(n_token) == named
-    larger = replace(policy, **named)
-    larger.check()
-    assert larger.room >= n_token
 
 
 def test_a_window_that_holds_the_whole_text_is_known_to():

@@ -9,7 +9,7 @@ from chosen_rows import CHOSEN, CHUNK, N_FIRST, WINDOW, Rows, retrieval_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from engine import ModelRunner
-from kv_cache import EMPTY
+from kv_cache.base import EMPTY
 
 ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], [1, 3, 2, 3])
 

@@ -5,13 +5,18 @@ import torch
 from no_host_reads import NoHostReads
 from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
-from engine import ModelRunner, NGram, SamplingParams, SavedText, SelfSpeculation, StandaloneDraft
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
-from engine.drafters import Shown
+from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
+from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.round import Round
 from engine.sampling import Distribution, Filters
-from kv_cache import Retrieval, Streaming, StreamingKVCache, VerifyTopK
+from kv_cache import StreamingKVCache
+from kv_cache.retrieval import Retrieval
+from kv_cache.streaming import Streaming
+from kv_cache.verify_topk import VerifyTopK
 
 LENGTHS = [7, 4, 19]
 SAMPLINGS = [SamplingParams(), SamplingParams(0.5, top_k=3), SamplingParams(1.0, top_p=0.9)]
@@ -36,7 +41,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
     ):
         for row, prompt in enumerate(random_prompts(LENGTHS)):
             runner.prefill_row(row, prompt)
-            drafter.follow([Shown(row, row, prompt, 0)])
+            drafter.follow([RowUpdate(row, row, prompt, 0)])
         batch = Batch(3, Filters.of(SAMPLINGS))
         batch.set_rows(SAMPLINGS, range(3))
         batch.set_state(LENGTHS, [prompt[-1] for prompt in random_prompts(LENGTHS)], [5, 6, 7])

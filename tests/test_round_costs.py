@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from round_costs import N_ROW, row_of
 
-from kv_cache import policies
+from kv_cache.policy import policies
 
 
 @pytest.mark.parametrize("name,most", [(name, {"retrieval": 60, "quantized": 56}.get(name, 51)) for name in policies()])

@@ -4,19 +4,17 @@ import random
 
 import pytest
 import torch
-from no_host_reads import NoHostReads
 from pacings import SCHEDULES, scheduled
 from tiny import batch_at, random_prompts, self_draft, tiny_runner
 
-from bench.draft_flags import draft_flags
-from engine import ModelRunner, NGram, generate
+from engine import ModelRunner, generate
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
-from engine.modes import Drafts, Greedy
+from engine.modes import Drafts
 from engine.noise import Stream, gumbel
 from engine.sampling import Filters, SamplingParams
-from kv_cache import Streaming
+from kv_cache.streaming import Streaming
 
 CPU, GAMMA = torch.device("cpu"), 4
 WRONG = 9  # no draft of these tests
@@ -86,14 +84,6 @@ def test_a_row_stops_before_a_token_where_the_likeliest_is_not_likely():
     schedule, batch = Confidence(0.0, 0.5, 3, CPU), batch_at([5, 6, 7], [0] * 3)
     bounds = schedule.shorten(schedule.bounds(batch, 4), 1, sure_of(0.1, 0.45, 0.45), torch.tensor([0, 1, 0]), batch)
     assert bounds.tolist() == [4, 1, 1]
-
-
-def test_probabilities_are_those_at_the_rows_temperature():
-    """Half of the mass at temperature 1 is more at a lower one; greedy rows are at 1."""
-    schedule, batch = Confidence(0.7, 0.0, 3, CPU), Batch(3, Filters())
-    batch.set_rows([SamplingParams(), SamplingParams(0.25), SamplingParams(4.0)], range(3))
-    bounds = schedule.shorten(schedule.bounds(batch, 4), 0, sure_of(0.6, 0.6, 0.8), torch.tensor([0, 0, 0]), batch)
-    assert bounds.tolist() == [1, 4, 1]
 
 
 def best_threshold(seen: list[tuple[float, bool]]) -> float:
@@ -191,51 +181,4 @@ def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):
     assert out.stats.drafted > out.stats.counts.verified, "drafts that nobody verified"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rounds_that_keep_their_shape_read_nothing_back(schedule):
-    """As captured ones do: all columns are drafted then, and lengths say which are meant."""
-    for make in (lambda runner: runner_and_drafter(schedule)[1], lambda runner: NGram(runner, 5)):
-        runner, _ = runner_and_drafter("")
-        drafter = scheduled(make(runner), schedule, 2)
-        batch = Batch(2, Filters(), narrows=False)
-        batch.set_state([7, 4], [1, 2], [3, 4])
-        with torch.inference_mode(), NoHostReads():
-            drafts = drafter.propose(batch, Greedy(), 5)
-            drafter.rollback(batch)
-        assert drafts.tokens.shape == (2, 5)
-
-
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
-
-
-@pytest.mark.parametrize(
-    "flags,said",
-    [
-        ("--gamma 4", ("constant", None, None)),
-        ("--gamma 4 --draft_budget 16 --gamma_schedule confidence --p_min 0.1", ("confidence", 0.4, 0.1)),
-        ("--gamma 4 --draft_budget 16 --gamma_schedule heuristic --benchmark", ("heuristic", None, None)),
-        (
-            "--gamma 4 --draft_budget auto --gamma_schedule confidence --confidence_threshold auto",
-            ("confidence", "auto", 0.0),
-        ),
-    ],
-)
-def test_flags_choose_the_schedule_and_the_record_says_it(call, flags, said):
-    record = call("tests/selfspec_benchmark.py", f"{SIZES} {flags}").record
-    assert (record["gamma_schedule"], record["confidence_threshold"], record["p_min"]) == said
-    assert record["identical_sequences"] == 2 and record["gamma"] == 4
-    assert all(0 <= choice["gamma"] <= 4 for choice in record["choices"])
-    if said[0] != "constant" and "auto" not in flags:
-        assert record["drafted"] < 4 * sum(choice["rounds"] for choice in record["choices"]) * 2
-
-
-def test_a_schedule_of_auto_is_a_gamma_of_auto(call):
-    record = call("tests/selfspec_benchmark.py", f"{SIZES} --gamma_schedule auto").record
-    assert (record["gamma"], record["gamma_schedule"], record["identical_sequences"]) == ("auto", "auto", 2)
-
-
-def test_a_schedule_is_of_the_model_beside_which_texts_guess():
-    kind = draft_flags()
-    config = kind(text_drafts=("suffix",), gamma=5, gamma_schedule="confidence", p_min=0.2).config()
-    assert config.gamma_schedule == "confidence" and config.p_min == 0.2
-    assert [(text.gamma, text.gamma_schedule) for text in config.texts] == [(5, None)]

@@ -35,7 +35,7 @@ def test_costs_are_measured_on_noise_once(chat_checkpoint, costs_folder):
     assert {costs["key"]["context"] for costs in each} == {25, 9}
     assert all(costs["key"]["rows"] == 4 and costs["costs"].keys() == {"2", "4"} for costs in each)
     assert isinstance(pacing, Adaptive) and pacing._verified == [0]  # noise says nothing of text
-    assert not session.runner.cache.notes
+    assert not session.runner.cache.prefilled
     open_session(flags.config(), 4, 320)
     assert {*costs_folder.iterdir()} == kept
 

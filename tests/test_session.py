@@ -17,13 +17,13 @@ from convert_hf_checkpoint import convert
 from engine import generate
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
-from engine.drafters.standalone import StandaloneConfig
+from engine.drafters.standalone import StandaloneConfig, drop_kept_prompts
 from engine.modes import MODES
 from engine.runner import ModelRunner
-from kv_cache import QuantizedKVCache, StreamingKVCache
+from kv_cache import StreamingKVCache
 from kv_cache.full import Full
 from kv_cache.policy import BudgetedPolicy
-from kv_cache.quantized import Quantized
+from kv_cache.quantized import Quantized, QuantizedKVCache
 from kv_cache.retrieval import Retrieval
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming
@@ -80,7 +80,7 @@ def test_the_memory_plan_counts_what_is_observed_of_verifications(config, policy
     draft = SelfConfig(gamma="auto", policy=replace(policy, draft_budget=AUTO), draft_dtype="same")
     session = Session.open(replace(config, draft=draft), TEXTS)
     drafters = session.drafters()
-    held = sum(one.cache.n_bytes + one._observed.n_bytes for one in drafters)
+    held = sum(one.cache.n_bytes + one._scores.n_bytes for one in drafters)
     assert len(drafters) > 1 and held == session.n_rows * memory_plan(session.plan).per_row["draft KV"]
 
 
@@ -114,9 +114,9 @@ def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatc
     assert out.tokens == session.generate().tokens and both.emitted == out.stats.drafted > 0
     (drafter,) = session.variant(draft=replace(draft, policy=Streaming(24))).drafters()
     session.generate(drafter)
-    assert drafter._inner._kept
-    drafter.keep_no_prompts()
-    assert not drafter._inner._kept, "as a server asks"
+    assert drafter._inner.kept
+    drop_kept_prompts([drafter])
+    assert not drafter._inner.kept, "as a server asks"
 
 
 def test_the_memory_plan_counts_what_a_cache_in_4_bits_holds(config) -> None:

@@ -7,16 +7,15 @@ import torch
 from pacings import Scripted
 from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
-from common.errors import ConfigError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
 from engine.batch import Batch
-from engine.drafters import Shown
-from engine.drafters.self_speculation import SelfConfig
+from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
 from engine.pacing import PLAIN, Choice
 from engine.sampling import Filters
-from kv_cache import Streaming, StreamingKVCache
+from kv_cache import StreamingKVCache
 
 LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
@@ -46,7 +45,7 @@ def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
     for row, prompt in enumerate(prompts):
         runner.prefill_row(row, prompt)
         for drafter in (alone, both):
-            drafter.follow([Shown(row, row, prompt, 0)])
+            drafter.follow([RowUpdate(row, row, prompt, 0)])
     batch = Batch(3, Filters.of(samplings))
     batch.set_rows(samplings, range(3))
     batch.set_state(LENGTHS, [prompt[-1] for prompt in prompts], [5, 6, 7])
@@ -134,15 +133,3 @@ def test_both_levels_draw_from_numbers_of_their_own(monkeypatch):
     assert 0 < out.stats.accepted < out.stats.drafted
     again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
     assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}
-
-
-@pytest.mark.parametrize(("gammas", "field"), [((3, 70), "inner_gamma"), ((70, 3), "gamma")])
-def test_a_budget_without_room_names_the_longer_of_both_rounds(gammas, field):
-    config = SelfConfig(gamma=gammas[0], inner_gamma=gammas[1], draft_of_draft="streaming", policy=Streaming(512))
-    with pytest.raises(ConfigError, match=rf"gamma \(--{field}\) and --inner_budget[^$]*gamma 70, room for 60"):
-        config.check()
-
-
-def test_a_window_that_no_round_fits_is_refused():
-    with pytest.raises(ConfigError, match="no room for a verification block"):
-        drafters("streaming", gamma=4, inner_gamma=2, budget=6)

@@ -7,19 +7,18 @@ from tiny import (
     full_cache,
     near_model,
     random_prompts,
-    recomputed,
-    self_draft,
     tiny_model,
     tiny_runner,
 )
 
 from common.errors import UserError
-from engine import ModelRunner, NGram, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Combined, Suffix
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.combined import Combined
+from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import total
-from kv_cache import SnapKV, Streaming, VerifyTopK, VerifyTopKCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
@@ -61,26 +60,6 @@ def test_the_target_itself_is_always_right():
     n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
     drafter = SelfSpeculation(runner, full_cache(runner.model, 3), GAMMA)
     assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
-
-
-@pytest.mark.parametrize("kind", ["streaming", "snapkv", "verify_topk", "ngram"])
-def test_the_row_is_left_as_the_prompt_left_it(kind):
-    """A decode behind it finds the prefilled rows, and emits what it would have emitted before."""
-    runner = tiny_runner(3)
-    drafter = {
-        "streaming": lambda: self_draft(runner, Streaming(12, n_sink=2), GAMMA),
-        "verify_topk": lambda: self_draft(runner, VerifyTopK(16, 5, refresh=2), GAMMA),
-        "snapkv": lambda: self_draft(runner, SnapKV(12, 5), GAMMA),
-        "ngram": lambda: NGram(runner, GAMMA),
-    }[kind]()
-    counts = total(forced_acceptance(runner, drafter, PROMPTS, BOOK, SamplingParams(0.8, seed=3)))
-    assert counts.rounds == 3 * 4 and 0 <= counts.accepted <= counts.verified
-    prefilled = []
-    run = runner.filling
-    runner.filling = lambda *arguments: prefilled.append(arguments[0]) or run(*arguments)
-    out = generate(runner, PROMPTS, max_new_tokens=9, drafter=drafter)
-    assert not prefilled
-    assert out.tokens == recomputed(runner.model, PROMPTS, 9)
 
 
 @pytest.mark.parametrize("kind", ["self", "model", "ngram"])

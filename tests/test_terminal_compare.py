@@ -24,8 +24,7 @@ from bench import RunConfig, Session
 from bench.config import Sizes, Target
 from engine.counts import acceptance_text
 from engine.drafters.self_speculation import SelfConfig
-from engine.requests import Progress, Request
-from engine.round import Outcome
+from engine.requests import Outcome, Progress, Request
 from kv_cache.streaming import Streaming
 from terminal import comparison
 from terminal.comparison import first_difference

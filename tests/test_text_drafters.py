@@ -12,10 +12,11 @@ from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.drafters import Combined, Markov, NGramCache, NGramCacheConfig, Shown, Suffix
-from engine.drafters.base import Guess, HostDrafter
-from engine.drafters.markov import NGramTable
-from engine.drafters.suffix import SuffixAutomaton
+from engine.drafters import Guess, HostDrafter, RowUpdate
+from engine.drafters.combined import Combined
+from engine.drafters.markov import Markov, NGramTable
+from engine.drafters.ngram_cache import NGramCache, NGramCacheConfig
+from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
@@ -51,14 +52,14 @@ def test_the_automaton_finds_the_longest_suffix_where_it_last_stood():
 
 def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
     drafter = Suffix(runner_of(), gamma=3)
-    drafter.follow([Shown(0, 0, [5, 6, 9, 5, 6, 7, 8, 5], 0), Shown(2, 1, [1, 2, 1], 0)])
-    drafter.follow([Shown(0, 0, [5, 6, 9, 5, 6, 7, 8, 5, 6], 8)])
+    drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5], 0), RowUpdate(2, 1, [1, 2, 1], 0)])
+    drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5, 6], 8)])
     drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(), 3)
     assert drafts.lengths.tolist() == [3, 0, 3]
     assert drafts.tokens[0].tolist() == [7, 8, 5] and drafts.tokens[2].tolist() == [2, 1, 2]
     drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(), 1)
     assert drafts.lengths.tolist() == [1, 0, 1] and drafts.tokens.tolist() == [[7], [0], [2]]
-    drafter.follow([Shown(0, 2, [6], 0)])
+    drafter.follow([RowUpdate(0, 2, [6], 0)])
     assert drafter.propose(batch_at([0, 9, 2], [6, 0, 1]), Greedy(), 3).lengths.tolist() == [0, 0, 3]
 
 
@@ -90,31 +91,31 @@ def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
     assert table.continued([9, 9], 4) == ([], 0) and table.continued([9, text[5]], 4).n_matched == 1
 
 
-def guesses(drafter: HostDrafter, shown: Shown) -> list[int]:
+def guesses(drafter: HostDrafter, shown: RowUpdate) -> list[int]:
     return [*drafter.continued(shown).tokens]
 
 
 def test_rows_learn_from_each_other_and_the_oldest_goes():
     cache = NGramCache(runner_of(), 3, max_ngram=2, size=12)
-    assert guesses(cache, Shown(0, 0, [1, 2, 3, 4], 0)) == []
-    assert guesses(cache, Shown(1, 1, [9, 2], 0)) == [3, 4]
-    assert guesses(cache, Shown(0, 0, [1, 2, 3, 4, 5, 6], 4)) == []
-    assert guesses(cache, Shown(1, 1, [9, 2, 4], 2)) == [5, 6]
+    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4], 0)) == []
+    assert guesses(cache, RowUpdate(1, 1, [9, 2], 0)) == [3, 4]
+    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4, 5, 6], 4)) == []
+    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4], 2)) == [5, 6]
     for i in range(10, 30):
-        cache.continued(Shown(2, i, [i, i + 30], 0))
-    assert guesses(cache, Shown(1, 1, [9, 2, 4, 2], 3)) == [], "it keeps 12 contexts"
-    assert guesses(cache, Shown(0, 5, [29], 0)) == [59]
+        cache.continued(RowUpdate(2, i, [i, i + 30], 0))
+    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4, 2], 3)) == [], "it keeps 12 contexts"
+    assert guesses(cache, RowUpdate(0, 5, [29], 0)) == [59]
 
 
 def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     """Neither its own tokens of another time, nor those of another row at the same time; others may."""
     cache = NGramCache(runner_of(), 3)
-    first = Shown(0, 3, [1, 2, 3, 4], 0, DRAWS)
-    assert guesses(cache, first) == [] and guesses(cache, Shown(0, 3, [1, 2, 3, 4, 2], 4, DRAWS)) == [3, 4, 2]
-    again = Shown(1, 3, [1, 2], 0, DRAWS)
-    assert guesses(cache, again) == guesses(cache, again._replace(text=[1, 2, 3, 8, 8, 8], known=2)) == []
-    assert guesses(cache, Shown(0, 3, [1, 2, 3, 4, 2, 3], 5, DRAWS)) == [4, 2, 3], "8 is of the other row"
-    assert guesses(cache, Shown(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, Shown(2, 5, [1, 2], 0)) == [3, 4, 2]
+    first = RowUpdate(0, 3, [1, 2, 3, 4], 0, DRAWS)
+    assert guesses(cache, first) == [] and guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2], 4, DRAWS)) == [3, 4, 2]
+    again = RowUpdate(1, 3, [1, 2], 0, DRAWS)
+    assert guesses(cache, again) == guesses(cache, again._replace(tokens=[1, 2, 3, 8, 8, 8], n_seen=2)) == []
+    assert guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2, 3], 5, DRAWS)) == [4, 2, 3], "8 is of the other row"
+    assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
     table = cache._table
     assert guesses(Markov(runner_of(), 3, table), first) == []
     assert guesses(Markov(runner_of(), 3, table), first._replace(draws=None)) == [2, 3, 4]
@@ -151,7 +152,7 @@ class Watched(StandaloneDraft):
         return super().propose(batch, verification, gamma)
 
     def follow(self, rows):
-        self.caught_up += [(one.row, len(one.text) - one.known) for one in rows if one.known]
+        self.caught_up += [(one.row, len(one.tokens) - one.n_seen) for one in rows if one.n_seen]
         super().follow(rows)
 
 
@@ -162,10 +163,10 @@ class Sure(HostDrafter):
         super().__init__(runner, gamma)
         self.futures, self.knows = futures, knows
 
-    def continued(self, shown: Shown) -> Guess:
-        future = self.futures[shown.request]
-        behind = future[len(shown.text) :][: self.gamma]
-        return Guess(behind, 9) if self.knows(shown.request, len(shown.text)) else Guess(behind, 1)
+    def continued(self, shown: RowUpdate) -> Guess:
+        future = self.futures[shown.request_id]
+        behind = future[len(shown.tokens) :][: self.gamma]
+        return Guess(behind, 9) if self.knows(shown.request_id, len(shown.tokens)) else Guess(behind, 1)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
@@ -204,33 +205,9 @@ def test_a_cache_is_kept_when_its_drafter_goes(tmp_path: Path):
     config = NGramCacheConfig(ngram_cache=str(path))
     config.check()
     cache = NGramCache(runner, 3, path=path)
-    cache.continued(Shown(0, 0, [1, 2, 3], 0))
+    cache.continued(RowUpdate(0, 0, [1, 2, 3], 0))
     del cache
     config.check()
-    assert guesses(NGramCache(runner, 3, path=path), Shown(0, 0, [1], 0)) == [2, 3]
+    assert guesses(NGramCache(runner, 3, path=path), RowUpdate(0, 0, [1], 0)) == [2, 3]
     with pytest.raises(ConfigError, match="cannot be written"):
         NGramCacheConfig(ngram_cache=str(tmp_path / "none" / "cache.json")).check()
-
-
-class Reading(HostDrafter):
-    """Guesses nothing, and keeps the lists that it is given."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner, gamma=2)
-        self.texts: dict[int, list[int]] = {}
-        self.n_lists = Counter[int]()
-
-    def continued(self, shown: Shown) -> Guess:
-        if self.texts.get(shown.row) is not shown.text:
-            self.n_lists[shown.row] += 1
-        self.texts[shown.row] = shown.text
-        return Guess()
-
-
-def test_texts_that_are_read_every_round_are_not_copied():
-    """A copy of every prompt at first; then one list a row, which the rounds let grow."""
-    runner, prompts = runner_of(2), random_prompts([9, 14])
-    drafter = Reading(runner)
-    tokens = generate(runner, prompts, drafter=drafter, max_new_tokens=8).tokens
-    assert drafter.n_lists == {0: 2, 1: 2}
-    assert [drafter.texts[row] for row in range(2)] == [[*prompts[row], *tokens[row]] for row in range(2)]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoder import GAMMA, ROOM, drafters_of
+from test_decoder import ROOM, drafters_of
 from tiny import random_prompts, tiny_model
 
 from bench.passes import TURN, take_turns
-from engine import ModelRunner, NGram, SamplingParams
+from engine import ModelRunner, SamplingParams
 from engine.decoding import Generation
 from engine.drafters import Drafter
 from engine.requests import Progress
@@ -76,24 +76,8 @@ def test_each_pass_decodes_as_if_it_were_alone(mode: str, kind: int) -> None:
     assert sum(a != b for a, b in pairwise(names)) >= 2 * max(LIMITS) // TURN - 2
 
 
-def test_entries_of_8_bits_are_copied_as_they_are() -> None:
-    runner = runner_of(torch.int8)
-    seen = passes_of(runner, NGram(runner, GAMMA), "greedy", 4)
-    assert seen["in turns"] == seen["alone"]
-
-
 def test_passes_over_more_prompts_than_rows_run_one_behind_the_other() -> None:
     runner = runner_of()
     seen = passes_of(runner, drafters_of(runner)[0], "greedy", 5)
     assert seen["in turns"] == seen["alone"]
     assert [name for name, _ in seen["order"]] == sorted((name for name, _ in seen["order"]), reverse=True)
-
-
-def test_without_room_for_copies_passes_run_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of()
-    n_bytes = 2 * max(LIMITS) * runner.cache.n_bytes / ROOM
-    for available, is_one_behind_the_other in ((2.1 * n_bytes, False), (1.9 * n_bytes, True)):
-        monkeypatch.setattr("bench.passes.available_bytes", lambda device, left=available: left)
-        order = passes_of(runner, NGram(runner, GAMMA), "greedy", 4)["order"]
-        n_changes = sum(a != b for a, b in pairwise(name for name, _ in order))
-        assert (n_changes == 1) == is_one_behind_the_other

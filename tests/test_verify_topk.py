@@ -9,9 +9,9 @@ from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
 from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 from engine import ModelRunner, SelfSpeculation, generate
-from kv_cache import VerifyTopK, VerifyTopKCache
-from kv_cache.entries import NOTED
-from kv_cache.verify_topk import Choosing
+from kv_cache.entries import SCORE_CHUNK
+from kv_cache.refreshed import SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.attention import TorchAttention
 
 
@@ -24,14 +24,14 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     chosen = []
     for head, own_keys in enumerate(keys):
-        received = [0.0] * -(-len(text) // NOTED)
+        received = [0.0] * -(-len(text) // SCORE_CHUNK)
         for i in which:
             for query in queries[head * group : (head + 1) * group, i]:
                 weights = [math.exp(float(query @ own_keys[j]) / math.sqrt(len(query))) for j in range(i + 1)]
-                for first in range(0, i + 1, NOTED):
-                    received[first // NOTED] += max(weights[first : first + NOTED]) / sum(weights)
+                for first in range(0, i + 1, SCORE_CHUNK):
+                    received[first // SCORE_CHUNK] += max(weights[first : first + SCORE_CHUNK]) / sum(weights)
         best = [0, *sorted(range(1, len(received)), key=lambda chunk: -received[chunk])]
-        entries = [NOTED * chunk + i for chunk in best for i in range(NOTED)]
+        entries = [SCORE_CHUNK * chunk + i for chunk in best for i in range(SCORE_CHUNK)]
         chosen.append({*[entry for entry in entries if entry < len(text) - WINDOW][:CHOSEN]})
     return chosen
 
@@ -74,7 +74,7 @@ def test_rounds_choose_what_lists_do(config, score_queries):
 def test_of_equal_chunks_the_first_are_chosen_and_of_one_that_ends_what_there_is(n_chosen):
     chunk, ends, share = 4, [80, 41, 42, 43, 16], torch.randint(4, (5, 2, 20)) / 4
     share[:, :, 10], share[4, :, 4:] = 1, 1
-    chosen = Choosing().best_chunks(share, chunk, torch.tensor(ends), chunk, n_chosen)
+    chosen = SelectionOps().best_chunks(share, chunk, torch.tensor(ends), chunk, n_chosen)
     for row, end in enumerate(ends):
         for head, own in enumerate(share[row].tolist()):
             best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -own[i])]
@@ -95,7 +95,7 @@ def test_what_a_request_left_in_a_row_has_no_say_in_what_the_next_one_chooses():
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())
         rows.round([1, 1, 1, 1])
-        rows.drafter._observed.noted[:, 2] = left
+        rows.drafter._scores.seen[:, 2] = left
         rows.fill(2)
         rows.round([1, 1, 1, 1], gamma=1)
         chosen.append(rows.cache.entries[:, :, 2].clone())

@@ -6,8 +6,9 @@ import torch
 
 from engine import Decoder, ModelRunner, Request, SelfSpeculation
 from engine.batch import Batch
-from engine.noise import Stream, gumbel
-from engine.sampling import Distribution, Filters, SamplingParams
+from engine.evaluation import reference
+from engine.evaluation.reference import NextLogits
+from engine.sampling import Filters, SamplingParams
 from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
 
@@ -72,6 +73,16 @@ def decode(decoder: Decoder, *requests: Request) -> None:
         decoder.step()
 
 
+def recomputing(model: Transformer, kv_dtype: torch.dtype | None = None) -> NextLogits:
+    """Return a function that runs a whole text anew, in an empty cache, for the logits `[V]` behind it."""
+
+    def next_logits(text: list[int]) -> torch.Tensor:
+        cache = full_cache(model, 1, len(text), kv_dtype)
+        return model(torch.tensor([text]), torch.arange(len(text))[None], cache)[0, -1]
+
+    return next_logits
+
+
 def continue_by_recomputing(
     model: Transformer,
     prompt: list[int],
@@ -80,23 +91,10 @@ def continue_by_recomputing(
     request: int = 0,
     kv_dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """Decoding that runs the whole sequence anew, in an empty cache, for every token.
-
-    Sampled tokens are those of the coupled mode: a function of the text, the seed and the request.
-    """
+    """Return what plain decoding emits, in the coupled mode if it samples, by running the text anew for every token."""
     sampling = sampling or SamplingParams()
-    law, seed, noise_of = Distribution.of([sampling]), torch.tensor(sampling.seed), torch.tensor(request)
-    tokens = list(prompt)
-    for _ in range(n_tokens):
-        cache = full_cache(model, 1, len(tokens), kv_dtype)
-        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], cache)[:, -1]
-        scores = logits
-        if not sampling.greedy:
-            position = torch.tensor(len(tokens))
-            noise = gumbel(seed, noise_of, position, Stream.COUPLED, model.config.vocab_size, logits.dtype)
-            scores = law.logprobs(logits) + noise
-        tokens.append(int(scores[0].argmax()))
-    return tokens[len(prompt) :]
+    mode = "greedy" if sampling.greedy else "coupled"
+    return reference.decode(recomputing(model, kv_dtype), prompt, n_tokens, sampling, mode, request)
 
 
 def recomputed(

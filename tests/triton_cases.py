@@ -15,10 +15,12 @@ from attention_cases import Case, make_case, packed_case
 from torch import Tensor
 
 from common.launch import launch_on
-from kv_cache import FullKVCache, QuantizedKVCache, VerifyTopK, VerifyTopKCache, packing
-from kv_cache.choosing import TritonChoosing
+from kv_cache import FullKVCache, packing
+from kv_cache.choosing import TritonSelectionOps
 from kv_cache.entries import KV, dequantize, largest
-from kv_cache.verify_topk import Choice, Choosing
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import Choice, SelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
 from models.attention.triton_backend import Block, TritonAttention, unsupported
@@ -182,14 +184,14 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         is_new = torch.tensor([True, step != 1, True, step != 2])
         choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
         before = own.held[1].clone()
-        for cache, how in ((own, TritonChoosing()), (again, Choosing())):
+        for cache, how in ((own, TritonSelectionOps()), (again, SelectionOps())):
             how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
         stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)
         assert torch.equal(own.held[1][stayed], before[stayed]), "what is chosen again stays where it was"
     if (source, target) != (torch.int8, torch.float32):  # which go to the reference
         full.entries.zero_()
-        TritonChoosing().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
+        TritonSelectionOps().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
         assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
 
 

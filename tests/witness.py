@@ -1,7 +1,7 @@
 """A witness model: its KV is the tokens themselves, its next token a hash of all that the mask shows it.
 
 Whatever is stale, missing, doubled, misplaced or leaked from another row changes the hash, so decoding
-through caches and drafts agrees with the plain reference below only if every slot is right.
+through caches and drafts agrees with `engine.evaluation.reference` only if every slot is right.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.noise import Stream, gumbel
-from engine.sampling import Distribution, SamplingParams
+from engine.evaluation.reference import decode
+from engine.sampling import SamplingParams
 from kv_cache.entries import pack
 
 VOCAB = 23
@@ -74,30 +74,19 @@ class WitnessModel(FakeModel):
         return logits_of(hidden[..., 0])
 
 
+def next_logits(text: list[int]) -> Tensor:
+    """Return the logits `[VOCAB]` behind a text, from the token list alone, with no cache of any kind."""
+    hashes = [mix(token, position) for position, token in enumerate(text)]
+    everything = sum(hashes)
+    return logits_of(torch.tensor(everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])))
+
+
 def continue_plainly(
     prompt: list[int], n_tokens: int, sampling: SamplingParams | None = None, request: int = 0
 ) -> list[int]:
-    """The reference: `n_tokens` more tokens, from the token list alone, with no cache of any kind.
-
-    Sampled tokens are those of the coupled mode: a function of the text, the seed and the request.
-    """
-    tokens = list(prompt)
-    hashes = [mix(token, position) for position, token in enumerate(tokens)]
-    noise = law = None
-    if sampling and not sampling.greedy:
-        key = torch.tensor(sampling.seed), torch.tensor(request)
-        positions = len(prompt) + torch.arange(n_tokens)
-        noise, law = gumbel(*key, positions, Stream.COUPLED, VOCAB), Distribution.of([sampling])
-    for i in range(n_tokens):
-        everything = sum(hashes)
-        seen = everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])
-        if law is None:
-            token = seen % VOCAB
-        else:
-            token = int((law.logprobs(logits_of(torch.tensor([seen]))) + noise[i]).argmax())
-        tokens.append(token)
-        hashes.append(mix(token, len(tokens) - 1))
-    return tokens[len(prompt) :]
+    """Return what plain decoding emits, in the coupled mode if it samples."""
+    sampling = sampling or SamplingParams()
+    return decode(next_logits, prompt, n_tokens, sampling, "greedy" if sampling.greedy else "coupled", request)
 
 
 def cut(tokens: list[int], stops: list[int]) -> list[int]:

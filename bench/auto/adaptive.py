@@ -91,7 +91,7 @@ class Adaptive:
     def _catch_up(self, drafter: int) -> float:
         """As a share of the time in which it has to pay. Filling a cache from the target's takes about a draft step."""
         missed, costs = self._missed[drafter], self._of_all_rows[drafter]
-        n_run = missed if self.drafters[drafter].runs_missed else 0
+        n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

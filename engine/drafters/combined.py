@@ -1,4 +1,4 @@
-"""Combined: text drafters beside a model: what they guess with confidence goes in front of what the model drafts."""
+"""Combined: text drafters beside a model; confident guesses go in front of what the model drafts."""
 
 from __future__ import annotations
 
@@ -6,67 +6,80 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from engine.batch import Batch
-from engine.drafters.base import Drafter, Guess, HostDrafter, Shown
+from engine.drafters.base import Drafter, RowUpdate
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 
 
 class Combined(HostDrafter):
-    """Of each row's guesses found by `least_match` tokens or more, the longest, then the one found by most. The model
-    runs over a row's guess and drafts what is left of gamma. Where every row has one, it does not run, but where rounds
-    are captured; it catches up before it drafts again. Guesses are certain of their tokens, as all text drafts are."""
+    """Takes of each row's guesses that matched `least_match` tokens or more the longest, then the best matched.
+
+    The model runs over a row's guess and drafts the rest of gamma. Where every row has a guess, it does not run, unless
+    rounds are captured; it catches up before it drafts again. A guess counts as a point mass, as of all text drafters.
+    """
 
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
-        self.model, self.parts, self.verification_cache = model, (model,), model.verification_cache
-        self.observer, self.schedule = model.observer, model.schedule
-        self.refresh_every, self.runs_missed = model.refresh_every, model.runs_missed
+        self.model, self.parts, self.schedule, self.refresh_every = model, (model,), model.schedule, model.refresh_every
+        self.is_written_through: bool = getattr(model, "is_written_through", False)
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
+        # Whether this round leaves the model out, and of each row how many tokens the model had seen before it was.
         self._skips, self._behind = False, dict[int, int]()
 
-    def continued(self, shown: Shown) -> Guess:
-        guesses = [text.continued(shown) for text in self._texts]
+    def check(self, target: ModelRunner, length: int) -> None:
+        super().check(target, length)
+        self.model.check(target, length)
+
+    def continued(self, update: RowUpdate) -> Guess:
+        guesses = [text.continued(update) for text in self._texts]
         sure = [guess for guess in guesses if guess.tokens and guess.n_matched >= self._least_match]
         return max(sure, key=lambda guess: (len(guess.tokens), guess.n_matched), default=Guess())
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         super().follow(rows)
-        prompts = [one for one in rows if one.known == 0]
-        for one in prompts:
-            self._behind.pop(one.row, None)
+        prompts = [update for update in rows if update.n_seen == 0]
+        for update in prompts:
+            self._behind.pop(update.row, None)
         self.model.follow(prompts)
         if len(rows) == len(prompts):
             return
-        each = [one.row for one in rows]
+        each = [update.row for update in rows]
         self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
-        held = [(one, self._behind.pop(one.row, one.known)) for one in rows]
-        missed = [(one, known) for one, known in held if known < len(one.text) - 1]
-        if self._skips:  # a draft that is written through has what is verified
-            writes = self.verification_cache is not None
-            self._behind |= {one.row: known for one, known in (missed if writes else held)}
+        seen = [(update, self._behind.pop(update.row, update.n_seen)) for update in rows]
+        missed = [(update, n_seen) for update, n_seen in seen if n_seen < len(update.tokens) - 1]
+        if self._skips:  # a draft that is written through gets what is verified
+            self._behind |= {update.row: n_seen for update, n_seen in (missed if self.is_written_through else seen)}
         else:
-            self.model.follow([one._replace(text=one.text[:-1], known=known) for one, known in missed])
+            self.model.follow([update._replace(tokens=update.tokens[:-1], n_seen=n_seen) for update, n_seen in missed])
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self._skips:
             return super().propose(batch, verification, gamma)
-        led = _Led(verification, *self.guess(batch, gamma))
-        return self.model.propose(batch, cast(Verification, led), gamma)
+        guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
+        return self.model.propose(batch, cast(Verification, guessing), gamma)
+
+    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
+        return self.model.verify(target, batch, block, gamma, observe)
+
+    def refresh(self, batch: Batch, gamma: int) -> None:
+        self.model.refresh(batch, gamma)
 
     def rollback(self, batch: Batch) -> None:
         self.model.rollback(batch)
 
 
-class _Led:
-    """Draws a row's guess where there is one, certain of it; else as `verification` does."""
+class GuessThenDraft:
+    """Draws a row's guess where there is one, with certainty; else draws as `verification` does."""
 
-    def __init__(self, verification: Verification, tokens: torch.Tensor, n_tokens: torch.Tensor) -> None:
+    def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
         self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens
 
-    def draw(self, logits: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         token, probs = self._verification.draw(logits, i)
         guessed = i < self._n_tokens
         token = torch.where(guessed, self._tokens[:, i], token)
@@ -77,7 +90,7 @@ class _Led:
 
 
 def beside_texts(model: Drafter, config: DrafterConfig, parts: Parts) -> Drafter:
-    """A drafter with the text drafters of its options beside it, if it has any."""
+    """Return a drafter with the text drafters of its options beside it, if it has any."""
     if not isinstance(config, ModelDrafterConfig) or not config.texts:
         return model
     return Combined(parts.runner, model, [text.build(parts) for text in config.texts], config.text_match)

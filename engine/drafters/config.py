@@ -1,4 +1,4 @@
-"""What every drafter's options share, and how drafters are found: each has its options in its own file here."""
+"""Options that drafters share, and how drafters are found: each has its options in its file here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from common.errors import ConfigError, flag, require_at_least
 from common.flags import Common
-from engine.drafters.base import Drafter, HostDrafter, check_gamma
+from engine.drafters.base import Drafter, check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
+from engine.drafters.text_drafter import HostDrafter
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
 from kv_cache.policy import BudgetedPolicy, Policy, registered
@@ -24,11 +25,11 @@ from models.names import Dtype, KVDtype, Scheme
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session has for a drafter to be made of.
+    """What a session builds a drafter from.
 
-    gamma: the most that a round drafts. model: what drafts, a Transformer or a head, of which this rank may hold
-    nothing. new_cache: an empty cache of the draft's policy. remote: stands for a model that other ranks hold. texts:
-    what plain decoding emitted. rehearses: whether prompts are decoded before, to measure what that costs.
+    gamma: the most tokens that a round drafts. model: a Transformer or a head that drafts, None where other ranks hold
+    it. new_cache: makes an empty cache of the draft's policy. remote: makes a stand-in for a model of other ranks.
+    texts: what plain decoding emitted. rehearses: True if prompts are decoded before, to measure costs.
     """
 
     runner: ModelRunner
@@ -42,12 +43,12 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(ABC):
-    """Options of a drafter, whose fields are its flags; a file in this folder that defines one is all that it takes."""
+    """Options of a drafter, whose fields are its flags. A file in this folder that defines them is found."""
 
     name: ClassVar[str]
-    # Whether it proposes what the baseline emitted, which has to run first.
+    # True if it proposes what the baseline emitted, which has to run first.
     needs_baseline: ClassVar[bool] = False
-    # Whether it drafts by the texts of other requests, so that these show in how much is accepted.
+    # True if it drafts by the texts of other requests, so that acceptance depends on them.
     shares_texts: ClassVar[bool] = False
     # The option without which there is nothing to draft from.
     needs_option: ClassVar[str | None] = None
@@ -61,16 +62,16 @@ class DrafterConfig(ABC):
 
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
-        """The drafter, over an empty cache if it has one."""
+        """Make the drafter, over an empty cache if it has one."""
 
     @property
     def inner(self) -> DrafterConfig | None:
-        """What drafts for it, if anything does."""
+        """Options of the draft that drafts for it, or None."""
         return None
 
     @property
     def has_model(self) -> bool:
-        """Whether it, or what drafts for it, is a second model."""
+        """True if it, or its inner draft, is a second model."""
         return "draft_model" in vars(self) or (self.inner is not None and self.inner.has_model)
 
     @property
@@ -79,7 +80,7 @@ class DrafterConfig(ABC):
         return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def schedule(self, parts: Parts) -> Schedule:
-        """How many of a round's tokens each row drafts, by the drafter of those parts."""
+        """Return how many of a round's tokens each row drafts, by the drafter of those parts."""
         of_rows = parts.runner.max_batch, parts.runner.device
         if self.gamma_schedule == "confidence":
             threshold, p_min = (getattr(self, name) for name in OF_CONFIDENCE)
@@ -87,31 +88,31 @@ class DrafterConfig(ABC):
         return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        """The second model that it needs, or that drafts for it: found, not loaded. Errors: UserError."""
+        """Find, without loading, the second model that it or its inner draft needs. Errors: UserError."""
         return None
 
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""
         if self.gamma != "auto":
             require_at_least("gamma", self.gamma, 0)
-        own = self.gamma_schedule
-        if own is not None and (own == "auto") != (self.gamma == "auto"):
+        schedule = self.gamma_schedule
+        if schedule is not None and (schedule == "auto") != (self.gamma == "auto"):
             what, where = "gamma and its schedule contradict each other", f"{flag('gamma')}, {flag('gamma_schedule')}"
-            fix = f"leave out {flag('gamma')}" if own == "auto" else f"name a number: {flag('gamma')} 3"
-            raise ConfigError(what, where, f"{self.gamma} and {own}", "auto for both, or for neither", fix)
-        if own == "confidence" and not isinstance(self, ModelDrafterConfig):
+            fix = f"leave out {flag('gamma')}" if schedule == "auto" else f"name a number: {flag('gamma')} 3"
+            raise ConfigError(what, where, f"{self.gamma} and {schedule}", "auto for both, or for neither", fix)
+        if schedule == "confidence" and not isinstance(self, ModelDrafterConfig):
             what, where = "rows of this draft cannot stop by its confidence", flag("gamma_schedule")
-            seen, required = f"{own} with draft {self.name}", "constant, heuristic or auto"
+            seen, required = f"{schedule} with draft {self.name}", "constant, heuristic or auto"
             raise ConfigError(what, where, seen, required, f"use {where} heuristic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostDrafterConfig(DrafterConfig):
-    """A drafter that looks tokens up on the host, where others can stand beside it."""
+    """Options of a drafter that looks tokens up on the host, and can stand beside a draft model."""
 
     @property
     def longest_match(self) -> int | None:
-        """The most tokens by which it finds a guess; None: no bound, or not known before it is built."""
+        """The most tokens that a guess can match by; None: no bound, or not known before it is built."""
         return None
 
     @abstractmethod
@@ -120,7 +121,7 @@ class HostDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
-    """A drafter that runs a model over a KV cache of its own."""
+    """Options of a drafter that runs a model over its own KV cache."""
 
     policy: Policy = field(default_factory=Streaming)
     policies: tuple[BudgetedPolicy, ...] = ()
@@ -163,7 +164,7 @@ class ModelDrafterConfig(DrafterConfig):
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
                 if self.gamma != "auto":  # first, as it asks for more of the budget
-                    check_gamma(self.gamma, policy.room, policy.for_block(self.gamma + 1))
+                    check_gamma(self.gamma, policy.room)
                 policy.check()
 
 
@@ -179,5 +180,5 @@ class HeadConfig(DrafterConfig):
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:
-    """The options of every drafter by its name: what the files of this folder define."""
+    """Return the options of every drafter by its name: those that the files of this folder define."""
     return registered("engine.drafters", Path(__file__).parent, DrafterConfig)

@@ -1,4 +1,4 @@
-"""Eagle: a layer or few that go on from the target's hidden states, token by token, over a cache of their own."""
+"""Eagle: a layer or few that go on from the target's hidden states, token by token, over their own cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HeadConfig, ModelDrafterConfig, Parts
+from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.observed import ObservedStates
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -20,13 +22,13 @@ from models.heads.eagle import EagleHead
 
 
 class Eagle(ModelDrafter):
-    """EAGLE-1, -2 and -3 (see `EagleHead`) as chains.
+    """Drafts a chain of tokens by an EAGLE-1, -2 or -3 head (see `EagleHead`).
 
-    Its cache keeps at position p what the state of p and the token behind it left. A round begins by running the last
-    verification's tokens once more, with the target's own states in place of the head's approximations: all of them,
-    whatever was accepted, so that shapes never change; what lies behind the row's end is written over before it is
-    seen. Of a prompt, only the tokens that the cache keeps run through the target again, which stores no states.
-    Errors: ConfigError if a round does not fit the cache's window.
+    The head's cache keeps at position p what the state of p and the token behind it left. A round first runs the last
+    verification's tokens again, with the target's states in place of the head's approximations: all of them, whatever
+    was accepted, so that shapes never change; what lies behind the row's end is overwritten before it is seen. Of a
+    prompt, only the tokens that the cache keeps run through the target again, which stores no states. Errors:
+    ConfigError if a round does not fit the cache's window.
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
@@ -34,43 +36,46 @@ class Eagle(ModelDrafter):
         super().__init__(runner.over(cache, head.body), gamma, runner.cache)
         head.borrow(runner.model)
         self._target, self._head, self.cache = runner, head, cache
-        # Another cache keeps the end of a prompt, and would be shown all of it.
+        # A cache that keeps only the end of a prompt has to be given the whole prompt.
         self.follows_parts = cache.max_block == cache.max_length
-        self.observer = self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
+        self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, known, *_ in rows:
-            if known == 0:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        for row, _, text, n_seen, *_ in rows:
+            if n_seen == 0:
                 self.cache.reset_row(row)
-            # The last known round's tokens once more: what it has left may be the head's own approximations.
-            self._fill(row, text, first=max(0, known - self.gamma - 1) if known else 0)
+            # The last round before n_seen again: it may have left the head's approximations.
+            self._fill(row, text, first=max(0, n_seen - self.gamma - 1) if n_seen else 0)
 
     def _fill(self, row: int, text: Sequence[int], first: int) -> None:
-        """Run what the cache keeps of a row's text from `first` on, all but the last token, whose state is kept."""
+        """Run the kept tokens of a row's text from `first` on, but for the last, whose state is observed instead."""
         last = len(text) - 1
         kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
         most = min(self._target.prefill_chunk, self.cache.prefill_block)
         while kept:
             at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
             kept = kept[len(at) :]
-            states, _ = self._target.run_again(row, text, at, self._observed.layers)
+            states, _ = self._target.recompute(row, text, at, self._observed.layers)
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             view = self.cache.view(slice(row, row + 1), at.stop, block_at_end=True)
             self._head.advance(self._fused(states), following, positions, view)
         self._observed.begin(row, text)
 
-    def _fused(self, states: torch.Tensor) -> torch.Tensor:
+    def _fused(self, states: Tensor) -> Tensor:
         return self._head.fused(states.to(self._head.body.dtype))
 
+    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
+        return self._observed.verify(target, batch, block, gamma)
+
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        states, following, positions, last = self._observed.of(batch)
+        states, following, positions, last = self._observed.of_rows(batch)
         # The last round may have drafted more than this one.
-        own = batch.of(self.cache, self.gamma)
-        after = self._head.advance(self._fused(states), following, positions, own)
+        view = batch.view_of(self.cache, self.gamma)
+        after = self._head.advance(self._fused(states), following, positions, view)
         self._state = after.take_along_dim(last[..., None], dim=1)
         return super().propose(batch, verification, gamma)
 
-    def logits(self, batch: Batch, i: int, tokens: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         if i > 0 and cache is not None:
             position = batch.lengths[:, None] - 1 + i
             self._state = self._head.advance(self._state, tokens[:, None], position, cache)
@@ -78,7 +83,7 @@ class Eagle(ModelDrafter):
 
 
 def require_by_position(cache: KVCache | Policy, name: str) -> None:
-    """Raise ConfigError if it selects entries: a head's cache keeps of a prompt what its position says."""
+    """Raise ConfigError if a head's cache would select entries by content rather than by position."""
     if cache.selects:
         where, required = flag("draft_policy"), "a policy that goes by position"
         what, fix = "a head's cache cannot select entries by their content", f"use {where} streaming or full"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import ConfigError, DataError, flag
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
 
@@ -19,8 +20,8 @@ VERSION = 1
 
 
 class NGramTable:
-    """Of contexts of 1 to `order` tokens, what followed and how often; the older half of `size` of them goes when there
-    are more. drawn: the random numbers (`Request.draws`) that drew any of the texts."""
+    """Counts of what followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is dropped.
+    drawn: the random numbers (`Request.draws`) that drew any of the texts."""
 
     def __init__(self, order: int, size: int | None = None) -> None:
         self.order, self._size = order, size
@@ -42,7 +43,7 @@ class NGramTable:
         self._followers.clear()
 
     def continued(self, text: Sequence[int], n_tokens: int) -> Guess:
-        """Token by token what has most often followed the longest context that is known; among equals the latest."""
+        """Guess, token by token, what most often followed the longest known context; among equals the latest."""
         tokens: list[int] = []
         context, n_matched = tuple(text[-self.order :]), 0
         while len(tokens) < n_tokens:
@@ -55,7 +56,7 @@ class NGramTable:
         return Guess(tokens, n_matched)
 
     def save(self, path: Path, vocab_size: int) -> None:
-        """Errors: CheckpointError if the file cannot be written."""
+        """Write the table to a file. Errors: CheckpointError if it cannot be written."""
         grams = [[*context, [*pair]] for context, counts in self._followers.items() for pair in counts.items()]
         content = {"version": VERSION, "vocab_size": vocab_size, "order": self.order, "drawn": [*self.drawn]}
         with atomic_path(path) as partial:
@@ -63,7 +64,7 @@ class NGramTable:
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, size: int | None = None) -> NGramTable:
-        """Errors: DataError for a file that `save` did not write, or for another vocabulary."""
+        """Read a table. Errors: DataError for a file that `save` did not write, or for another vocabulary."""
         required = f"n-grams of version {VERSION}, of a vocabulary of {vocab_size} ids"
         try:
             content = json.loads(path.read_bytes())
@@ -72,7 +73,7 @@ class NGramTable:
             table = cls(int(content["order"]), size)
             table.drawn = {(int(seed), int(request)) for seed, request in content["drawn"]}
             for *context, (token, count) in content["grams"]:
-                if not all(0 <= int(one) < vocab_size for one in (*context, token)):
+                if not all(0 <= int(part) < vocab_size for part in (*context, token)):
                     raise ValueError(f"token ids {[*context, token]}")
                 table._followers.setdefault(tuple(context), {})[token] = int(count)
             return table
@@ -82,15 +83,14 @@ class NGramTable:
 
 
 class Markov(HostDrafter):
-    """Its table stays as it is; a row whose random numbers drew any of its texts has no drafts (see
-    `NGramCache`)."""
+    """Guesses by a fixed table; a row whose random numbers drew any of its texts gets no drafts (see `NGramCache`)."""
 
     def __init__(self, runner: ModelRunner, gamma: int, table: NGramTable) -> None:
         super().__init__(runner, gamma)
         self._table = table
 
-    def continued(self, shown: Shown) -> Guess:
-        return Guess() if shown.draws in self._table.drawn else self._table.continued(shown.text, self.gamma)
+    def continued(self, update: RowUpdate) -> Guess:
+        return Guess() if update.draws in self._table.drawn else self._table.continued(update.tokens, self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import ModelDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HeadConfig, Parts
+from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.observed import ObservedStates
 from engine.runner import ModelRunner
 from kv_cache import KVCache
@@ -19,21 +20,24 @@ from models.heads.medusa import MedusaHeads
 
 
 class Medusa(ModelDrafter):
-    """Every draft of a round comes from the state before the row's current token: none sees another, and nothing is
-    cached. Errors: ConfigError if there are fewer heads than gamma."""
+    """Drafts every token of a round from the state before the row's current token: no draft sees another, and nothing
+    is cached. Errors: ConfigError if there are fewer heads than gamma."""
 
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
         super().__init__(runner, gamma, runner.cache)
         check_heads(gamma, len(heads))
         self._target, self._heads = runner, heads
-        self.observer = self._observed = ObservedStates(runner, gamma, heads.shape.dim)
+        self._observed = ObservedStates(runner, gamma, heads.shape.dim)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, *_ in rows:
             self._observed.begin(row, text)
 
+    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
+        return self._observed.verify(target, batch, block, gamma)
+
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        states, _, _, last = self._observed.of(batch)
+        states, _, _, last = self._observed.of_rows(batch)
         out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
         return out if self._heads.shape.own_output else self._target.model.logits(out)
 

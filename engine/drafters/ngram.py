@@ -11,15 +11,16 @@ from torch import Tensor
 
 from common.errors import require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Shown, TextDrafter
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.text_drafter import TextDrafter
 from engine.runner import ModelRunner
 
 Match: TypeAlias = Literal["longest", "first", "last"]
 
 
 class NGram(TextDrafter):
-    """Proposes what followed the last tokens when they stood in the row before (Saxena, Prompt Lookup Decoding, 2023).
+    """Proposes what followed the last tokens where they occurred before (Saxena, Prompt Lookup Decoding, 2023).
 
     Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
     most; among those, as `match` says: the one with the most tokens behind it, up to gamma, then the latest
@@ -33,7 +34,7 @@ class NGram(TextDrafter):
         self.max_ngram, self.match = max_ngram, match
         self._text = torch.zeros_like(runner.cache.positions)
 
-    def follow(self, rows: Sequence[Shown]) -> None:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, known, *_ in rows:
             self._text[row, known : len(text)] = torch.tensor(text[known:], device=self._text.device)
 
@@ -45,7 +46,7 @@ class NGram(TextDrafter):
         match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
-        # Kept as text, for the next round to match; what is rejected is written over or never looked at.
+        # Kept as text for the next round to match; rejected tokens are overwritten or never looked at.
         self._text[rows, (lengths[:, None] + ahead).clamp(max=self._text.shape[1] - 1)] = tokens
         return tokens, n_tokens
 
@@ -53,19 +54,19 @@ class NGram(TextDrafter):
 def find_ngram(
     text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, match: Match = "longest"
 ) -> tuple[Tensor, Tensor]:
-    """Where each row's last tokens stood before, and how many tokens to copy from behind it.
+    """Find where each row's last tokens occurred before, and how many tokens to copy from behind it.
 
-    text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns `match [B]`, the position of
-    the last token of the match that `match` prefers, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
+    text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns the position `[B]` of the
+    last token of the match that `match` prefers, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
     """
     position = torch.arange(text.shape[1], device=text.device)
     last = lengths[:, None]
     matches = position < last
     matched = torch.zeros_like(text)
     for back in range(min(max_ngram, text.shape[1])):
-        wanted = text.gather(1, (last - back).clamp(min=0))
+        last_tokens = text.gather(1, (last - back).clamp(min=0))
         same = torch.zeros_like(matches)
-        same[:, back:] = text[:, : text.shape[1] - back] == wanted
+        same[:, back:] = text[:, : text.shape[1] - back] == last_tokens
         matches = matches & same & (last >= back)
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)

@@ -11,20 +11,21 @@ from common.errors import UserError, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.markov import NGramTable
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
 
 class NGramCache(HostDrafter):
-    """What any row was prompted with or emitted helps every other. path: loaded if it is there, and saved when the
-    drafter goes, or the program ends.
+    """Guesses by all prompts and answers of all rows. path: a file that is loaded if it exists, and saved when the
+    drafter is freed or the program ends.
 
     In rejection mode a guess must not know what a row's random numbers will draw: what they drew under this drafter
     before, or in another row at the same time. So only the first request of a seed and id learns and drafts. What
-    others emitted is independent of its numbers, whatever was guessed for them; but its tokens depend on the guess, and
-    so on others: a seed keeps their distribution in that mode, not the tokens.
+    other requests emitted is independent of its numbers; but its tokens depend on guesses, and so on other requests: a
+    seed keeps their distribution in that mode, not the tokens.
     Errors: ConfigError if max_ngram is below 1; DataError for a file of another kind.
     """
 
@@ -34,29 +35,29 @@ class NGramCache(HostDrafter):
         super().__init__(runner, gamma)
         require_at_least("max_ngram", max_ngram, 1)
         self._size, self._table = size, NGramTable(max_ngram, size)
-        # Of each row, how much of its text was learnt; None where nothing may be.
+        # The number of learnt tokens of each row; None where it may not learn.
         self._learnt: dict[int, int | None] = {}
         if path is not None and self._ranks.leads:
             if path.is_file() and path.stat().st_size:
                 self._table = NGramTable.load(path, runner.vocab_size, size)
                 self._table.order = max_ngram
-            if self._ranks.first == LEADER:  # one replica's is kept
+            if self._ranks.first == LEADER:  # only one replica saves
                 weakref.finalize(self, _save, self._table, path, runner.vocab_size)
 
-    def continued(self, shown: Shown) -> Guess:
+    def continued(self, update: RowUpdate) -> Guess:
         drawn = self._table.drawn
-        if shown.known == 0:
+        if update.n_seen == 0:
             if len(drawn) >= self._size:
                 self._table.forget()
                 self._learnt = dict.fromkeys(self._learnt)
-            self._learnt[shown.row] = None if shown.draws in drawn else 0
-            if shown.draws is not None:
-                drawn.add(shown.draws)
-        if (learnt := self._learnt[shown.row]) is None:
+            self._learnt[update.row] = None if update.draws in drawn else 0
+            if update.draws is not None:
+                drawn.add(update.draws)
+        if (learnt := self._learnt[update.row]) is None:
             return Guess()
-        self._table.learn(shown.text, learnt)
-        self._learnt[shown.row] = len(shown.text)
-        return self._table.continued(shown.text, self.gamma)
+        self._table.learn(update.tokens, learnt)
+        self._learnt[update.row] = len(update.tokens)
+        return self._table.continued(update.tokens, self.gamma)
 
 
 def _save(table: NGramTable, path: Path, vocab_size: int) -> None:

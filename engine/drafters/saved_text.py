@@ -6,28 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
 
 class SavedText(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
-    It goes by position alone: where the target has left the text, its drafts are verified as any. Behind the end of a
-    text, and for a request without one, it proposes nothing. In rejection mode a text must be independent of the run's
-    random numbers: not what that mode emitted for the same seed and request.
+    It goes by position alone, also where the target has left the text. Behind the end of a text, and for a request
+    without a text, it proposes nothing. In rejection mode a text must be independent of the run's random numbers: not
+    what that mode emitted for the same seed and request.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:
         super().__init__(runner, gamma)
         self._texts, self._begun = texts, dict[int, int]()
 
-    def continued(self, shown: Shown) -> Guess:
-        if shown.known == 0:
-            self._begun[shown.row] = len(shown.text)
-        n_emitted = len(shown.text) - self._begun[shown.row]
-        return Guess(self._texts.get(shown.request, ())[n_emitted : n_emitted + self.gamma])
+    def continued(self, update: RowUpdate) -> Guess:
+        if update.n_seen == 0:
+            self._begun[update.row] = len(update.tokens)
+        n_emitted = len(update.tokens) - self._begun[update.row]
+        return Guess(self._texts.get(update.request_id, ())[n_emitted : n_emitted + self.gamma])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,35 +10,36 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.modes import Drafts
 
-# transformers' threshold, or where it is adapted the first one, until more drafts than these were verified; its steps.
+# The threshold of transformers, which an adapted threshold starts from until more drafts than FEWEST_SEEN were
+# verified; and the number of steps that it is adapted in.
 THRESHOLD, FEWEST_SEEN, N_STEPS = 0.4, 5, 20
 OF_CONFIDENCE = ("confidence_threshold", "p_min")
 OF_SCHEDULES = ("gamma_schedule", *OF_CONFIDENCE)
 
 
 class Schedule:
-    """Constant: every row drafts as many tokens as its round. Others derive from it.
+    """Lets every row draft as many tokens as its round; other schedules derive from this.
 
-    A bound, `[B]` int64, is the most drafts that each row means: 0 where no request decodes it. It may depend on what
-    was emitted, on drafts before the one that it leaves out and on that one's distribution, never on that one itself
-    (docs/lossless.md)."""
+    A bound, `[B]` int64, is the number of drafts of each row that count at most: 0 where no request decodes it. It may
+    depend on what was emitted, on drafts before the one that it leaves out and on the distribution of that draft, never
+    on the draft itself (docs/lossless.md)."""
 
     varies = False
 
     def bounds(self, batch: Batch, gamma: int) -> Tensor:
-        """Before anything is drafted."""
+        """Return the bounds before anything is drafted."""
         return gamma * (1 - batch.idle)
 
     def shorten(self, bounds: Tensor, i: int, logits: Tensor, token: Tensor, batch: Batch) -> Tensor:
-        """Behind the i-th draft, `token [B]` of `logits [B, V]`; only the rank that decides is asked."""
+        """Return the bounds behind the i-th draft, `token [B]` of `logits [B, V]`. Runs on the leader only."""
         return bounds
 
     def n_columns(self, bounds: Tensor, batch: Batch, gamma: int) -> int:
-        """How many drafts rows have, with those that are not meant: all where rounds keep their shape."""
+        """Return the number of draft columns: gamma where rounds keep their shape."""
         return int(bounds.max()) if self.varies and batch.narrows else gamma
 
     def cut(self, drafts: Drafts, batch: Batch) -> Drafts:
-        """Those of so many columns, as `verified` looks at them."""
+        """Cut drafts to the longest row's length, and keep them for `verified`."""
         tokens, probs, lengths = drafts
         if not self.varies or lengths is None:
             return drafts
@@ -47,8 +48,8 @@ class Schedule:
         return Drafts(tokens[:, :n], None if probs is None else probs[:, :n], lengths)
 
     def verified(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """How many drafts of each row were verified, and how many of those accepted: none behind the end of a block
-        that was cut by a stop token or a limit. What replaces a rejected draft is always another token."""
+        """Return how many drafts of each row were verified, and how many of those accepted: none behind the end of a
+        block that was cut by a stop token or a limit. A rejected draft is always replaced by another token."""
         n_emitted = batch.lengths - self._begun
         n_verified = torch.minimum(n_emitted, self._lengths)
         padded = torch.nn.functional.pad(self._tokens, (1, 0))  # there may be no column
@@ -57,13 +58,13 @@ class Schedule:
         return n_verified, n_verified - rejected.long()
 
     def observe(self, batch: Batch) -> None:
-        """The round of the drafts that were cut last is over, and `batch.lengths` and `batch.current` are set."""
+        """Learn from a round that is over: `batch.lengths` and `batch.current` are set behind it."""
 
 
 class Heuristic(Schedule):
-    """A row drafts two tokens more where all of its last were accepted, else one less: from 1 to `gamma`, which it
-    begins with (`num_assistant_tokens_schedule` of transformers, generation/candidate_generator.py). What a row of the
-    cache came to is where its next request begins."""
+    """Lets a row draft two tokens more where all its last drafts were accepted, else one less: from 1 to `gamma`, which
+    it begins with (`num_assistant_tokens_schedule` of transformers, generation/candidate_generator.py). A row's next
+    request begins where the last one ended."""
 
     varies = True
 
@@ -80,18 +81,18 @@ class Heuristic(Schedule):
 
 
 class Confidence(Schedule):
-    """A row stops behind a draft whose own probability is below the threshold (`assistant_confidence_threshold` of
-    transformers), and before one whose distribution has none of `p_min` (p-min of llama.cpp's drafts): the draft's at
-    the row's temperature, 1 where it is greedy, before top-k and top-p. A threshold of "auto" divides best what was
-    verified of a row of the cache: with the least share of rejected drafts that pass, plus three times that of accepted
-    ones that do not (transformers' rule, in steps)."""
+    """Stops a row behind a draft whose probability is below the threshold (`assistant_confidence_threshold` of
+    transformers), and before a draft whose most probable token is below `p_min` (p-min of llama.cpp). Probabilities are
+    the draft's at the row's temperature, 1 where it is greedy, before top-k and top-p. A threshold of "auto" is the one
+    that best divides what was verified in a row of the cache: the least share of rejected drafts that pass, plus three
+    times that of accepted drafts that do not (transformers' rule, in steps)."""
 
     varies = True
 
     def __init__(self, threshold: float | Literal["auto"], p_min: float, n_rows: int, device: torch.device) -> None:
         self._adapts, self._p_min = threshold == "auto", p_min
         self._thresholds = torch.full((n_rows,), THRESHOLD if threshold == "auto" else threshold, device=device)
-        # Verified drafts of each row: rejected and accepted ones, by probability.
+        # Numbers of verified drafts of each row, rejected and accepted, by probability.
         self._seen = torch.zeros(n_rows, 2, N_STEPS, device=device)
         self._sure: list[Tensor] = []
 

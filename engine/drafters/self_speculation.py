@@ -13,13 +13,15 @@ from torch import Tensor
 from common.errors import ConfigError, flag, require_at_least
 from common.launch import triton_reads
 from engine.batch import Batch
-from engine.drafters.base import Drafter, ModelDrafter, Shown, check_gamma
+from engine.drafters.base import Drafter, RowUpdate, check_gamma
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
+from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.runner import ModelRunner
-from kv_cache import KVCache, Streaming, StreamingKVCache, VerifyTopKCache, WriteThroughKVCache
-from kv_cache.verify_topk import Choosing
+from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
+from kv_cache.streaming import Streaming
 from models import Transformer
 from models.checkpoints.model_source import ModelSource, find_model
 from models.names import parse_layers
@@ -28,16 +30,15 @@ ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
 
 class SelfSpeculation(ModelDrafter):
-    """The target drafts for itself over a second, budgeted cache (MagicDec, arXiv 2408.11049).
+    """Drafts with the target over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
-    That cache is never prefilled: it is filled from the target's own KV when it first follows a row, and written
+    That cache is never prefilled: it is filled from the target's entries when it first follows a row, and written
     through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
     rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
     `select_layers`), and so has its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
     """
 
-    verification_cache: WriteThroughKVCache
-    runs_missed = False
+    is_written_through = True
 
     def __init__(
         self,
@@ -47,59 +48,49 @@ class SelfSpeculation(ModelDrafter):
         model: Transformer | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        self.own = runner.over(cache, model)
-        super().__init__(self.own, gamma, runner.cache)
+        self.runner = runner.over(cache, model)
+        super().__init__(self.runner, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
             fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
-        self._target, self.cache, self.layers, self.ranks = runner, cache, layers, runner.ranks
-        self._n_rounds, self._observed, self.refresh_every = 0, None, cache.refresh_every
-        self._choosing = Choosing()
-        self.verification_cache = WriteThroughKVCache(runner.cache, cache, layers)
-        if isinstance(cache, VerifyTopKCache):
+        self._target, self.cache, self.layers = runner, cache, layers
+        self.refresh_every = cache.refresh_every
+        self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
+        self._scores, self._ops = None, SelectionOps()
+        if isinstance(cache, RefreshedKVCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
-            self._observed = cache.observer(gamma + 1, *sizes)
+            self._scores = cache.observer(gamma + 1, *sizes)
             if triton_reads(cache.entries):
-                from kv_cache.choosing import TritonChoosing
+                from kv_cache.choosing import TritonSelectionOps
 
-                self._choosing = TritonChoosing()
-            self._observe()
+                self._ops = TritonSelectionOps()
 
-    def follow(self, rows: Sequence[Shown]) -> None:
-        for row, _, text, known, _ in rows:
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        for row, _, text, n_seen, _ in rows:
             queries = None
-            if self.cache.selects and known <= self.cache.capacity:  # nothing was selected yet
-                known = 0
-            if self.cache.n_queries and len(text) > self.cache.capacity and not known:
+            if self.cache.selects and n_seen <= self.cache.capacity:  # nothing was selected yet
+                n_seen = 0
+            if self.cache.n_queries and len(text) > self.cache.capacity and not n_seen:
                 queries = self._target.last_queries(row, text, self.cache.n_queries)
-            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, known=known)
-            if self._observed is not None:
-                self._observed.forget(row)
+            self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, n_known=n_seen)
+            if self._scores is not None:
+                self._scores.forget(row)
 
-    def is_due(self) -> bool:
-        if self._observed is None:
-            return False
-        self._n_rounds += 1
-        self._observe()
-        return self._is_due_in(self._n_rounds)
-
-    def _is_due_in(self, n: int) -> bool:
-        """The second round, the first behind a verification, and every so many from there."""
-        return (n - 2) % self.refresh_every == 0
-
-    def _observe(self) -> None:
-        """Observe the verification before entries are chosen anew, and no other."""
-        self.verification_cache.observed = self._observed if self._is_due_in(self._n_rounds + 1) else None
+    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
+        through = self.write_through
+        if observe and self._scores is not None:
+            through = ObservingKVCache(through, self._scores)
+        return batch.verify(target, block, gamma, through)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
-        assert isinstance(self.cache, VerifyTopKCache) and self._observed is not None
-        source, own = batch.of(self._target.cache, gamma), batch.of(self.cache)
+        source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
+        assert isinstance(view, RefreshedKVCache) and self._scores is not None
         backend = self._target.model.backend
-        how = backend if isinstance(backend, Choosing) else self._choosing
-        own.choose(source, batch.lengths, self._observed, self.layers or range(len(own.entries)), how)
+        ops = backend if isinstance(backend, SelectionOps) else self._ops
+        view.choose(source, batch.lengths, self._scores, self.layers or range(len(view.entries)), ops)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        return self._runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
+        return self.runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +115,10 @@ class SelfConfig(ModelDrafterConfig):
         if self.draft_of_draft == "ngram":
             return NGramConfig(gamma=self.inner_gamma)
         policy = Streaming(self.inner_budget)
-        own = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=())
+        inner = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=())
         if self.draft_of_draft == "streaming":
-            return replace(own, draft_of_draft=None)
-        shared = {one.name: getattr(own, one.name) for one in fields(ModelDrafterConfig)}
+            return replace(inner, draft_of_draft=None)
+        shared = {field.name: getattr(inner, field.name) for field in fields(ModelDrafterConfig)}
         return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
 
     @property
@@ -150,7 +141,7 @@ class SelfConfig(ModelDrafterConfig):
             self._check_inner()
 
     def _check_inner(self) -> None:
-        """Raise ConfigError for what is drawn token by token, which an inner round does not, or an inner budget."""
+        """Raise ConfigError for options that need token-by-token drafts, and for an inner budget that does not fit."""
         where, seen = flag("draft_of_draft"), self.draft_of_draft
         for other, is_given in (("text_drafts", self.texts), ("gamma_schedule", self.gamma_schedule == "confidence")):
             if is_given:
@@ -158,9 +149,8 @@ class SelfConfig(ModelDrafterConfig):
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
         if seen != "ngram":
             gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
-            longest, inner = max(gammas, key=gammas.__getitem__), Streaming(self.inner_budget)
-            least = inner.n_sink + gammas[longest] + 1
-            check_gamma(gammas[longest], inner.room, {"inner_budget": least}, longest)
+            longest = max(gammas, key=gammas.__getitem__)
+            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
         if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
             what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
             required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"

@@ -1,22 +1,23 @@
-"""Suffix: drafts what followed the row's longest suffix that stood in its text before, of any length."""
+"""Suffix: drafts what followed the row's longest suffix that occurred in its text before, of any length."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from engine.drafters.base import Guess, HostDrafter, Shown
+from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.runner import ModelRunner
 
-# How many of the suffixes that end at a token are noted to have ended there.
-N_NOTED = 16
+# The number of suffixes ending at a token whose last end is recorded.
+N_RECORDED = 16
 
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """Substrings that end at the same positions: the longest has `length` tokens; `link` has those that end elsewhere,
-    too; `following` is by the next token. end: how many tokens the text had where they last ended."""
+    """Substrings that end at the same positions: the longest has `length` tokens; `link` is the state of shorter ones,
+    which end elsewhere, too; `following` is by the next token. end: the text's length where they last ended."""
 
     length: int = 0
     end: int = 0
@@ -25,10 +26,10 @@ class _State:
 
 
 class SuffixAutomaton:
-    """Of a growing text, every substring (Blumer et al. 1985), in O(1) a token, amortised.
+    """All substrings of a growing text (Blumer et al. 1985), in O(1) a token, amortised.
 
-    repeated: how long the text's longest suffix is that occurs in it before, and how many tokens the text had where
-    that last ended, or earlier where more suffixes than N_NOTED end with it; 0 and 0 without one.
+    repeated: the length of the text's longest suffix that occurs in it before, and the text's length where that last
+    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 without one.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class SuffixAutomaton:
         self._last = self._added(token, self._last)
         state = self._last.link or self._root
         self.repeated = state.length, state.end
-        for _ in range(N_NOTED):
+        for _ in range(N_RECORDED):
             if state.link is None:
                 break
             state.end, state = len(self.text), state.link
@@ -53,7 +54,7 @@ class SuffixAutomaton:
         if place is None:
             return whole
         found = place.following[token]
-        if found.length > place.length + 1:  # its shorter substrings end here, too: a state of their own
+        if found.length > place.length + 1:  # its shorter substrings end here, too: they get a new state
             longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
             longer.link = found
             while place and place.following.get(token) is longer:
@@ -63,20 +64,20 @@ class SuffixAutomaton:
 
 
 class Suffix(HostDrafter):
-    """It copies from where the suffix stood last; at the end of the text, from the beginning of what it copied."""
+    """Copies from where the suffix occurred last; at the end of the text, from the beginning of what it copied."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
 
-    def continued(self, shown: Shown) -> Guess:
-        if shown.known == 0:
-            self._rows[shown.row] = SuffixAutomaton()
-        own = self._rows[shown.row]
-        for token in shown.text[len(own.text) :]:
-            own.append(token)
-        (n_matched, end), n_text = own.repeated, len(own.text)
-        return Guess([own.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
+    def continued(self, update: RowUpdate) -> Guess:
+        if update.n_seen == 0:
+            self._rows[update.row] = SuffixAutomaton()
+        known = self._rows[update.row]
+        for token in update.tokens[len(known.text) :]:
+            known.append(token)
+        (n_matched, end), n_text = known.repeated, len(known.text)
+        return Guess([known.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
 
 
 @dataclass(frozen=True, kw_only=True)

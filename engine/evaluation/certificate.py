@@ -20,15 +20,16 @@ from kv_cache import KVCache
 from kv_cache.entries import largest
 from models import Transformer
 
-# Of calibrated positions, by the model's dtype; well above what the default model shows (docs/lossless.md).
+# The share of calibrated positions that may flip, by the model's dtype; well above what the default model shows
+# (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
-# The same of a float32 model whose KV cache has such entries.
+# For a float32 model over 8-bit entries.
 MAX_FLIP_SHARE |= dict.fromkeys(largest(), 0.02)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far forwards of one token and of gamma + 1 tokens are apart, over `positions` forced tokens.
+    """The distance of forwards of one token and of gamma + 1 tokens, over `positions` forced tokens.
 
     eps: the largest difference of a logit, less the shift of all logits that makes it smallest, which no choice feels.
     flips: positions where the two have another argmax. max_flip_share: of the positions, what rounding explains.
@@ -49,7 +50,7 @@ class Calibration:
 @dataclass(frozen=True)
 class Replay:
     """The reference at each emitted token `[B, n]`: its top-two `gap`, its top score less that of the emitted token
-    (`deficit`), and whether its own choice is another one (`flipped`). Scores: see `_scores`."""
+    (`deficit`), and whether its choice is another token (`flipped`). Scores: see `_scores`."""
 
     gap: Tensor
     deficit: Tensor
@@ -79,10 +80,10 @@ def calibrate(
 ) -> Calibration:
     """Compare forwards of `block` = gamma + 1 tokens with 1-token forwards at the same positions of the same text.
 
-    The whole text runs twice behind the prompts, each time over the entries that its own forwards have left: one unit
-    in the last place makes another entry of 8 bits, and those add up. The first logits `[B, n, V]` are kept in the
-    host's memory. cache: as many rows as prompts, which are filled anew. forced: `[B, n]` int64 on the cache's device,
-    what follows each prompt; n in whole blocks. Errors: UserError if a logit is not finite.
+    The whole text runs twice behind the prompts, each time over the entries that those forwards have left: one unit in
+    the last place makes another 8-bit entry, and these add up. The first logits `[B, n, V]` are kept in the host's
+    memory. cache: as many rows as prompts, which are filled anew. forced: `[B, n]` int64 on the cache's device, what
+    follows each prompt; n in whole blocks. Errors: UserError if a logit is not finite.
     """
     n_tokens = forced.shape[1]
     assert n_tokens % block == 0 and n_tokens > 0
@@ -114,8 +115,8 @@ def replay(
     emitted: Tensor,
     sampling: SamplingParams | None = None,
 ) -> Replay:
-    """Plain decoding in a cache filled anew, forced along the `emitted` tokens `[B, n]` (int64, on the cache's device)
-    and judging each of them: behind a divergence, the comparison goes on from the emitted prefix.
+    """Compare plain decoding, in a cache filled anew, with `emitted` tokens `[B, n]` (int64, on the cache's device): it
+    is forced along them, so that behind a divergence the comparison goes on from the emitted prefix.
 
     sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b. Errors:
     ConfigError if it filters (whether an id passes is a near-tie of another kind); UserError if a score is not finite.
@@ -139,7 +140,7 @@ def replay(
 
 
 def certify(seen: Replay, eps: float) -> Certificate:
-    """Hold every token to `2 * eps`, with eps in the unit of the scores: that of the logits over the temperature."""
+    """Compare every deficit with `2 * eps`, with eps in the unit of the scores: logits over the temperature."""
     at_flips = seen.deficit[seen.flipped]
     return Certificate(
         rows=len(seen.flipped),
@@ -152,7 +153,7 @@ def certify(seen: Replay, eps: float) -> Certificate:
 
 
 def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
-    """What the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
+    """Return what the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
     if sampling.greedy:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = Distribution.of([sampling] * len(logits), logits.device).logprobs(logits)
@@ -162,7 +163,7 @@ def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tens
 
 
 def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Fill every row with its prompt; their lengths `[B]`, and the logits `[B, V]` after each."""
+    """Fill every row with its prompt; return their lengths `[B]`, and the logits `[B, V]` after each."""
     assert len(prompts) == runner.max_batch
     logits = []
     for row, prompt in enumerate(prompts):
@@ -172,7 +173,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
 
 
 def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: int) -> Iterator[Tensor]:
-    """The logits `[B, V]` after each token of `text [B, n]` behind the prompts, by forwards of `width` tokens."""
+    """Yield the logits `[B, V]` after each token of `text [B, n]` behind the prompts, `width` tokens at once."""
     runner.cache.rollback(lengths)
     longest = int(lengths.max())
     for start in range(0, text.shape[1], width):

@@ -1,4 +1,4 @@
-"""Multiplications that a language model completes: the problems of a seed, their prompts, and the number it answers."""
+"""Multiplications that a language model completes: problems by seed, their prompts, and whether an answer is right."""
 
 import random
 import re
@@ -6,7 +6,7 @@ import re
 from models.checkpoints.tokenizer import Tokenizer
 
 NUMBERS = range(1, 100)
-# Solved in front of every problem, and never problems themselves.
+# Solved in front of every problem, and never problems.
 SHOTS = ((7, 8), (23, 4), (16, 31))
 # New tokens, of tokenizers with one for each digit: a blank, the four of 9801, and the line's end.
 LONGEST_ANSWER = 8
@@ -16,8 +16,8 @@ Problem = tuple[int, int]
 
 
 def problems(seed: int, n: int) -> list[Problem]:
-    """`n` pairs of numbers from 1 to 99, each as likely as any other; none comes twice before all have come. Fewer of
-    the same seed are the first of them."""
+    """Return `n` pairs of numbers from 1 to 99, each as likely as any other; none comes twice before all have come.
+    Fewer problems of one seed are the first of more."""
     rng = random.Random(seed)
     every = [(a, b) for a in NUMBERS for b in NUMBERS if (a, b) not in SHOTS]
     drawn: list[Problem] = []
@@ -28,19 +28,19 @@ def problems(seed: int, n: int) -> list[Problem]:
 
 
 def prompt(problem: Problem) -> str:
-    """The shots, a line each, and the problem's own line up to its result."""
+    """Return the solved problems, a line each, and the problem's line up to its result."""
     lines = [f"{a} * {b} = {a * b}" for a, b in SHOTS]
     a, b = problem
     return "\n".join([*lines, f"{a} * {b} ="])
 
 
 def is_right(problem: Problem, answer: str) -> bool:
-    """Whether the first number of the answer's first line is the product."""
+    """Return whether the first number of the answer's first line is the product."""
     a, b = problem
     found = NUMBER.search(answer.partition("\n")[0])
     return found is not None and found[0] == str(a * b)
 
 
 def line_ends(tokenizer: Tokenizer) -> list[int]:
-    """The ids of all tokens that end a line."""
+    """Return the ids of all tokens that end a line."""
     return [index for index in range(len(tokenizer.pieces())) if "\n" in tokenizer.decode([index])]

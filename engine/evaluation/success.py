@@ -5,35 +5,35 @@ from math import comb, sqrt
 from statistics import NormalDist
 from typing import Any
 
-# So many standard deviations of a normal distribution hold 95% of it.
+# 95% of a normal distribution lies within Z standard deviations.
 Z = NormalDist().inv_cdf(0.975)
 SIGNIFICANT = 0.05
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95% score interval of a rate of which `right` of `n >= 1` were seen: the rates r with
+    """Return the 95% score interval of a rate of which `right` of `n >= 1` were seen: the rates r with
     |right / n - r| <= Z sqrt(r (1 - r) / n) (Wilson 1927, "Probable inference", JASA 22, 209-212)."""
     centre, half = right + Z**2 / 2, Z * sqrt(right * (n - right) / n + Z**2 / 4)
     return max(0.0, (centre - half) / (n + Z**2)), min(1.0, (centre + half) / (n + Z**2))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value of "either way is as often right", by the problems that only one of them solved: each
+    """Return the two-sided exact p-value of "either way is as often right", by problems that only one solved:
     falls to either side with probability 1/2 (McNemar 1947, Psychometrika 12, 153-157; the binomial is exact)."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n)
 
 
 def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float]:
-    """The 95% interval of the second rate less the first, of `n >= 1` problems: Wald's, with one problem more in each
-    of the two cells (Bonett and Price 2012, J. Educational and Behavioral Statistics 37, 479-488)."""
+    """Return the 95% interval of the second rate less the first, of `n >= 1` problems: Wald's, with one problem more in
+    each of the two cells (Bonett and Price 2012, J. Educational and Behavioral Statistics 37, 479-488)."""
     first, second = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
     half = Z * sqrt((first + second - (second - first) ** 2) / (n + 2))
     return max(-1.0, second - first - half), min(1.0, second - first + half)
 
 
 def compared(plain: Sequence[bool], speculative: Sequence[bool]) -> dict[str, Any]:
-    """Of the same problems, right or not in plain decoding and in speculation: each rate, and their difference."""
+    """Compare which problems plain decoding and speculation got right: each rate, and their difference."""
     n, pairs, found = len(plain), [*zip(plain, speculative, strict=True)], dict[str, Any]()
     for way, right in (("plain", sum(plain)), ("speculative", sum(speculative))):
         found |= {way: {"right": right, "success": right / n, "interval": wilson(right, n)}}

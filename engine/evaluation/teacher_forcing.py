@@ -1,4 +1,4 @@
-"""Acceptance on a given text: whatever is accepted, every round goes on from the text's own tokens."""
+"""Teacher forcing: acceptance on a given text, whose tokens every round goes on from, whatever is accepted."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter, Shown
+from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.modes import resolve_mode
 from engine.requests import check_prompt
 from engine.round import Round
@@ -24,23 +24,21 @@ def forced_acceptance(
     sampling: SamplingParams | None = None,
     verification: str = "auto",
 ) -> list[Counts]:
-    """How many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
+    """Count how many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
 
-    A model that is left to itself loops sooner or later, and a loop is easy to draft; a book does not. Row b
-    begins with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` are run in place
-    of what the round emitted. One prompt for each of the runner's rows, and continuations of the same length.
-
-    Returns: what each row's rounds drafted, verified and accepted.
-    Errors: ConfigError for another number of prompts, or continuations that are not one length, or too short.
+    A model that is left to itself loops sooner or later, and a loop is easy to draft; a book does not. Row b begins
+    with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of what the
+    round emitted. Returns what each row's rounds drafted, verified and accepted. Errors: ConfigError unless there is a
+    prompt and a continuation per row, and continuations have one length of gamma + 2 or more.
     """
-    gamma, n_rows = drafter.gamma, runner.max_batch
+    gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, isinstance(drafter, HostDrafter)
     n_token = min(map(len, continuations), default=0)
     shape = len(prompts), len(continuations), max(map(len, continuations), default=0)
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
-        what = "teacher forcing takes a prompt and a continuation for each row"
+        what = "teacher forcing takes a prompt and a continuation per row"
         seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
-        required = f"{n_rows} of each, continuations of one length, gamma + 2 = {gamma + 2} tokens or more"
-        raise ConfigError(what, "forced_acceptance", seen, required, "give as many of both as rows, or more text")
+        required = f"{n_rows} of each, continuations of one length, {gamma + 2} tokens or more"
+        raise ConfigError(what, "forced_acceptance", seen, required, "give one of each per row, or more text")
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)
@@ -49,9 +47,9 @@ def forced_acceptance(
     for row, prompt in enumerate(prompts):
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
-        drafter.follow([Shown(row, row, prompt, 0)])
-        if drafter.reads_current:
-            drafter.follow([Shown(row, row, [*prompt, continuations[row][0]], len(prompt))])
+        drafter.follow([RowUpdate(row, row, prompt, 0)])
+        if reads_current:
+            drafter.follow([RowUpdate(row, row, [*prompt, continuations[row][0]], len(prompt))])
     batch = Batch(n_rows, Filters.of(params), runner.device)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
@@ -68,11 +66,12 @@ def forced_acceptance(
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
-        n_written = gamma + 1 if drafter.reads_current and drafter.verification_cache is not None else 0
-        ends = [(text, n, n + gamma + 1 + drafter.reads_current) for text, n in known]
-        shown = [Shown(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
-        for part in (drafter,) if drafter.reads_current else drafter.parts or (drafter,):
-            if part.verification_cache is None or part.reads_current:
-                part.follow(shown)
+        # Written-through drafters have the block's entries already.
+        n_written = gamma + 1 if getattr(drafter, "is_written_through", False) and reads_current else 0
+        ends = [(text, n, n + gamma + 1 + reads_current) for text, n in known]
+        updates = [RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
+        for part in (drafter,) if reads_current else getattr(drafter, "parts", (drafter,)):
+            if reads_current or not getattr(part, "is_written_through", False):
+                part.follow(updates)
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts

@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 16
 
 
 class AllReduce:
-    """By NCCL or gloo, whichever the group has; without a group one rank holds the model, and nothing is summed."""
+    """Sums by NCCL or gloo, whichever the group has; without a group it sums nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -51,11 +51,11 @@ class SymmetricAllReduce(AllReduce):
 
 
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
-    """Symmetric memory for GPUs of one machine if it gives right sums on all of them, else the process group."""
-    wanted = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
-    if group is None or device.type != "cuda" or not wanted:
+    """Choose symmetric memory for GPUs of one machine if it gives right sums on all of them, else the group."""
+    is_allowed = os.environ.get("ENABLE_INTRA_NODE_COMM", "1") != "0"
+    if group is None or device.type != "cuda" or not is_allowed:
         return AllReduce(group)
-    # By torchrun's number of each rank's machine: machines may have different numbers of ranks.
+    # GROUP_RANK is the number of a rank's machine.
     machines: list[str | None] = [None] * group.size()
     dist.all_gather_object(machines, os.environ.get("GROUP_RANK"), group)
     return with_symmetric_memory(group, device) if len(set(machines)) == 1 else AllReduce(group)
@@ -64,7 +64,7 @@ def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> 
 def with_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, ops: Any = None, memory: Any = None
 ) -> AllReduce:
-    """Symmetric memory if it can be had and sums right at both sizes, on all ranks of `group`. They agree after every
+    """Return symmetric memory if it works and sums right at both sizes, on all ranks of `group`. They agree after every
     step, so that none waits in a step that another could not take."""
     reduce: list[SymmetricAllReduce] = []
 
@@ -81,10 +81,10 @@ def with_symmetric_memory(
 
     def sums_right(n_bytes: int) -> bool:
         # Whole numbers that differ by rank and place, small enough for the sum to be exact.
-        own = (torch.arange(n_bytes // 4, device=device) % 1000 + group.rank()).float()
-        expected = own.clone()
+        values = (torch.arange(n_bytes // 4, device=device) % 1000 + group.rank()).float()
+        expected = values.clone()
         dist.all_reduce(expected, group=group)
-        return torch.equal(reduce[0](own), expected)
+        return torch.equal(reduce[0](values), expected)
 
     steps = (allocate, join, lambda: sums_right(ONE_SHOT_BYTES), lambda: sums_right(2 * ONE_SHOT_BYTES))
     return reduce[0] if all(_agreed(step, group, device) for step in steps) else AllReduce(group)

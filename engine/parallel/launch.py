@@ -1,4 +1,4 @@
-"""Running a script's `main` so that every way to fail ends in one clear message and a non-zero exit code.
+"""Runs a script's `main` so that every failure ends in one clear message and a non-zero exit code.
 
 Under torchrun several processes run it. Whichever fails tells torchrun, which ends the others; those that
 merely lose a peer wait for that, so that the rank that failed is the one that is named.
@@ -21,9 +21,9 @@ from common.exit import readers_may_leave, tell
 from common.process import is_leader, own_rank
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
-# torchrun looks at its processes ten times a second: in this time it ends whoever only waits to be ended.
+# torchrun looks at its processes ten times a second: in this time it ends ranks that wait for their end.
 LINGER_SECONDS = 10
-# What gloo and NCCL say of a peer; any other error of theirs is this rank's own, and keeps its traceback.
+# Errors of gloo and NCCL about a peer; any other error of theirs is this rank's, and keeps its traceback.
 LOST_RANK = re.compile(
     "connection (closed by peer|reset by peer|refused)|broken pipe|socket timeout|timed out|remote process exited"
     "|communicator was aborted",
@@ -63,7 +63,7 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
 
 
 def _tell_user_error(error: UserError, message: str) -> None:
-    """Say it once: ranks that find the same leave it to the leader, or else to the first of them."""
+    """Print an error once: ranks that find the same leave it to the leader, or else to the first of them."""
     if not is_leader():
         time.sleep(LINGER_SECONDS)  # for the leader to find it, too, and torchrun to end this rank
     if _on_store(lambda store: store.add(f"{_TOLD}/{message}", 1) == 1, True):
@@ -74,7 +74,7 @@ def _tell_user_error(error: UserError, message: str) -> None:
 
 
 def _report_lost_rank(error: Exception) -> None:
-    """Say what was lost unless another rank has told why, and leave torchrun the time to name a rank that died."""
+    """Print what was lost unless another rank has said why, and leave torchrun the time to name a rank that died."""
     hangs = "timed out" in str(error).lower()
     if not _on_store(lambda store: store.check([_TOLD]), False):
         how = f"did not answer in time ({flag('rank_timeout')})" if hangs else "died"
@@ -92,7 +92,7 @@ def _report_lost_rank(error: Exception) -> None:
 
 
 def _on_store(do: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
-    """What `do` returns of the store that ranks share; `otherwise` where there is none, or none any more."""
+    """Return `do` of the store that ranks share; `otherwise` where there is none, or none any more."""
     try:
         return do(dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError):

@@ -1,7 +1,7 @@
 """The processes that torchrun started: who leads, what the leader decides, and who holds which model.
 
-Rank 0 decides and every other rank is told: tokens, counts and prompts are broadcast, never computed twice. Where
-prompts are divided over replicas, each replica has ranks of its own, of which the first is its rank 0.
+Rank 0 decides, and tokens, counts and prompts are broadcast, never computed twice. Where prompts are divided over
+replicas, the first rank of each replica is its rank 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, or of one replica. Alone, which is the default, every call returns what it was given.
+    """The processes of a run, or of one replica; by default one process, where every call returns its argument.
 
-    device: where tensors that are exchanged live. check: compare a digest over ranks each round. first: the leader's
-    number among all processes. group: of several. timeout: of its collectives.
+    device: of exchanged tensors. check: compare a digest over ranks each round. first: the leader's number among all
+    processes. group, timeout: of collectives, where there are several ranks.
     """
 
     rank: int = LEADER
@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == LEADER
 
     def decided(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:
-        """What `decide()` returns on the leader, an int64 tensor of `shape`; nobody else calls it."""
+        """Return `decide()` of the leader, an int64 tensor of `shape`; only the leader calls it."""
         if self.size == 1:
             return decide()
         tensor = decide().contiguous() if self.leads else torch.empty(shape, dtype=torch.int64, device=self.device)
@@ -54,7 +54,7 @@ class Ranks:
         return tensor
 
     def shared(self, make: Callable[[], Value]) -> Value:
-        """What `make()` returns on the leader, a picklable object; nobody else calls it."""
+        """Return `make()` of the leader, a picklable object; only the leader calls it."""
         if self.size == 1:
             return make()
         box = [make() if self.leads else None]
@@ -62,7 +62,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def gathered(self, value: Value) -> list[Value]:
-        """Every rank's picklable `value`, in rank order, on every rank."""
+        """Return every rank's picklable `value`, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Value | None] = [None] * self.size
@@ -86,16 +86,16 @@ class Ranks:
             raise RankError("ranks disagree", what(), f"digest {seen}", "the same on all ranks", fix)
 
     def replica(self, n_replicas: int) -> Ranks:
-        """Those of this process's replica, where each of so many has consecutive ones. Every rank has to call this."""
+        """Return the ranks of this process's replica; each has consecutive ranks. Every rank has to call this."""
         if n_replicas == 1:
             return self
         size = self.size // n_replicas
-        own = replace(self, rank=self.rank % size, size=size, first=self.rank // size * size, group=None)
-        return replace(own, group=own.new_group(range(size)))
+        alone = replace(self, rank=self.rank % size, size=size, first=self.rank // size * size, group=None)
+        return replace(alone, group=alone.new_group(range(size)))
 
     def new_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of some of these ranks, and the same of every replica, None of one rank alone or of others. Every
-        process has to call this, in the same order."""
+        """Form a group of some ranks of each replica; None for a single rank. Every process has to call this, in the
+        same order."""
         if len(members) == 1:
             return None
         if self.group is not None and len(members) == self.size:
@@ -110,8 +110,8 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks that hold one model between them, in the order of their shards; an `Exchange`. A model need not be held
-    by the leader: its logits go there all the same."""
+    """The ranks that hold one model between them, in the order of their shards; an `Exchange`. Logits go to the leader,
+    even if it holds no part of the model."""
 
     ranks: tuple[int, ...]
     own_rank: int
@@ -120,7 +120,7 @@ class ModelRanks:
 
     @property
     def holds(self) -> bool:
-        """Whether this process has a part of the model."""
+        """True if this process has a part of the model."""
         return self.own_rank in self.ranks
 
     @property
@@ -131,7 +131,7 @@ class ModelRanks:
         if self.gather_group is None:
             return x
         members = sorted({LEADER, *self.ranks})
-        # Collectives want equal shapes: the narrower parts are padded, and cut again.
+        # Collectives need equal shapes: narrower parts are padded, and cut again.
         padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in members] if self.own_rank == LEADER else None
         dist.gather(padded, parts, group=self.gather_group, group_dst=LEADER)
@@ -174,39 +174,32 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
 
 
 def check_replicas(n_replicas: int, n_ranks: int) -> int:
-    """How many ranks each replica has. Errors: ConfigError unless all have as many."""
+    """Return the number of ranks of each replica. Errors: ConfigError unless all have as many."""
     require_at_least("data_parallel", n_replicas, 1)
     if n_ranks % n_replicas:
-        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} rank{'s' if n_ranks > 1 else ''}"
+        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} ranks"
         fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {where}"
         raise ConfigError("the ranks cannot be divided evenly", where, seen, f"a multiple of {n_replicas} ranks", fix)
     return n_ranks // n_replicas
 
 
-def check_rank_group(group: Sequence[int] | None, size: int, n_replicas: int = 1) -> tuple[int, ...]:
-    """The ranks of a replica that hold the target, in shard order. Errors: ConfigError unless they are all of them."""
+def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """Return the ranks of a replica that hold the target, in shard order. Errors: ConfigError unless all do."""
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        what, where = "the rank group is not the ranks that run", flag("rank_group")
-        ranks = "ranks that torchrun started" if n_replicas == 1 else f"ranks of each of {n_replicas} replicas"
-        required = f"each of the {size} {ranks}, once: {_listed(range(size))}"
-        more = f"start it with torchrun --nproc_per_node={n_replicas * len(group)}, or "
-        fix = f"{more if group and sorted(group) == list(range(len(group))) else ''}leave out {where}"
-        raise ConfigError(what, where, _listed(group), required, fix)
+        what, where, required = "the rank group is not the ranks that run", flag("rank_group"), [*range(size)]
+        fix = f"leave out {where}, or start other ranks with torchrun --nproc_per_node"
+        raise ConfigError(what, where, [*group], f"each rank of a replica once: {required}", fix)
     return tuple(group)
 
 
 def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold the draft, in shard order. Errors: ConfigError unless they are some of the group."""
+    """Return the ranks that hold the draft, in shard order. Errors: ConfigError unless they are in the group."""
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
         what, where = "the draft's ranks are not ranks of the target, each named once", flag("draft_ranks")
-        required, fix = f"some of {_listed(group)}, each once", f"name ranks of {flag('rank_group')}, none twice"
-        raise ConfigError(what, where, _listed(draft_ranks), required, fix)
+        required, fix = f"some of {[*group]}, each once", f"name ranks of {flag('rank_group')}, none twice"
+        raise ConfigError(what, where, [*draft_ranks], required, fix)
     return tuple(draft_ranks)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return " ".join(map(str, ranks))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from kv_cache.over import Slots
+from kv_cache.views import Slots
 
 # The most tokens per row of a block that is decoded, drafted or verified; longer blocks are chunks of a prefill.
 MAX_BLOCK = 16

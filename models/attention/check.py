@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from common.say import dtype_name
-from kv_cache import KV, FullKVCache, KVCache, QuantizedKVCache
-from kv_cache.entries import NOTED
+from kv_cache import FullKVCache, KVCache
+from kv_cache.entries import KV, SCORE_CHUNK
+from kv_cache.quantized import QuantizedKVCache
 from models.attention.base import MAX_BLOCK, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 from models.attention.torch_backend import TorchAttention
@@ -70,8 +71,8 @@ def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, devic
     def compute(backend: Any, spec: AttentionSpec = spec, q: Tensor = q, kv: KV = kv) -> Results:
         if in_4_bits or n_token > MAX_BLOCK:
             return (attend(backend, spec, q, kv),)
-        noted = torch.full((4, n_token, 2, capacity // NOTED), -1.0, device=device)
-        return attend(backend, spec, q, kv._replace(noted=noted)), noted
+        noted = torch.full((4, n_token, 2, capacity // SCORE_CHUNK), -1.0, device=device)
+        return attend(backend, spec, q, kv._replace(chunk_scores=noted)), noted
 
     def differs(backend: Any) -> Results:
         alone = [attend(backend, spec, q, kv, slice(token, token + 1)) for token in range(n_token)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.verify_topk import Choosing, VerifyTopKCache
+from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     slots: Tensor  # positions of the slots `[B, C]`
 
 
-class CppAttention(Choosing):
+class CppAttention(SelectionOps):
     """Attention of blocks of any length over entries in ENTRIES and in 4 bits.
 
     The bits of a token's result do not depend on other rows, other tokens of the block, or the capacity. Raises
@@ -72,7 +72,7 @@ class CppAttention(Choosing):
         sizes = [batch, n_kv_head, n_slot, n_token, n_head // n_kv_head, *q.stride()[:3], q.dtype == torch.bfloat16]
         scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
         sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
-        sizes += [PART, prepared.window, *((0, 0, 0) if kv.noted is None else kv.noted.stride()[:3])]
+        sizes += [PART, prepared.window, *((0, 0, 0) if kv.chunk_scores is None else kv.chunk_scores.stride()[:3])]
         packed: tuple[Tensor | None, ...] = (None,) * 5
         if kv.packed is None:
             sizes += [0] * 14
@@ -89,7 +89,7 @@ class CppAttention(Choosing):
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
         kinds = head_dim, ENTRIES.index(kv.keys.dtype)
-        failed = self._run("attend", sizes, (*read, *packed, partials, out, kv.noted), kinds)
+        failed = self._run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores), kinds)
         assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
         return out
 
@@ -101,9 +101,9 @@ class CppAttention(Choosing):
         return chosen
 
     def copy_chosen(
-        self, to: VerifyTopKCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """Copy chosen entries like `Choosing`; only those that `to` lacks, unless they have to be quantised."""
+        """Copy chosen entries like `SelectionOps`; only those that `to` lacks, unless they have to be quantised."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)

@@ -132,7 +132,7 @@ class FlashAttention:
     def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
         if prepared.options is None or kv.packed is not None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
-        if kv.noted is not None:  # by a product of its own, so that the output's bits stay what they are
+        if kv.chunk_scores is not None:  # by a product of its own, so that the output's bits stay what they are
             keys = kv.keys if kv.rows is None else kv.keys[kv.rows]
             note(q, keys.transpose(1, 2), prepared.bias(), kv)
         return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from kv_cache.entries import KV, NOTED
+from kv_cache.entries import KV, SCORE_CHUNK
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 
 
@@ -46,7 +46,7 @@ class TorchAttention:
 
     def attend(self, q: Tensor, kv: KV, prepared: Tensor | CausalBias) -> Tensor:
         k, v = (x.transpose(1, 2) for x in kv.dequantized(q.dtype))
-        if kv.noted is not None:
+        if kv.chunk_scores is not None:
             note(q, k, prepared, kv)
         if q.shape[1] > MAX_BLOCK:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=prepared, enable_gqa=True)
@@ -61,14 +61,15 @@ class TorchAttention:
 
 
 def note(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
-    """Fill `kv.noted` by a product of its own: of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`, masked by what
+    """Fill `kv.chunk_scores` by a separate product of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`, masked by what
     TorchAttention prepares."""
-    assert isinstance(bias, Tensor) and kv.noted is not None, "chunks are not noted"
+    assert isinstance(bias, Tensor) and kv.chunk_scores is not None, "chunks are not noted"
     (batch, n_token, _, head_dim), (n_kv_head, n_slot) = q.shape, keys.shape[1:3]
     grouped = q.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (grouped @ keys.mT).float() * head_dim**-0.5
     scores = scores.view(batch, n_kv_head, -1, n_token, n_slot) + bias[:, :, None, -n_token:].float()
-    best = F.max_pool1d(scores.softmax(dim=-1).flatten(1, 3), NOTED, ceil_mode=True)
+    best = F.max_pool1d(scores.softmax(dim=-1).flatten(1, 3), SCORE_CHUNK, ceil_mode=True)
     shares = best.view(*scores.shape[:-1], -1)
     rows = torch.arange(batch, device=q.device) if kv.rows is None else kv.rows
-    kv.noted[rows, :n_token, :, : shares.shape[-1]] = shares.mean(dim=2).transpose(1, 2).to(kv.noted.dtype)
+    of_chunks = shares.mean(dim=2).transpose(1, 2).to(kv.chunk_scores.dtype)
+    kv.chunk_scores[rows, :n_token, :, : shares.shape[-1]] = of_chunks

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of
-from kv_cache.entries import KV, NOTED, Packed
+from kv_cache.entries import KV, SCORE_CHUNK, Packed
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
 from models.attention.triton_kernels import combine, note, split_kv
@@ -137,7 +137,7 @@ def plan(
         chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, shortest))
         counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
     n_chunk = sum(counts)
-    is_split, is_noted = n_chunk > 1, kv.noted is not None
+    is_split, is_noted = n_chunk > 1, kv.chunk_scores is not None
     out = partial = log_sums = kept = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
         partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
@@ -145,7 +145,7 @@ def plan(
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
     if is_noted:
         assert block.slots.in_order and kv.packed is None, "noted by position"
-        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, NOTED), dtype=torch.float32)
+        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, SCORE_CHUNK), dtype=torch.float32)
     window = block.spec.sliding_window
     others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
@@ -153,7 +153,7 @@ def plan(
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
     variant = {
         "MAPPED": kv.rows is not None,
-        "NOTED": NOTED * is_noted,
+        "NOTED": SCORE_CHUNK * is_noted,
         "WINDOWED": window is not None,
         "SPLIT": is_split,
     }
@@ -172,13 +172,13 @@ def plan(
         arguments = {"partial": partial, "log_sums": log_sums, "out": out, "n_chunk": n_chunk}
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
-    if kv.noted is not None:
+    if kv.chunk_scores is not None:
         names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "NOTED", "MAPPED", "WINDOWED", "n_slot", *numbers
         arguments = {name: launches[0].arguments[name] for name in names}
-        row, token, head, _ = kv.noted.stride()
-        arguments |= {"noted": kv.noted, "noted_row": row, "noted_token": token, "noted_head": head}
+        row, token, head, _ = kv.chunk_scores.stride()
+        arguments |= {"noted": kv.chunk_scores, "noted_row": row, "noted_token": token, "noted_head": head}
         arguments |= {"SCORES": NOTE_SCORES, "CHUNKS": NOTE_CHUNKS}
-        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * NOTED)
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * SCORE_CHUNK)
         launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
     return launches, out
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kv_cache.over import Slots
+from kv_cache.views import Slots
 from models.config import ModelConfig
 from models.llama import Block, Head, Linear, Step, Transformer
 

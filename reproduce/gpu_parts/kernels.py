@@ -18,11 +18,13 @@ from triton.runtime.jit import create_function_from_signature
 from common.launch import Launch
 from common.say import dtype_name
 from engine import triton_draws
-from kv_cache import Full, QuantizedKVCache, VerifyTopK
 from kv_cache.choosing import plan_choice
-from kv_cache.entries import KV, NOTED, Packed, largest
+from kv_cache.entries import KV, SCORE_CHUNK, Packed, largest
+from kv_cache.full import Full
 from kv_cache.packing import plan_packing
-from kv_cache.verify_topk import Choice
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import Choice
+from kv_cache.verify_topk import VerifyTopK
 from models import triton_quantize
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
@@ -69,8 +71,8 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
     if cache == NOTING:
-        noted = empty(BATCH, n_token, N_KV_HEAD, n_slot // NOTED)
-        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), noted=noted)
+        noted = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
+        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=noted)
     if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
@@ -120,7 +122,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
         cache, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
         choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
-        shares = empty(BATCH, 4, N_KV_HEAD, n_slot // NOTED)
+        shares = empty(BATCH, 4, N_KV_HEAD, n_slot // SCORE_CHUNK)
         launch = plan_choice(cache, 0, full, 0, shares, choice)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):

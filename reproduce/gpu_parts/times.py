@@ -13,7 +13,7 @@ from bench.dummy_prefill import randomise
 from bench.resolved import KV_DTYPES
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache
-from kv_cache.entries import NOTED
+from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
 from models.names import SCHEMES
@@ -44,7 +44,12 @@ def copy_rate(device: str) -> float:
 
 @torch.inference_mode()
 def attention(
-    device: str, backend: str, shapes: Sequence, tokens: Sequence[int], kv: Sequence[str] = ("same",), noted=False
+    device: str,
+    backend: str,
+    shapes: Sequence,
+    tokens: Sequence[int],
+    kv: Sequence[str] = ("same",),
+    noted=False,
 ) -> Record:
     """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
     head_dim, rows, entries a row. kv: how these are stored. noted: the scores of chunks are noted, too."""
@@ -59,8 +64,8 @@ def attention(
         randomise(cache)
         q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)
         prepared = kernel.prepare(spec, cache.positions[:, -n_token:].clone(), cache)
-        to = torch.empty(batch, n_token, heads[1], -(-n_slot // NOTED), device=device) if noted else None
-        ms = milliseconds(device, partial(kernel.attend, q, cache.read(0)._replace(noted=to), prepared))
+        to = torch.empty(batch, n_token, heads[1], -(-n_slot // SCORE_CHUNK), device=device) if noted else None
+        ms = milliseconds(device, partial(kernel.attend, q, cache.read(0)._replace(chunk_scores=to), prepared))
         name = "{}/{} heads of {}, B {}, S {}, T {}, {} KV".format(*heads, batch, n_slot, n_token, storage)
         times[name] = ms * rate / cache.n_bytes
     worst = max(times, key=times.__getitem__)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from common.jsonl import append_record, read_lines
 from common.say import say
 from kv_cache.entries import KV, Store, store
-from kv_cache.over import BlockAlone, Slots
+from kv_cache.views import NoCache, Slots
 from models import Transformer
 from models.attention import AttentionSpec, TorchAttention
 from models.checkpoints.manifest import CONFIG, atomic_path, write_text
@@ -86,7 +86,7 @@ def output_rows(target: Transformer, ids: Tensor) -> Tensor:
     return plain(target.tok_embeddings if tied else target.output)[ids].float()
 
 
-class Unrolled(BlockAlone, TorchAttention):
+class Unrolled(NoCache, TorchAttention):
     """Cache and attention of a one-layer head that goes on from its own states, step by step: row i of the first step
     sees the first i rows and itself, and in later steps also its entries of the steps before, as when drafting
     (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""

@@ -1,0 +1,69 @@
+"""Drafters without a model: they guess from text, on the device or on the host, and have no cache to roll back."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import require_at_least
+from engine.batch import Batch
+from engine.drafters.base import Drafter, RowUpdate, require_same_cache
+from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner
+
+
+class TextDrafter(Drafter):
+    """Guesses on the device, in `guess`. State behind a row's length is overwritten before it is read."""
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        require_at_least("gamma", gamma, 0)
+        self.gamma, self._target_cache, self._ranks = gamma, runner.cache, runner.ranks
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        require_same_cache(self, self._target_cache, target)
+
+    @abstractmethod
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        """Return tokens `[B, gamma]` and how many of each row's count `[B]`, both int64. Runs on the leader only."""
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        def decide() -> Tensor:
+            tokens, n_tokens = self.guess(batch, gamma)
+            return torch.cat([torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))[:, None], tokens], dim=1)
+
+        decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
+        return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
+
+
+class Guess(NamedTuple):
+    """Tokens that may follow a text, and how many of its last tokens matched where they were found."""
+
+    tokens: Sequence[int] = ()
+    n_matched: int = 0
+
+
+class HostDrafter(TextDrafter):
+    """Looks tokens up on the leader's host. `follow` gets all rows every round, and `tokens` ends with the current
+    token; it looks up there, since a captured `propose` may not read the host."""
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        super().__init__(runner, gamma)
+        self._guesses = torch.zeros(runner.max_batch, 1 + gamma, dtype=torch.int64, device=runner.device)
+
+    @abstractmethod
+    def continued(self, update: RowUpdate) -> Guess:
+        """Learn a row's new tokens, and guess at most gamma tokens behind them."""
+
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        if rows and self._ranks.leads:
+            found = [self.continued(update).tokens for update in rows]
+            packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens in found]
+            self._guesses[[update.row for update in rows]] = torch.tensor(packed, device=self._guesses.device)
+
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        guesses = self._guesses[batch.rows]
+        return guesses[:, 1 : 1 + gamma], guesses[:, 0].clamp(max=gamma)

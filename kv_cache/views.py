@@ -1,0 +1,97 @@
+"""Views that a forward takes in place of a cache: read-only, writing to two caches, or no cache at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from kv_cache.base import KVCache
+from kv_cache.entries import KV, Store, store
+
+
+class ReadOnlyKVCache:
+    """A cache that already holds the forward's tokens: they run again, and entries keep their bits. `queries`: those of
+    each layer in order, `[B, T, n_head, head_dim]`."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.in_order, self.block_ends_view, self.rows = cache.in_order, cache.block_ends_view, cache.rows
+        self.positions, self.rotary_positions, self._read = cache.positions, cache.rotary_positions, cache.read
+        self.queries: list[torch.Tensor] = []
+
+    def begin(self, positions: torch.Tensor) -> None:
+        return None
+
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store = store) -> None:
+        return None
+
+    def read(self, layer: int, queries: torch.Tensor) -> KV:
+        self.queries.append(queries)
+        return self._read(layer)
+
+
+class NoCache:
+    """Lets a forward see its own tokens only; gradients flow through them."""
+
+    in_order, block_ends_view, rows = True, True, None
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+
+    def begin(self, positions: torch.Tensor) -> None:
+        return None
+
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return positions, None
+
+    def write(self, layer: int, slots: None, new: torch.Tensor, store: Store = store) -> None:
+        self._new = new
+
+    def read(self, layer: int, queries: torch.Tensor) -> KV:
+        keys, values = self._new.unbind(2)
+        return KV(keys, values)
+
+
+class WriteThroughKVCache:
+    """Reads from `target`, a cache or another of these; writes to it and, of the `layers` that it has (None: all), to
+    `draft`.
+
+    Verifying through it replaces the approximate entries that a self-drafting model left by those that the target has
+    just computed for the same tokens, for one small extra write per layer.
+    """
+
+    def __init__(
+        self, target: KVCache | WriteThroughKVCache, draft: KVCache, layers: Sequence[int] | None = None
+    ) -> None:
+        self.target, self.draft, self.layers = target, draft, layers
+        self.in_order: bool = target.in_order
+        self.block_ends_view: bool = target.block_ends_view
+        self.rows: torch.Tensor | None = target.rows
+        stored = range(len(draft.entries))
+        self._draft_layer = dict(zip(layers or stored, stored, strict=True))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.target.positions
+
+    def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.target.rotary_positions(positions)
+
+    def begin(self, positions: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return self.target.begin(positions), self.draft.begin(positions)
+
+    def write(self, layer: int, slots: tuple[Any, torch.Tensor], new: torch.Tensor, store: Store = store) -> None:
+        self.target.write(layer, slots[0], new, store)
+        if layer in self._draft_layer:
+            self.draft.write(self._draft_layer[layer], slots[1], new, store)
+
+    def read(self, layer: int, queries: torch.Tensor | None = None) -> KV:
+        return self.target.read(layer, queries)
+
+    def view(self, rows: slice | torch.Tensor = slice(None), extent: int | None = None) -> WriteThroughKVCache:
+        return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)
+
+
+# What a forward claims slots in once, then writes and reads in every layer.
+Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache | NoCache
