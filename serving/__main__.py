@@ -1,4 +1,4 @@
-"""Serve a model over HTTP. Under torchrun, rank 0 listens."""
+"""Serve a model over HTTP. Under torchrun, the first rank listens."""
 
 from operator import methodcaller
 

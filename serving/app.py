@@ -1,81 +1,289 @@
-"""The application: routes, what they refuse as JSON of their family, health, metrics, and the page."""
+"""The HTTP application: both families of routes, health, metrics and the page, and errors as JSON of the family."""
 
-from collections.abc import Collection
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving import openai_routes, tgi
-from serving.answers import TOO_LONG, Failure
-from serving.gate import Gate
-from serving.service import Service
+from bench.record import rounded
+from serving.answers import LENGTH, TOO_LONG, Answer, Failure, Token, internal, invalid
+from serving.schemas import ChatCompletion, Completion, Generate
+from serving.service import Prompt, Service
 
-# A step takes a chunk of a prompt, and a round.
-HUNG_SECONDS = 120.0
 PAGE = Path(__file__).with_name("page.html")
+KINDS = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+Events = AsyncIterator[list[dict[str, Any]]]
 
 
-def _told(error: dict[str, Any]) -> tuple[list[str], str, str]:
-    """Return the path of an error, its message, and pydantic's type. For broken JSON `loc` is a character's number; for
-    a union it contains the names of the union's members."""
-    if error["type"] == "json_invalid":
-        return [], f"is no JSON: {error['ctx']['error']} at character {error['loc'][1]}", error["type"]
-    names = [name for name in map(str, error["loc"][1:]) if not name.startswith(("function-", "constrained-", "list["))]
-    return names, error["msg"].removeprefix("Value error, "), error["type"]
+def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI:
+    """Make the application. key: what requests have to bring, except for /health and the page. hosts: names that
+    requests may call this machine, among them "*" for any; a page elsewhere may have a name that leads here."""
+    # FastAPI's own documentation pages load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
+    bearer = HTTPBearer(auto_error=False)
 
+    async def require_key(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+        said = given.credentials.strip().encode("latin-1") if given else b""
+        if key is not None and not hmac.compare_digest(said, key.encode()):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY", headers=headers)
 
-def make_app(service: Service, key: str | None, hosts: Collection[str] | None) -> FastAPI:
-    """key, hosts: as of `Gate`."""
-    # Without the pages that load scripts from elsewhere.
-    app = FastAPI(title="Foretoken", docs_url=None, redoc_url=None)
-    app.include_router(tgi.routes(service))
-    app.include_router(openai_routes.routes(service))
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
-        service.require_up()
-        if (seconds := service.scheduler.step_seconds) > HUNG_SECONDS:
-            raise Failure(503, "unavailable", f"the engine has not ended a step for {seconds:.0f} seconds")
+        service.require_health()
         return Response()
 
-    @app.get("/metrics")
+    @app.get("/metrics", dependencies=[Depends(require_key)])
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
-    @app.exception_handler(Failure)
-    async def failed(request: Request, error: Failure) -> Response:
-        return error.response(request)
+    async def on_error(request: Request, error: Exception) -> Response:
+        request.state.failure = failure = _failure_of(error)
+        is_openai = request.url.path.startswith("/v1")
+        status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
+        return JSONResponse(failure.body(is_openai), status, failure.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        if isinstance(error.body, bytes) and error.body:
-            return Failure(415, "validation", "the Content-Type has to be application/json").response(request)
-        errors = [*map(_told, error.errors())]
-        about = errors[0][0]
-        # A field that may be a text or a list has errors for both: the list's are about its items, or its length.
-        same = (one for one in errors if one[0][: len(about)] == about)
-        names, says, type_ = max(same, key=lambda one: (len(one[0]), one[2] == "too_long"))
-        param, kind = ".".join(names), TOO_LONG if (names, type_) == (["prompt"], "too_long") else "validation"
-        return Failure(422, kind, f"{param or 'body'}: {says}", param or None).response(request)
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        kinds = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
-        kind = kinds.get(error.status_code, "validation")
-        # FastAPI does not say why a body cannot be read: no UTF-8, too deep, or numbers too long.
-        text = f"body: {error.__cause__}" if error.__cause__ else str(error.detail)
-        return Failure(error.status_code, kind, text, headers=error.headers).response(request)
-
-    app.add_middleware(Gate, service=service, key=key, hosts=hosts)
+    for kind in (Failure, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
+    for router in (tgi_routes(service), openai_routes(service)):
+        app.include_router(router, dependencies=[Depends(require_key)])
+    app.add_middleware(Accounting, service=service)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     return app
+
+
+def _failure_of(error: Exception) -> Failure:
+    """Return the failure for any exception; of several wrong fields, it names the most specific."""
+    if isinstance(error, HTTPException):
+        return Failure(error.status_code, KINDS.get(error.status_code, "validation"), error.detail, None, error.headers)
+    if not isinstance(error, RequestValidationError):
+        return error if isinstance(error, Failure) else internal(error)
+    if isinstance(error.body, bytes):
+        return Failure(422, "validation", "body: send JSON with `Content-Type: application/json`")
+    field, wrong = max(((_field(wrong["loc"]), wrong) for wrong in error.errors()), key=lambda pair: len(pair[0]))
+    if wrong["type"] == "json_invalid":
+        return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
+    says = "is not supported by this server" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+    return invalid(".".join(field), says) if field else Failure(422, "validation", f"body: {says}")
+
+
+def _field(location: Sequence[str | int]) -> list[str]:
+    """Return the path of a wrong field, without the types that pydantic names for a field of several."""
+    return [name for name in map(str, location[1:]) if not name.startswith(("constrained-", "list["))]
+
+
+class Accounting:
+    """Middleware that counts and logs requests for tokens, and frees the row of whatever request is over."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.perf_counter(), 0
+        state = scope["state"] = {**scope.get("state", {}), "answer": None, "failure": None}
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:
+            state["failure"], status = state["failure"] or internal(error), status or 500
+            raise
+        finally:
+            if scope.get("method") == "POST":
+                seconds = time.perf_counter() - started
+                self._service.close(scope["path"], state["answer"], state["failure"], status, seconds)
+
+
+async def stream(events: Events, is_openai: bool) -> Response:
+    """Return server-sent events, written once a step. Raises the failure of a request that has not begun yet."""
+    first: list[dict[str, Any]] = await anext(events, [])
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            yield _lines(first)
+            async for more in events:
+                yield _lines(more)
+        except Failure as failure:
+            yield _lines([failure.body(is_openai)])
+        if is_openai:
+            yield "data: [DONE]\n\n"
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _lines(events: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+
+
+def tgi_routes(service: Service) -> APIRouter:
+    """Return the routes of text-generation-inference."""
+    router = APIRouter(tags=["text-generation-inference"])
+
+    async def respond(http: Request, body: Generate, streams: bool) -> Response | dict[str, Any]:
+        spec, logprobs = body.parameters, streams or body.parameters.details
+        prompt: Prompt = [{"role": "user", "content": body.inputs}] if spec.chat else body.inputs
+        answer = await service.begin(http, spec, prompt, logprobs)
+        prefix = body.inputs if spec.return_full_text else ""
+        if streams:
+            return await stream(_tgi_events(answer, prefix), is_openai=False)
+        await answer.wait()
+        whole: dict[str, Any] = {"generated_text": prefix + answer.text}
+        if spec.details:
+            whole["details"] = _details(answer) | {"prefill": [], "tokens": [*map(_tgi_token, answer.tokens)]}
+        return whole
+
+    @router.post("/generate", response_model=None)
+    async def generate(http: Request, body: Generate) -> Response | dict[str, Any]:
+        return await respond(http, body, body.stream)
+
+    @router.post("/generate_stream", response_model=None)
+    async def generate_stream(http: Request, body: Generate) -> Response | dict[str, Any]:
+        return await respond(http, body, True)
+
+    @router.post("/", response_model=None)
+    async def generate_or_stream(http: Request, body: Generate) -> Response | list[Any]:
+        answer = await respond(http, body, body.stream)
+        return answer if isinstance(answer, Response) else [answer]
+
+    @router.get("/info")
+    async def info() -> dict[str, Any]:
+        plan, limits, runner, draft = service.plan, service.limits, service.session.runner, service.plan.draft
+        return {
+            "model_id": service.session.name,
+            "model_sha": plan.target.manifest_sha256,
+            "model_dtype": str(plan.dtype),
+            "model_device_type": runner.device.type,
+            "max_concurrent_requests": runner.max_batch + limits.max_queue,
+            "max_stop_sequences": limits.max_stop_sequences,
+            "max_input_tokens": service.max_input,
+            "max_total_tokens": service.max_total,
+            "max_new_tokens": limits.max_new_tokens,
+            "max_batch_size": runner.max_batch,
+            "chat": service.template is not None,
+            "verification": service.scheduler.verification,
+            "plain_requests": not limits.no_plain_requests,
+            "speculation": draft and {"draft": draft.config.name, "gamma": draft.gamma, "auto": draft.automatic},
+            "version": "0.1.0",
+        }
+
+    return router
+
+
+async def _tgi_events(answer: Answer, prefix: str) -> Events:
+    async for tokens in answer.batches():
+        events, rate = [], rounded(answer.counts.acceptance_rate)
+        for token in tokens:
+            speculation = {"drafted": token.drafted, "round": token.round, "acceptance_rate": rate}
+            event = {"index": token.index + 1, "token": _tgi_token(token), "top_tokens": [], "speculation": speculation}
+            events.append(event | {"generated_text": None, "details": None})
+        if answer.finish is not None and answer.failure is None and tokens[-1] is answer.tokens[-1]:
+            events[-1] |= {"generated_text": prefix + answer.text, "details": _details(answer)}
+        yield events
+
+
+def _tgi_token(token: Token) -> dict[str, Any]:
+    return {"id": token.id, "text": token.delta, "logprob": token.logprob, "special": token.special}
+
+
+def _details(answer: Answer) -> dict[str, Any]:
+    lengths = {"generated_tokens": len(answer.tokens), "input_length": len(answer.request.prompt)}
+    return {"finish_reason": answer.finish, **lengths, **answer.report()}
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """Return the routes of OpenAI's API that a server of one language model has."""
+    router, name = APIRouter(prefix="/v1", tags=["OpenAI"]), service.session.name
+    card = {"id": name, "object": "model", "created": service.created, "owned_by": "foretoken"}
+
+    async def respond(http: Request, body: Completion | ChatCompletion, prompt: Prompt, logprobs: bool) -> Any:
+        answer, is_chat = await service.begin(http, body, prompt, logprobs), isinstance(body, ChatCompletion)
+        kind, id_ = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
+        head = {"id": f"{id_}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
+        if body.stream:
+            head |= {"object": "chat.completion.chunk"} if is_chat else {}
+            return await stream(_chunks(answer, head, is_chat, body.stream_options.include_usage), is_openai=True)
+        await answer.wait()
+        choice = _choice(answer, answer.tokens, is_chat, _reason(answer))
+        return head | {"choices": [choice], "usage": _usage(answer), **answer.report()}
+
+    @router.post("/completions", response_model=None)
+    async def completions(http: Request, body: Completion) -> Any:
+        return await respond(http, body, body.prompt, body.logprobs is not None)
+
+    @router.post("/chat/completions", response_model=None)
+    async def chat_completions(http: Request, body: ChatCompletion) -> Any:
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        return await respond(http, body, messages, body.logprobs)
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        if model != name:
+            raise Failure(404, "model_not_found", f"there is no model {model[:80]}", "model")
+        return card
+
+    return router
+
+
+async def _chunks(answer: Answer, head: dict[str, Any], is_chat: bool, has_usage: bool) -> Events:
+    head |= {"usage": None} if has_usage else {}
+    choice = partial(_choice, answer, is_chat=is_chat, is_chunk=True)
+    async for tokens in answer.batches():
+        yield [head | {"choices": [choice(tokens)]}]
+    last = [head | {"choices": [choice([], reason=_reason(answer))]} | answer.report()]
+    if has_usage:
+        last.append(head | {"choices": [], "usage": _usage(answer)})
+    yield last
+
+
+def _choice(
+    answer: Answer, tokens: Sequence[Token], is_chat: bool, reason: str | None = None, is_chunk: bool = False
+) -> dict[str, Any]:
+    """Return a choice with these tokens of an answer: all of them, or those of a chunk."""
+    has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
+    if is_chat:
+        fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
+        logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
+        role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
+        content: dict[str, Any] = {"delta" if is_chunk else "message": role | ({"content": text} if tokens else {})}
+    else:
+        logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
+        logprobs |= {"top_logprobs": None, "text_offset": [token.offset for token in tokens]}
+        content = {"text": text}
+    return {"index": 0, **content, "logprobs": logprobs if has_logprobs else None, "finish_reason": reason}
+
+
+def _reason(answer: Answer) -> str:
+    return "length" if answer.finish == LENGTH else "stop"
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    n_prompt, n_new = len(answer.request.prompt), len(answer.tokens)
+    usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    return usage | {"prompt_tokens_details": {"cached_tokens": answer.request.n_reused}}

@@ -1,123 +1,141 @@
-"""The one user of the Decoder: between rounds requests join and leave it, and after each all are told what they got.
+"""The thread that decodes: requests join and leave the batch between rounds, and updates say what they got.
 
-Where ranks share the model the leader decides who joins and leaves, and every rank does the same.
+Where ranks share the model, the leader decides which requests join and leave, and every rank does the same.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
+from tyro.conf import arg
+
+from bench.auto.run_costs import RunCosts, costs_of
+from bench.config import RunConfig, Sizes
+from bench.dummy_prefill import fill_with_noise
+from bench.memory import require_room
+from bench.passes import make_pacing, warm_up
+from bench.plan import Plan, resolve, with_draft
 from bench.session import Session
-from common.errors import UserError
+from common.errors import UserError, require_at_least
+from common.flags import Common
 from engine.decoding import Decoder
-from engine.pacing import Pacing
+from engine.drafters import Drafter
+from engine.drafters.standalone import drop_kept_prompts
+from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
-from serving.flags import Batch
+from engine.sampling import SamplingParams
 
-# While nothing runs, ranks hear of each other so often, in seconds: no collective waits for a request.
+# While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out.
 HEARTBEAT_SECONDS = 1.0
-# The most prompt tokens that run between two rounds.
+# Default of --prefill_tokens.
 CPU_PREFILL, GPU_PREFILL = 256, 2048
+# Costs are measured behind contexts of this many tokens, or of a quarter of a row if that is less, and behind a
+# SHORTER-th of that: what pays depends on the length of a text.
+REPRESENTATIVE_LENGTH, SHORTER = 2048, 16
+# Plain steps of a decode that is long enough for all measuring to pay.
+MANY_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is decoded together."""
+
+    max_batch: Common[int] = 8  # requests that decode at the same time, each in a row of the KV cache
+    max_length: Common[int] = 8192
+    """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
+    prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
+    """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
+    no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text
+    verification: Common[Literal["coupled", "rejection"]] = "coupled"
+    """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
+    sampling, which accepts a little more"""
 
 
 @dataclass(eq=False)
-class Asked(Request):
-    """A request of a client, and what has been told of it; its `index` is its number. started: seconds of
-    `time.perf_counter`, when it has got a row; 0 before."""
+class ServedRequest(Request):
+    """A client's request as the decoder runs it; `index` is its number. started: seconds of `time.perf_counter` when it
+    got a row, 0 before. The rest: how many tokens and drafts updates have reported."""
 
     started: float = 0.0
-    n_told: int = 0
-    told_drafted: int = 0
-    told_accepted: int = 0
+    n_published: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Update(NamedTuple):
-    """What a prefill (round 0 of the request) or a round did: the tokens that it emitted, the first `accepted` of them
-    as drafted. seen: seconds of `time.perf_counter`. finish: as of the request, which may have gone on meanwhile."""
+    """The tokens that a request got from its prefill (round 0) or from a round; the first `accepted` were drafted.
+    time: seconds of `time.perf_counter`. finish: the request's finish reason then."""
 
-    request: Asked
+    request: ServedRequest
     tokens: list[int]
     logprobs: list[float]
     drafted: int
     accepted: int
     round: int
-    seen: float
+    time: float
     finish: FinishReason
 
 
 class Scheduler(Progress):
-    """`submit`, `cancel` and `stop` are for any thread of the leader; `run` is for the thread that opened the session,
-    on every rank. tell: is called on the leader with what each prefill and each round did."""
+    """The only user of a session's `Decoder`. `submit`, `cancel` and `stop` are for any thread of the leader; `run` is
+    for the thread that opened the session, on every rank.
+
+    waiting, running: requests without and with a row. publish: called on the leader with the updates of each prefill
+    and each round. n_rounds, round_seconds: of all rounds so far. between_seconds: spent in neither a round nor a
+    prefill while something decodes. step_began: when the present step did, by `time.perf_counter`; None while idle.
+    """
 
     def __init__(self, session: Session, pacing: Pacing, batch: Batch) -> None:
-        self.tell: Callable[[list[Update]], None] = lambda updates: None
-        self._ranks, self._rows, self._runner = session.ranks, session.runner.max_batch, session.runner
-        chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
-        self._decoder = Decoder(
-            session.runner,
-            pacing,
-            verification=batch.verification,
-            progress=self,
-            prefill_tokens=chunk,
-            reuses="nothing" if batch.no_prefix_reuse else "prefixes",
-        )
-        self._decoder.expect(session.sampling.params)
-        self._inbox: SimpleQueue[Asked | int | None] = SimpleQueue()
-        self._waiting: deque[Asked] = deque()
-        self._running: dict[int, Asked] = {}
-        # Of all rounds so far; between: neither a round nor a prefill, while something decodes.
+        self.publish: Callable[[list[Update]], None] = lambda updates: None
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
-        self._step_began: float | None = None
+        self.verification, self._ranks, self._runner = batch.verification, session.ranks, session.runner
+        chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
+        how: dict[str, Any] = {"verification": batch.verification, "progress": self, "prefill_tokens": chunk}
+        how["reuses"] = "nothing" if batch.no_prefix_reuse else "prefixes"
+        self._decoder = Decoder(session.runner, pacing, **how)
+        self._decoder.expect(session.sampling.params)
+        self._inbox: SimpleQueue[ServedRequest | int | None] = SimpleQueue()
+        self.waiting: deque[ServedRequest] = deque()
+        self.running: dict[int, ServedRequest] = {}
+        self.step_began: float | None = None
 
-    def submit(self, request: Asked) -> None:
+    def submit(self, request: ServedRequest) -> None:
         self._inbox.put(request)
 
-    def cancel(self, number: int) -> None:
-        """Of a request that has ended: does nothing."""
-        self._inbox.put(number)
+    def cancel(self, index: int) -> None:
+        """Free the request's row before the next round. A request that has ended stays as it is."""
+        self._inbox.put(index)
 
     def stop(self) -> None:
         """End `run` before the next step."""
         self._inbox.put(None)
 
-    @property
-    def n_waiting(self) -> int:
-        return len(self._waiting) + self._inbox.qsize()
-
-    @property
-    def n_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def step_seconds(self) -> float:
-        """What the step that runs has taken; 0 while nothing is asked."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
-
     def run(self) -> None:
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
-            began, was_idle, prefilled = time.perf_counter(), not self._running, self._decoder.prefill_seconds
+            began, was_idle, prefilled = time.perf_counter(), not self.running, self._decoder.prefill_seconds
             orders = self._ranks.shared(self._orders)
             if orders is None:
-                self._runner.drop_graphs()  # as when a benchmark ends (see `finish`)
+                self._runner.drop_graphs()  # a communicator waits for graphs that it is part of
                 return
             self._obey(*orders)
-            done = self._decoder.step() if self._running else None
+            done = self._decoder.step() if self.running else None
             self.emitted()
             if done is not None:
                 rest = time.perf_counter() - began - done.seconds - (self._decoder.prefill_seconds - prefilled)
                 self.n_rounds, self.round_seconds = self.n_rounds + 1, self.round_seconds + done.seconds
                 self.between_seconds += 0 if was_idle else rest
 
-    def _orders(self) -> tuple[list[Asked], set[int]] | None:
-        """Whom every rank submits and cancels before a step; None to stop. While nothing decodes, it waits for them."""
-        self._step_began = None
-        cancel, waits = set[int](), not self._running and not self._waiting
+    def _orders(self) -> tuple[list[ServedRequest], list[int]] | None:
+        """Return the requests that every rank submits before a step, and those that it cancels; None to stop. Waits
+        while there is nothing to do."""
+        self.step_began = None
+        cancelled, waits = list[int](), not self.running and not self.waiting
         timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
         with suppress(Empty):
             while True:
@@ -125,38 +143,91 @@ class Scheduler(Progress):
                 waits = False
                 if event is None:
                     return None
-                if isinstance(event, Asked):
-                    self._waiting.append(event)
-                elif event in self._running:
-                    cancel |= {event}
+                if isinstance(event, ServedRequest):
+                    self.waiting.append(event)
+                elif event in self.running and event not in cancelled:
+                    cancelled.append(event)
                 else:
-                    self._waiting = deque(one for one in self._waiting if one.index != event)
-        n_free = self._rows - len(self._running) + len(cancel)
-        self._step_began = time.perf_counter()
-        return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))], cancel
+                    self.waiting = deque(request for request in self.waiting if request.index != event)
+        n_free = self._runner.max_batch - len(self.running) + len(cancelled)
+        self.step_began = time.perf_counter()
+        return [self.waiting.popleft() for _ in range(min(n_free, len(self.waiting)))], cancelled
 
-    def _obey(self, submit: list[Asked], cancel: set[int]) -> None:
-        for number in sorted(cancel):  # on every rank alike
-            self._decoder.cancel(self._running.pop(number))
-        for one in submit:
-            one.started = time.perf_counter()
-            self._running[one.index] = one
+    def _obey(self, submitted: list[ServedRequest], cancelled: list[int]) -> None:
+        for index in cancelled:
+            self._decoder.cancel(self.running.pop(index))
+        for request in submitted:
+            request.started = time.perf_counter()
+            self.running[request.index] = request
             try:
-                self._decoder.submit(one)
+                self._decoder.submit(request)
             except UserError as error:
-                one.finish_reason, one.error = "error", str(error)
+                request.finish_reason, request.error = "error", str(error)
 
     def emitted(self, n_tokens: int = 0) -> None:
-        """Tell what is new: behind a prompt's prefill already, before the round that follows."""
-        new = [one for one in self._running.values() if len(one.tokens) > one.n_told or one.finish_reason]
+        """Publish what is new: the first token of a prompt already before the round that follows."""
+        running = list(self.running.values())
+        new = [request for request in running if len(request.tokens) > request.n_published or request.finish_reason]
         if new:
-            self.tell([self._update(one) for one in new])
+            self.publish([self._update(request) for request in new])
 
-    def _update(self, one: Asked) -> Update:
-        counts = one.counts
-        new = one.tokens[one.n_told :], (one.logprobs or [])[one.n_told :]
-        done = counts.drafted - one.told_drafted, counts.accepted - one.told_accepted, counts.rounds
-        one.n_told, one.told_drafted, one.told_accepted = len(one.tokens), counts.drafted, counts.accepted
-        if one.finish_reason is not None:
-            del self._running[one.index]
-        return Update(one, *new, *done, time.perf_counter(), one.finish_reason)
+    def _update(self, request: ServedRequest) -> Update:
+        counts, n = request.counts, request.n_published
+        tokens, logprobs = request.tokens[n:], (request.logprobs or [])[n:]
+        drafted, accepted = counts.drafted - request.drafted, counts.accepted - request.accepted
+        request.n_published, request.drafted, request.accepted = len(request.tokens), counts.drafted, counts.accepted
+        if request.finish_reason is not None:
+            del self.running[request.index]
+        reason, now = request.finish_reason, time.perf_counter()
+        return Update(request, tokens, logprobs, drafted, accepted, counts.rounds, now, reason)
+
+
+def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
+    """Open a session without prompts, with a row for each request of a batch, and the pacing of its rounds. Costs are
+    measured on random entries. Errors: UserError."""
+    plan = plan_session(config, batch)
+    # Clients may sample, with filters. Rounds are captured for that from the start, and otherwise rehearsed greedily.
+    sampled = replace(plan.sampling, params=SamplingParams(1.0, top_p=0.5))
+    require_room(replace(plan, sampling=sampled))
+    session = Session.of_plan(plan)
+    if session.runner.graphs is not None:
+        session = replace(session, sampling=sampled)
+    if session.draft is None:
+        return session, Fixed(None)
+    drafters, noise = session.drafters(), _with_noise(session, session.prefix_len)
+    if session.plan.chooses or session.config.target.compile or session.runner.graphs is not None:
+        warm_up(noise, drafters)
+    lengths = {max(1, session.prefix_len // SHORTER), session.prefix_len} if session.plan.chooses else set()
+    costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
+    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
+    drop_kept_prompts(drafters)
+    return session, make_pacing(noise, drafters, *costs)
+
+
+def plan_session(config: RunConfig, batch: Batch) -> Plan:
+    """Return the plan of a session without prompts, in whose rows costs are measured behind `prefix_len` tokens.
+    Errors: UserError."""
+    plan = resolve(replace(config, sizes=Sizes(B=batch.max_batch, prefix_len=1, gen_len=2)))
+    room = min(batch.max_length, plan.target.config.max_context)
+    require_at_least("max_length", room, plan.gamma + 4)
+    prefix_len = max(1, min(REPRESENTATIVE_LENGTH, room // 4))
+    sizes = Sizes(B=batch.max_batch, gen_len=room - prefix_len - plan.gamma - 1)
+    plan = replace(plan, config=replace(plan.config, sizes=sizes), prefix_len=prefix_len, capacity=room)
+    return with_draft(replace(plan, dataset=None, own_prompts=[], n_prompts=0), config.draft)
+
+
+def _with_noise(session: Session, length: int) -> Session:
+    """Return the session with random prompts of this length, of which its rows hold random entries."""
+    generator = torch.Generator().manual_seed(0)
+    shape = session.n_rows, length
+    prompts = torch.randint(session.target.config.vocab_size, shape, generator=generator).tolist()
+    fill_with_noise(session.runner, prompts)
+    return replace(session, prompts=prompts, prefix_len=length)
+
+
+def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
+    """Return the costs of rounds behind random entries, without their acceptance, which says nothing of text."""
+    costs = costs_of(_with_noise(session, length), drafters, n_steps=MANY_STEPS)
+    assert costs is not None, "something is to be chosen"
+    by_rows = {n: [replace(cost, acceptance=None) for cost in each] for n, each in costs.by_rows.items()}
+    return replace(costs, by_rows=by_rows)

@@ -1,14 +1,208 @@
-"""foretoken.py serve, and `python -m serving`: the server."""
+"""The command line of the server, and its process: rounds run on the main thread, HTTP on another of the first rank."""
 
-from dataclasses import dataclass
+import asyncio
+import os
+import signal
+import socket
+import threading
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from types import FrameType
+from typing import Annotated, Any, ClassVar, Literal
 
-from serving.flags import ServeFlags
-from serving.server import serve
+import uvicorn
+from tyro.conf import arg
+
+from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
+from bench.named_draft import NamedDraft
+from common.errors import ConfigError, flag, require_at_least
+from common.flags import Common
+from common.process import is_leader, world_size
+from common.say import say
+from serving.app import make_app
+from serving.scheduler import Batch, Scheduler, open_session
+from serving.service import Limits, Service
+
+API_KEY = "FORETOKEN_API_KEY"
+# Seconds that finished answers have to be written.
+FLUSH_SECONDS = 5
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ServeFlags):
+class ServedDraft(NamedDraft):
+    """What drafts, and how."""
+
+    gamma: Common[int | Literal["auto"]] = "auto"
+    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
+    acceptance seen so far, chosen before every round; 0: plain decoding"""
+    draft_ranks: tuple[int, ...] | None = None
+    """standalone: ranks that share the draft (default: those of --rank_group)"""
+
+
+@dataclass(frozen=True)
+class Http:
+    """Where it listens, and to whom."""
+
+    host: Common[str] = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
+    port: Common[int] = 8000  # 0: any that is free
+    api_key: Common[Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")]] = None
+    """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
+    machine can read command lines, so the environment is the better place"""
+    log_prompts: bool = False  # log prompts and answers, too
+    drain_seconds: float = 20
+    """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
+
+    def key(self) -> str | None:
+        """Return the key that requests have to bring. Errors: ConfigError for an empty key."""
+        key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
+        if key is not None and not key.strip():
+            where, required = f"{flag('api_key')} or ${API_KEY}", "a key that clients have to bring"
+            fix = f"leave out {flag('api_key')} and unset {API_KEY} to serve without a key"
+            raise ConfigError("the key is empty", where, repr(key), required, fix)
+        return key and key.strip()
+
+    def bind(self) -> socket.socket:
+        """Return a socket on the address. Errors: ConfigError if nothing can listen there."""
+        try:
+            family, kind, protocol, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, protocol)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((self.host, self.port))
+        except (OSError, UnicodeError, OverflowError) as error:
+            where, required = f"{flag('host')}, {flag('port')}", "an address of this machine, and a port that is free"
+            seen, fix = f"{self.host}, {self.port}: {error}", f"use {flag('port')} 0, or leave out {flag('host')}"
+            raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
+        return sock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
     """an HTTP server with the routes of text-generation-inference and OpenAI, over speculative decoding"""
 
+    FLAGS: ClassVar[dict[str, str]] = {"draft_model": "--draft", "B": "--max_batch", "prefix_len": "--max_length"}
+
+    target: Target = field(default_factory=Target)
+    draft: ServedDraft = field(default_factory=ServedDraft)
+    batch: Batch = field(default_factory=Batch)
+    http: Http = field(default_factory=Http)
+    limits: Limits = field(default_factory=Limits)
+    ranks: RankOptions = field(default_factory=RankOptions)
+    measure_costs: bool = False  # measure what `auto` chooses by, whatever an earlier start has measured
+
+    def config(self) -> RunConfig:
+        """Return the run that a session is opened for. Errors: ConfigError, also for what cannot be served."""
+        self._check()
+        if self.draft.gamma == 0:
+            self.draft.variants({"draft": "self"})  # notes flags without effect
+        draft = None if self.draft.gamma == 0 else self.draft.config()
+        if draft is not None and draft.needs_baseline:
+            required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"
+            raise ConfigError("nothing is known of an answer beforehand", flag("draft"), draft.name, required, fix)
+        sharing = [one.name for one in (draft, *getattr(draft, "texts", ())) if one is not None and one.shares_texts]
+        if sharing and self.batch.no_prefix_reuse:
+            what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
+            required = f"drafts of a row's own text, beside {flag('no_prefix_reuse')}"
+            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from a row's own text")
+        sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
+        return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
+
+    def _check(self) -> None:
+        values = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}
+        least = {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0}
+        for name, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                require_at_least(name, value, least.get(name, 1))
+        self.target.require_trained("random weights have nothing to say")
+        if self.ranks.data_parallel != 1:
+            where, fix = flag("data_parallel"), "start a server for every replica"
+            raise ConfigError("a server has one copy of the model", where, self.ranks.data_parallel, 1, fix)
+        self.http.key()
+
     def run(self) -> None:
-        serve(self)
+        """Serve until SIGTERM or Ctrl-C and the end of the requests before it. Errors: UserError; whatever the engine
+        raises."""
+        scheduler, server = open_server(self)
+        received: list[int] = []
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and number in received and world_size() == 1:
+                raise KeyboardInterrupt
+            # Of several ranks the leader decides. Only the first signal counts: `make` repeats that of its group.
+            if server is not None and not received:
+                server.drain(self.http.drain_seconds)
+            received.append(number)
+
+        for number in SIGNALS:
+            signal.signal(number, on_signal)
+        try:
+            (server or scheduler).run()
+        except BaseException:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            # torchrun ends the ranks that are left when a rank has died, and nobody waits for their errors.
+            if received and world_size() > 1:
+                signal.raise_signal(received[0])
+            raise
+
+
+def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
+    """Prepare everything but answering and decoding; the first of several ranks has a server. Errors: UserError."""
+    config = flags.config()
+    sock = flags.http.bind() if is_leader() else None
+    session, pacing = open_session(config, flags.batch)
+    scheduler = Scheduler(session, pacing, flags.batch)
+    if sock is None:
+        return scheduler, None
+    return scheduler, Server(flags, Service(session, scheduler, flags.limits, flags.http.log_prompts), sock)
+
+
+class Server:
+    """A service on a socket, by uvicorn on another thread."""
+
+    def __init__(self, flags: Serve, service: Service, sock: socket.socket) -> None:
+        self.service, self._sock, self._max_length = service, sock, flags.batch.max_length
+        key = flags.http.key()
+        is_open = key is not None or not ip_address(sock.getsockname()[0]).is_loopback
+        hosts = ["*"] if is_open else ["127.0.0.1", "localhost", "[::1]", flags.http.host]
+        self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
+        app, seconds = make_app(service, key, hosts), int(flags.http.drain_seconds) + FLUSH_SECONDS
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+        self._http = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=seconds, **quiet))
+        self._sock.listen()  # clients that connect now wait for `run`
+
+    @property
+    def url(self) -> str:
+        address, port = self._sock.getsockname()[:2]
+        return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+    def run(self) -> None:
+        """Decode on this thread until the end. Errors: whatever the engine raises, after all clients got an error."""
+        service = self.service
+        room = service.session.plan.capacity
+        how = f" (--max_length {room}, which is the model's context)" if room < self._max_length else ""
+        self._thread.start()
+        say(f"serving {service.session.name} on {self.url}{how}")
+        try:
+            service.scheduler.run()
+            if not self._http.should_exit:
+                raise RuntimeError("the HTTP server ended by itself")
+        except BaseException as error:
+            service.call(service.fail, f"the server has ended ({type(error).__name__})")
+            self._http.should_exit = True
+            raise
+        finally:
+            self._thread.join(FLUSH_SECONDS)
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new connections, give requests that are there some seconds, then end. Returns at once."""
+        why = f"not done within {seconds} seconds of the server's shutting down"
+        self.service.call(self.service.loop.call_later, seconds, self.service.fail, why)
+        self._http.should_exit = True
+
+    def _listen(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.service.loop) as runner:
+                runner.run(self._http.serve([self._sock]))
+        finally:
+            self.service.scheduler.stop()

@@ -1,4 +1,4 @@
-"""A server that only pretends: it says what a real one says at no command, cut and timed as a test wants it."""
+"""A server without a model, whose answers are cut and timed as a test wants them."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def events(
     drafted: int = 6,
     ids: Sequence[int] | None = None,
 ) -> Iterator[bytes]:
-    """A stream, event by event; the last one has details."""
+    """Yield the events of a stream; the last has details."""
     timings = {"predicted_ms": predicted_ms, "cache_n": 3, "draft_n": drafted}
     details = {"finish_reason": "length", "input_length": 4, "timings": timings}
     for place, (text, is_draft, number) in enumerate(tokens):
@@ -47,7 +47,7 @@ def events(
 
 class FakeServer:
     """Serves the page at `url`, and to each request the next of `answers`: a response, or a stream's bytes and the
-    seconds between them. bodies, headers: of what was asked. gone: set when a client left a stream."""
+    seconds between them. bodies, headers: of requests so far. gone: set when a client left a stream."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,9 +1,7 @@
-"""A server in this process over a tiny model, what is asked of it, and what plain decoding alone answers."""
+"""A server in this process over a tiny model, its clients, and the answers of plain decoding."""
 
 import http.client
 import json
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +21,7 @@ from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
-from serving.serve import Serve
-from serving.server import Server, open_server
+from serving.serve import Serve, Server, open_server
 
 END = 2
 TEMPLATE = (
@@ -36,17 +33,11 @@ FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """One token a byte; one of them ends an answer. With a chat template."""
+    """Write a model with a chat template, a token for each byte, and an end token."""
     shape = SHAPE | {"max_position_embeddings": 400}
     save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), folder)
     convert(folder, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def without_template(checkpoint: Path, folder: Path) -> Path:
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").unlink()
     return folder
 
 
@@ -62,7 +53,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream; the terminator as it is."""
+        """The events of a stream, its terminator as text."""
         lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
@@ -84,32 +75,31 @@ class Served:
         """body: JSON, or bytes as they are."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         with closing(self.connect()) as connection:
-            return asked(connection, path, data, headers, method)
+            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            given = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, given, response.read())
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.ask(path, b"", headers, "GET")
 
     def generate(self, inputs: str, **parameters: Any) -> dict[str, Any]:
-        """The answer of /generate, with its details."""
+        """Return the answer of /generate, with its details."""
         answer = self.ask("/generate", {"inputs": inputs, "parameters": {"details": True, **parameters}})
         assert answer.status == 200, answer.body
         return answer.json
 
     def begin(self, path: str, body: Any) -> http.client.HTTPConnection:
-        """Ask, and do not wait for the answer."""
+        """Send a request without waiting for the answer."""
         connection = self.connect()
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
-    def metrics(self) -> dict[str, float]:
-        lines = [line for line in self.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
+    def metrics(self, **headers: str) -> dict[str, float]:
+        lines = [
+            line for line in self.get("/metrics", **headers).body.decode().splitlines() if not line.startswith("#")
+        ]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-    def counted_failures(self, **headers: str) -> dict[str, float]:
-        """How many of each kind the metrics tell."""
-        lines = self.get("/metrics", **headers).body.decode()
-        found = re.findall(r'^tgi_request_failure{err="(\w+)"} (\S+)$', lines, re.MULTILINE)
-        return {kind: float(n) for kind, n in found}
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
@@ -119,13 +109,11 @@ class Served:
 
     def until_idle(self) -> None:
         scheduler = self.server.service.scheduler
-        self.until(lambda: not (self.server.service.jobs or scheduler.n_running or scheduler.n_waiting), "idle")
+        self.until(lambda: not (self.answers or scheduler.running or scheduler.waiting), "idle")
 
-
-def asked(connection: http.client.HTTPConnection, path: str, data: bytes, headers: Any, method: str) -> Answer:
-    connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-    response = connection.getresponse()
-    return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+    @property
+    def answers(self) -> dict[int, Any]:
+        return self.server.service.answers
 
 
 @contextmanager
@@ -141,21 +129,20 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
         except BaseException as error:
             failures.append(error)
 
-    server.start()
     thread = threading.Thread(target=run)
     thread.start()
     try:
         yield Served(server, thread, failures)
     finally:
         if thread.is_alive():
-            server.end(0)
+            server.drain(0)
         thread.join(20)
         assert not thread.is_alive(), "the server did not end"
 
 
 @contextmanager
 def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
-    """Rounds that take so much longer."""
+    """Make rounds take longer."""
     pacing = served.server.service.scheduler._decoder._pacing
     choose = pacing.choose
 
@@ -171,7 +158,7 @@ def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
 
 
 class Alone:
-    """What plain decoding of one request after the other gives."""
+    """Plain decoding of a request without a server."""
 
     def __init__(self, checkpoint: Path) -> None:
         import torch
@@ -189,7 +176,7 @@ class Alone:
         return self.tokenizer.decode(self.tokens(inputs, n, sampling))
 
     def logprobs(self, inputs: str, n: int, sampling: SamplingParams) -> list[float]:
-        """Of the tokens that it gets, by the model at temperature 1."""
+        """Return the log-probabilities of the tokens, at temperature 1."""
         request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
         decode(Decoder(self._runner, verification="coupled"), request)
         assert request.logprobs is not None

@@ -1,19 +1,20 @@
-"""Many requests at once: their tokens are those that each gets alone, and whoever leaves frees a row."""
+"""Many requests at once: each gets its tokens, whoever leaves frees a row, and metrics and the log add up."""
 
-import gc
 import json
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
-import psutil
 import pytest
 from serving_cases import Alone, Served, serving, slow
 
+from engine.requests import Request
 from engine.sampling import SamplingParams
-from serving.jobs import Job
+from serving.answers import Answer
 from serving.scheduler import Update
 
 LONG = {"max_new_tokens": 200}
@@ -21,97 +22,56 @@ STREAM, TGI, V1, CHATS = "/generate_stream", "/generate", "/v1/completions", "/v
 
 
 def n_rows(served: Served) -> int:
-    return served.server.service.scheduler.n_running
+    return len(served.server.service.scheduler.running)
 
 
 def n_rounds(served: Served) -> float:
-    return served.metrics()["foretoken_rounds_total"]
+    return served.server.service.scheduler.n_rounds
 
 
-def first_event(connection) -> bytes:
-    """Of a stream that has begun; its socket stays open."""
-    return connection.getresponse().readline()
-
-
-class Mixed:
-    """Valid requests of every kind, and what each of them gets alone."""
-
-    def __init__(self, alone: Alone) -> None:
-        self.rng, self.alone = random.Random(1), alone
-        # Some are asked more than once, so that rows also meet what they held before.
-        self.known = [self._make() for _ in range(10)]
-
-    def _make(self) -> tuple[str, dict[str, Any], list[int]]:
-        rng = self.rng
+def mixed_requests(alone: Alone, rng: random.Random) -> Iterator[tuple[str, dict[str, Any], list[int]]]:
+    """Yield valid requests of several kinds, with the tokens of plain decoding."""
+    while True:
         prompt = " ".join(rng.choice(["tea", "ünder", "x", "0123456789", "the"]) for _ in range(rng.randint(1, 16)))
         n_new, temperature, seed = rng.randint(1, 50), rng.choice([0.0, 0.6, 1.2]), rng.randrange(2**40)
         sampling = SamplingParams(temperature, seed=seed if temperature else 0)
+        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "speculate": rng.random() < 0.9}
         if rng.random() < 0.3:
-            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new}
-            ids = self.alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False)
-            expected = self.alone.tokens(ids, n_new, sampling)
-            return CHATS, body | {"temperature": temperature, "seed": seed}, expected
-        how: dict[str, Any] = {"temperature": temperature, "seed": seed} if temperature else {}
-        how |= {"max_new_tokens": n_new, "details": True, "speculate": rng.random() < 0.9}
-        return (
-            rng.choice([TGI, STREAM]),
-            {"inputs": prompt, "parameters": how},
-            self.alone.tokens(prompt, n_new, sampling),
-        )
+            ids = alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False)
+            body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new, **how}
+            yield CHATS, body, alone.tokens(ids, n_new, sampling)
+        else:
+            body = {"inputs": prompt, "parameters": {"max_new_tokens": n_new, "details": True, **how}}
+            yield rng.choice([TGI, STREAM]), body, alone.tokens(prompt, n_new, sampling)
 
-    def check(self, served: Served) -> None:
-        path, body, expected = self.rng.choice(self.known)
+
+def test_answers_under_load_are_those_of_plain_decoding(served: Served, alone: Alone):
+    """Some requests are sent more than once, so that rows also meet texts that they held before."""
+    rng = random.Random(1)
+    known = [*islice(mixed_requests(alone, rng), 10)]
+
+    def check() -> None:
+        path, body, expected = rng.choice(known)
         answer = served.ask(path, body)
         assert answer.status == 200, answer.body
         if path == CHATS:
-            assert answer.json["choices"][0]["message"]["content"] == self.alone.tokenizer.decode(expected)
-            assert answer.json["usage"]["completion_tokens"] == len(expected)
+            assert answer.json["choices"][0]["message"]["content"] == alone.tokenizer.decode(expected)
         elif path == TGI:
             assert [token["id"] for token in answer.json["details"]["tokens"]] == expected
         else:
             assert [event["token"]["id"] for event in answer.events] == expected
 
-    def leave(self, served: Served) -> None:
-        """Ask for much, and go before it is done."""
-        path = self.rng.choice([TGI, STREAM])
-        with closing(served.begin(path, {"inputs": "a b c", "parameters": LONG})) as connection:
-            if path == STREAM and self.rng.random() < 0.7:
-                first_event(connection)
-            else:
-                time.sleep(self.rng.random() / 20)
+    def leave() -> None:
+        with closing(served.begin(STREAM, {"inputs": "a b c", "parameters": LONG})) as connection:
+            if rng.random() < 0.7:
+                connection.getresponse().readline()
 
-    def misuse(self, served: Served) -> None:
-        bad = [b"{", {"inputs": "a", "parameters": {"temperature": -1}}, {"inputs": "a" * 500}, {"inputs": [1]}]
-        assert served.ask(TGI, self.rng.choice(bad)).status in (400, 422)
-
-
-def ask_mixed(mixed: Mixed, served: Served, n_request: int) -> None:
-    """Of every ten, seven that are answered, two that leave and one that is refused, 16 at a time."""
-    kinds = [mixed.check] * 7 + [mixed.leave] * 2 + [mixed.misuse]
     with ThreadPoolExecutor(16) as pool:
-        done = [pool.submit(kinds[number % 10], served) for number in range(n_request)]
-        for one in done:
-            one.result(120)
+        for done in [pool.submit(check if number % 5 else leave) for number in range(50)]:
+            done.result(120)
     served.until_idle()
-
-
-@pytest.mark.slow
-def test_memory_stays_flat_over_five_hundred_requests(served: Served, alone: Alone):
-    mixed, process = Mixed(alone), psutil.Process()
-    ask_mixed(mixed, served, 100)
-    gc.collect()
-    before = process.memory_info().rss
-    ask_mixed(mixed, served, 500)
-    gc.collect()
-    assert process.memory_info().rss - before < 30e6
-
-
-def test_answers_under_load_are_those_that_each_gets_alone(served: Served, alone: Alone):
-    ask_mixed(Mixed(alone), served, 60)
     metrics = served.metrics()
-    for name in ("tgi_batch_current_size", "tgi_queue_size", "foretoken_kv_use"):
-        assert metrics[name] == 0, name
-    assert not served.server.service._tasks
+    assert metrics["tgi_batch_current_size"] == metrics["tgi_queue_size"] == metrics["foretoken_kv_use"] == 0
 
 
 @pytest.mark.parametrize("path", [TGI, STREAM])
@@ -121,26 +81,31 @@ def test_a_client_that_leaves_frees_its_row(served: Served, path):
         served.until(lambda: n_rows(served) == 4, "rows in use")
         before = n_rounds(served)
         if path == STREAM:
-            assert first_event(gone[0]).startswith(b"data: ")
+            assert gone[0].getresponse().readline().startswith(b"data: ")
         for connection in gone:
             connection.close()
-        answer = served.generate("next", max_new_tokens=2)  # waits for a row
+        assert served.generate("next", max_new_tokens=2)["generated_text"]  # waits for a row
         served.until_idle()
-        assert answer["generated_text"] and n_rounds(served) - before < LONG["max_new_tokens"] / 5
-    metrics = served.metrics()
-    assert metrics["tgi_batch_current_size"] == metrics["foretoken_kv_use"] == 0
+        assert n_rounds(served) - before < LONG["max_new_tokens"] / 5
 
 
 def test_a_stop_string_frees_the_row(served: Served, alone: Alone):
-    text = alone.text("stop", 8)
+    """It ends the text of text-generation-inference, and is left out of OpenAI's."""
+    text = alone.text("stop", 9)
+    stop = text[3:5]
     with slow(served, 0.03):
         before = n_rounds(served)
-        answer = served.generate("stop", max_new_tokens=250, stop=[text[:2]])
+        answer = served.generate("stop", max_new_tokens=250, stop=["never", stop])
         served.until_idle()
-        assert n_rounds(served) - before < 250 / 5 and answer["generated_text"] == text[:2]
+        assert n_rounds(served) - before < 250 / 5 and answer["generated_text"] == text[: text.index(stop) + 2]
+    body = {"prompt": "stop", "max_tokens": 250, "temperature": 0, "stop": stop}
+    choice = served.ask(V1, body).json["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+    chunks = [event["choices"][0] for event in served.ask(V1, body | {"stream": True}).events[:-1]]
+    assert ("".join(chunk["text"] for chunk in chunks), chunks[-1]["finish_reason"]) == (choice["text"], "stop")
 
 
-def test_one_that_leaves_while_it_waits_never_starts(served: Served, monkeypatch):
+def test_a_request_whose_client_leaves_while_it_waits_never_starts(served: Served, monkeypatch):
     decoder, started = served.server.service.scheduler._decoder, []
     submit = decoder.submit
     monkeypatch.setattr(decoder, "submit", lambda request: (started.append(len(request.prompt)), submit(request)))
@@ -148,124 +113,151 @@ def test_one_that_leaves_while_it_waits_never_starts(served: Served, monkeypatch
         running = [served.begin(TGI, {"inputs": f"{i}", "parameters": LONG}) for i in range(4)]
         served.until(lambda: n_rows(served) == 4, "rows in use")
         waiting = served.begin(TGI, {"inputs": "x" * 77, "parameters": LONG})
-        served.until(lambda: len(served.server.service.jobs) == 5, "a request that waits")
-        served.until(lambda: served.metrics()["tgi_queue_size"] == 1, "its place in the queue")
+        served.until(lambda: served.metrics()["tgi_queue_size"] == 1, "a request that waits")
         waiting.close()
-        served.until(lambda: len(served.server.service.jobs) == 4, "its end")
+        served.until(lambda: len(served.answers) == 4, "its end")
         for connection in running:
             connection.close()
         served.until_idle()
     assert started == [2] * 4
 
 
-def test_a_full_queue_is_told(chat_checkpoint):
-    with serving(chat_checkpoint, "--max_queue 1") as one, slow(one):
-        taken = [one.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 60}}) for _ in range(5)]
-        one.until(lambda: len(one.server.service.jobs) == 5, "full")
-        refused = one.ask(TGI, {"inputs": "b"})
+def test_a_full_queue(chat_checkpoint):
+    with serving(chat_checkpoint, "--max_queue 1 --max_batch 2") as server, slow(server):
+        taken = [server.begin(TGI, {"inputs": "a", "parameters": {"max_new_tokens": 60}}) for _ in range(3)]
+        server.until(lambda: len(server.answers) == 3, "full")
+        refused = server.ask(TGI, {"inputs": "b"})
         assert refused.status == 429 and refused.json["error_type"] == "overloaded"
         assert int(refused.headers["retry-after"]) >= 1
-        refused = one.ask(V1, {"prompt": "b"})
+        refused = server.ask(V1, {"prompt": "b"})
         assert refused.status == 429 and refused.json["error"]["type"] == "rate_limit_error"
-        assert [connection.getresponse().status for connection in taken] == [200] * 5
-        assert one.ask(TGI, {"inputs": "b", "parameters": {"max_new_tokens": 2}}).status == 200
-        assert one.counted_failures() == {"overloaded": 2}
+        assert [connection.getresponse().status for connection in taken] == [200] * 3
+        assert server.ask(TGI, {"inputs": "b", "parameters": {"max_new_tokens": 2}}).status == 200
 
 
-def test_a_request_that_cannot_be_told_is_nobody_elses_loss(served: Served, alone: Alone, monkeypatch, capsys):
-    take = Job.take
+def test_a_mistake_of_the_server_fails_a_single_request(served: Served, alone: Alone, monkeypatch, capsys, caplog):
+    take = Answer.take
 
-    def failing(self: Job, update: Update) -> None:
+    def failing(self: Answer, update: Update) -> None:
         if len(self.request.prompt) == 6:
             raise IndexError("no such token")
         take(self, update)
 
-    monkeypatch.setattr(Job, "take", failing)
+    monkeypatch.setattr(Answer, "take", failing)
     with slow(served), ThreadPoolExecutor(3) as pool:
         bodies = [{"inputs": text, "parameters": {"max_new_tokens": 30}} for text in ("abc", "12345", "abcd")]
         answers = [*pool.map(lambda body: served.ask(TGI, body), bodies)]
-    assert [answer.status for answer in answers] == [200, 500, 200]
-    assert answers[1].json == {"error": "the server has failed (IndexError)", "error_type": "internal"}
+    assert [answer.status for answer in answers] == [200, 500, 200] and answers[1].json["error_type"] == "internal"
     assert [answers[i].json["generated_text"] for i in (0, 2)] == [alone.text(text, 30) for text in ("abc", "abcd")]
-    assert "no such token" in capsys.readouterr().err
+    served.until_idle()
+    monkeypatch.setattr(served.server.service, "_limit", lambda *given: 1 // 0)
+    assert served.ask(V1, {"prompt": "secret"}).json["error"]["type"] == "server_error"
+    served.until(lambda: "ZeroDivisionError" in caplog.text, "a traceback")
+    said = capsys.readouterr().err + caplog.text
+    assert "no such token" in said and "secret" not in said
+
+
+def test_logits_that_are_not_finite_end_a_single_request(served: Served, monkeypatch):
+    emit = Request.emit
+
+    def failing(self: Request, block: Any) -> int:
+        if len(self.prompt) == 9:
+            self.fail(9)
+            return 0
+        return emit(self, block)
+
+    monkeypatch.setattr(Request, "emit", failing)
+    bad = served.ask(TGI, {"inputs": "12345678"})
+    assert bad.status == 424 and bad.json["error_type"] == "generation"
+    assert served.generate("1234567", max_new_tokens=3)["details"]["generated_tokens"] == 3
     served.until_idle()
 
 
-def test_requests_take_no_longer_than_they_may(chat_checkpoint):
-    with serving(chat_checkpoint, "--request_seconds 0.4 --max_batch 1") as one, slow(one, 0.05):
-        streamed = one.begin(STREAM, {"inputs": "a", "parameters": LONG})
-        assert first_event(streamed)
-        waits = one.begin(V1, {"prompt": "b", "max_tokens": 50})
-        late = one.begin(CHATS, {"messages": [{"role": "user", "content": "a"}], "stream": True})
-        for connection in (waits, late):
-            answer = connection.getresponse()
-            assert answer.status == 504 and json.loads(answer.read())["error"]["code"] == "timeout"
-        again = one.ask(STREAM, {"inputs": "a", "parameters": LONG})
-        assert again.status == 200 and len(again.events) > 2
-        assert again.events[-1] == {"error": "not done within 0.4 seconds", "error_type": "timeout"}
-        one.until_idle()
+def test_failures_are_counted_by_their_kinds(chat_checkpoint):
+    """Also requests that take too long."""
+    flags = "--api_key k --request_seconds 0.5 --max_batch 1 --max_body_bytes 900"
+    with serving(chat_checkpoint, flags) as server, slow(server, 0.05):
+        key, body = {"Authorization": "Bearer k"}, {"inputs": "a", "parameters": LONG}
+        assert server.ask(TGI, body).status == 401
+        assert server.ask(TGI, {"inputs": 3}, key).status == server.ask(TGI, {"inputs": ""}, key).status == 422
+        assert server.ask(TGI, {"inputs": "a" * 1000}, key).status == 413
+        assert server.ask(TGI, {"inputs": "a" * 400}, key).status == 422
+        late = server.ask(TGI, body, key)
+        assert late.status == 504 and late.headers["x-should-retry"] == "false"
+        late = server.ask(STREAM, body, key)
+        assert late.status == 200 and len(late.events) > 2 and late.events[-1]["error_type"] == "timeout"
+        with closing(server.connect()) as gone:
+            gone.request("POST", TGI, json.dumps(body), {"Content-Type": "application/json", **key})
+            server.until(lambda: bool(server.answers), "a request")
+        server.until(lambda: not server.answers, "its end")
+        kinds = {"validation": 2, "too_large": 1, "context_length_exceeded": 1, "timeout": 2, "cancelled": 1}
+        expected = {f'tgi_request_failure{{err="{kind}"}}': n for kind, n in (kinds | {"unauthorized": 1}).items()}
+        server.until(lambda: expected.items() <= server.metrics(**key).items(), "all are counted")
 
 
-def test_the_end_of_a_server_waits_for_what_was_asked(chat_checkpoint, alone: Alone):
-    with serving(chat_checkpoint, "--max_batch 2") as one, slow(one):
-        kept_open = one.connect()
-        kept_open.request("GET", "/health")
-        assert kept_open.getresponse().read() == b""
-        asked = [one.begin(TGI, {"inputs": f"{i}", "parameters": {"max_new_tokens": 50}}) for i in range(6)]
-        one.until(lambda: len(one.server.service.jobs) == 6, "six requests")
-        one.server.end(20)
-        one.until(lambda: one.server.service.down is not None, "the end has begun")
-        kept_open.request("POST", TGI, b'{"inputs": "a"}', {"Content-Type": "application/json"})
-        refused = kept_open.getresponse()
-        assert refused.status == 503 and b"shutting down" in refused.read()
-        answers = [json.loads(connection.getresponse().read())["generated_text"] for connection in asked]
-        assert answers == [alone.text(f"{i}", 50) for i in range(6)]
-        one.thread.join(20)
-        assert not one.thread.is_alive() and not one.failures
+@pytest.mark.parametrize("flags", ["", "--log_prompts"])
+def test_metrics_and_the_log_add_up(chat_checkpoint, capsys, flags):
+    """The log has texts only if that is wanted."""
+    with serving(chat_checkpoint, flags) as server:
+        with ThreadPoolExecutor(6) as pool:
+            parameters = [{"max_new_tokens": n, "temperature": 0.9, "seed": n} for n in range(5, 35, 5)]
+            details = [*pool.map(lambda how: server.generate("hello", **how)["details"], parameters)]
+        server.until_idle()
+        metrics = server.metrics()
+    sums = {name: sum(each["speculation"][name] for each in details) for name in ("rounds", "drafted", "accepted")}
+    n_new = sum(each["generated_tokens"] for each in details)
+    assert metrics["tgi_request_skipped_tokens_sum"] == sums["accepted"] > 0
+    assert metrics["tgi_request_skipped_tokens_count"] == sums["rounds"]
+    assert metrics["vllm:spec_decode_num_drafts_total"] == sums["rounds"]
+    assert metrics["vllm:spec_decode_num_draft_tokens_total"] == sums["drafted"]
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] == sums["accepted"]
+    at = [metrics[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
+    assert sum(at) == sums["accepted"] and at == sorted(at, reverse=True)
+    assert metrics["foretoken_decode_tokens_total"] == metrics["tgi_request_generated_tokens_sum"] == n_new
+    assert metrics["foretoken_prefill_tokens_total"] + metrics["foretoken_reused_prompt_tokens_total"] == 6 * 6
+    assert metrics["tgi_request_count"] == metrics["tgi_request_success"] == 6 and metrics["foretoken_rounds_total"]
+    for name in ("queue_duration", "inference_duration", "duration", "mean_time_per_token_duration"):
+        assert metrics[f"tgi_request_{name}_count"] == 6
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert sum(line["timings"]["predicted_n"] for line in lines) == n_new
+    assert ("hello" in json.dumps(lines)) is bool(flags)
+    assert all(0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"] for line in lines)
 
 
-def test_the_end_of_a_server_does_not_wait_forever(chat_checkpoint):
-    with serving(chat_checkpoint, "--max_batch 1") as one, slow(one, 0.05):
-        whole, waiting = (one.begin(TGI, {"inputs": "a", "parameters": LONG}) for _ in range(2))
-        one.until(lambda: len(one.server.service.jobs) == 2, "two requests")
-        one.server.end(0.2)
-        for connection in (whole, waiting):
-            answer = connection.getresponse()
-            assert answer.status == 503 and b"not done within 0.2 seconds" in answer.read()
-        one.thread.join(10)
-        assert not one.thread.is_alive()
+def test_draining_answers_what_is_there(chat_checkpoint, alone: Alone):
+    with serving(chat_checkpoint, "--max_batch 2") as server, slow(server):
+        waiting = [server.begin(TGI, {"inputs": f"{i}", "parameters": {"max_new_tokens": 40}}) for i in range(4)]
+        server.until(lambda: len(server.answers) == 4, "four requests")
+        server.server.drain(20)
+        time.sleep(0.3)
+        with pytest.raises(OSError):
+            server.get("/health")
+        answers = [json.loads(connection.getresponse().read())["generated_text"] for connection in waiting]
+        assert answers == [alone.text(f"{i}", 40) for i in range(4)]
+        server.thread.join(20)
+        assert not server.thread.is_alive() and not server.failures
 
 
-def test_an_engine_that_fails_is_told_to_everyone(chat_checkpoint, monkeypatch):
-    with serving(chat_checkpoint, "--max_batch 1") as one:
-        decoder = one.server.service.scheduler._decoder
-        with slow(one):
-            streamed, waiting = (one.begin(path, {"inputs": "a", "parameters": LONG}) for path in (STREAM, TGI))
+def test_draining_has_an_end(chat_checkpoint):
+    with serving(chat_checkpoint, "--max_batch 1") as server, slow(server, 0.05):
+        whole, waiting = (server.begin(TGI, {"inputs": "a", "parameters": LONG}) for _ in range(2))
+        server.until(lambda: len(server.answers) == 2, "two requests")
+        server.server.drain(0.2)
+        assert [connection.getresponse().status for connection in (whole, waiting)] == [503, 503]
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+
+
+def test_an_engine_that_fails_ends_every_request(chat_checkpoint, monkeypatch):
+    with serving(chat_checkpoint, "--max_batch 1") as server:
+        with slow(server):
+            streamed, waiting = (server.begin(path, {"inputs": "a", "parameters": LONG}) for path in (STREAM, TGI))
             response = streamed.getresponse()
             assert b'"index": 1,' in response.readline()
-            monkeypatch.setattr(decoder, "step", lambda: 1 // 0)
+            monkeypatch.setattr(server.server.service.scheduler._decoder, "step", lambda: 1 // 0)
             *_, last = response.read().split(b"\n\n")[:-1]
         assert json.loads(last.removeprefix(b"data: "))["error_type"] == "unavailable"
         refused = waiting.getresponse()
         assert refused.status == 503 and b"ZeroDivisionError" in refused.read()
-        one.thread.join(10)
-        assert [type(error) for error in one.failures] == [ZeroDivisionError]
-
-
-def test_logits_that_are_not_finite_end_one_request(chat_checkpoint, monkeypatch):
-    with serving(chat_checkpoint) as one:
-        from engine.requests import Request
-
-        emit = Request.emit
-
-        def failing(self: Request, block: Any) -> int:
-            if len(self.prompt) == 9:
-                self.fail(9)
-                return 0
-            return emit(self, block)
-
-        monkeypatch.setattr(Request, "emit", failing)
-        bad = one.ask(TGI, {"inputs": "12345678"})
-        assert bad.status == 424 and bad.json["error_type"] == "generation" and "NaN or infinite" in bad.json["error"]
-        assert one.generate("1234567", max_new_tokens=3)["details"]["generated_tokens"] == 3
-        one.until_idle()
+        server.thread.join(10)
+        assert [type(error) for error in server.failures] == [ZeroDivisionError]

@@ -52,20 +52,6 @@ def test_ids_without_a_token_have_no_text(tmp_path: Path, name: str) -> None:
     assert tokenizer.decode([*ids, n, n + 60]) == "naïve" and tokenizer.decode([n]) == ""
 
 
-@pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize("name", WRITERS)
-def test_tokens_have_their_places_in_the_text(tmp_path: Path, name: str, bos: bool) -> None:
-    WRITERS[name](tmp_path, bos)
-    tokenizer, text = load_tokenizer(tmp_path), "th thä😀"
-    for add_bos in (True, False):
-        places = tokenizer.places(text, add_bos)
-        assert [id_ for id_, *_ in places] == tokenizer.encode(text, add_bos)
-        own = places[bos and add_bos :]
-        assert all(place == [0, 0] for _, *place in places[: len(places) - len(own)])
-        assert all(0 <= start <= stop for _, start, stop in own) and max(stop for *_, stop in own) == len(text)
-        assert {text[start:stop] for _, start, stop in own} >= {"ä", "😀"}
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type"', b"\x00\xff\xfe garbage"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:

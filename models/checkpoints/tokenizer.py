@@ -17,9 +17,8 @@ class JsonTokenizer:
 
     `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves out control
     tokens, and ids without a token. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an
-    id without a token. `places`: token ids, each with where the characters that it stands for begin and end in the
-    text; of several tokens that are one character, each has its place. `encode_chat`: without BOS; with `control` the
-    text of a control token is that token, without it plain text.
+    id without a token. `encode_chat`: without BOS; with `control` the text of a control token is that token, without it
+    plain text.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,10 +29,6 @@ class JsonTokenizer:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         # Without offsets into the text, which for a book take more memory than the ids.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
-
-    def places(self, text: str, add_bos: bool = True) -> list[tuple[int, int, int]]:
-        found = self._backend.encode(text, add_special_tokens=add_bos)
-        return [(id_, *place) for id_, place in zip(found.ids, found.offsets, strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
@@ -67,11 +62,6 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         return self._backend.encode(text, add_bos=add_bos and self._backend.bos_id() >= 0)
-
-    def places(self, text: str, add_bos: bool = True) -> list[tuple[int, int, int]]:
-        bos, found = self._backend.bos_id(), self._backend.encode(text, return_type="offset_mapping")
-        begun = [(bos, 0, 0)] if add_bos and bos >= 0 else []
-        return begun + [(id_, *place) for id_, place in zip(found["ids"], found["offsets"], strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
         n_tokens = self._backend.vocab_size()
