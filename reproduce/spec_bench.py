@@ -229,14 +229,17 @@ def measure(
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
     settings = {name: bench.settings_record(sessions[name]) for name in configs}
-    options_of = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
+    options_by_drafter = {name: {"drafter": name} | {key: settings[name][key] for key in options} for name in configs}
     drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     for category, prompts in categories.items():
         found = converse(sessions, drafters, template, prompts)
         measured = {"prompts": flags.prompts or PROMPTS, "B": flags.B, "category": category}
-        measured |= {"conversations": len(prompts), "rows": [options_of[name] | row for name, row in found.items()]}
+        measured |= {
+            "conversations": len(prompts),
+            "rows": [options_by_drafter[name] | row for name, row in found.items()],
+        }
         record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), options)
         append_record(flags.output.output, record)
         yield record

@@ -84,7 +84,7 @@ class Contender:
         if self.plain:
             passes = [bench.Passes(0.0, plain, output, output if output.phases else None) for plain, output in pairs]
             runs = [bench.make_record("", self.session, each) for each in passes]
-            row |= {name: runs[0][name] for name in ("draft_dtype", "draft_weights")}
+            row |= {name: runs[0].get(name) for name in ("draft_dtype", "draft_weights")}
             values = {name: [run[name] for run in runs] for name in MEDIANS}
             row |= {name: None if None in each else median(each) for name, each in values.items()}
         return bench.rounded(row)
