@@ -104,7 +104,7 @@ def test_a_draft_beside_texts_holds_what_it_holds_alone(kind, least_match):
     assert (counts[0] == counts[1]) == (least_match == 99)
 
 
-ALL_ROWS = "a prompt and a continuation for each row"
+ALL_ROWS = "a prompt and a continuation per row"
 
 
 @pytest.mark.parametrize(
