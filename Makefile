@@ -30,18 +30,23 @@ serve: $(VENV)/.installed  ## fetch the default model, then serve it on http://1
 	$(RUN) convert_hf_checkpoint.py
 	$(RUN) -m serving $(SERVE)
 
-# Measured here, whatever is recorded in reproduce/results/ already. An interrupted run goes on where it was.
-# The cost model has a record of three gammas and eight repeats, which takes longer than all of this.
-HERE = --figures $(REPRODUCTION)/figures --output $(REPRODUCTION)
+# An interrupted run goes on where it was. Two gammas and repeats: the record in reproduce/results/ took 51 minutes.
+SWEEP = $(RUN) -m reproduce.sweep --grid reproduce/grids
 
-reproduce: $(VENV)/.installed-dev  ## published tables and figures beside what this machine measures
+reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this machine
 	$(RUN) download.py
 	$(RUN) convert_hf_checkpoint.py
 	mkdir -p $(REPRODUCTION)
-	$(RUN) reproduce/acceptance_tables.py $(HERE)/acceptance.jsonl
-	$(RUN) reproduce/speedup_tables.py $(HERE)/speedups.jsonl
-	$(RUN) reproduce/cost_model_error.py --fixed gammas=[1,3] --fixed repeats=2 $(HERE)/cost_model.jsonl
-	$(RUN) reproduce/roofline_error.py --measure $(HERE)/roofline.jsonl
+	$(SWEEP)/acceptance.toml --output $(REPRODUCTION)/acceptance.jsonl
+	$(SWEEP)/speedups.toml --output $(REPRODUCTION)/speedups.jsonl
+	$(SWEEP)/cost_model.toml --fixed gammas=[1,3] --fixed repeats=2 --output $(REPRODUCTION)/cost_model.jsonl
+	$(RUN) -m reproduce.tables acceptance $(REPRODUCTION)/acceptance.jsonl
+	$(RUN) -m reproduce.tables speedups $(REPRODUCTION)/speedups.jsonl
+	$(RUN) -m reproduce.tables cost_errors $(REPRODUCTION)/cost_model.jsonl
+	$(RUN) -m reproduce.tables auto $(REPRODUCTION)/cost_model.jsonl
+	$(RUN) -m reproduce.tables roofline
+	$(RUN) -m reproduce.plot $(REPRODUCTION)/acceptance.jsonl --y acceptance_rate
+	$(RUN) -m reproduce.plot $(REPRODUCTION)/speedups.jsonl --x B --y speedup decode_tokens_per_second
 
 # One process more than there are cores: some tests wait for ranks and servers.
 test: lint  ## checks and tests, slow ones left out
@@ -55,8 +60,8 @@ mutants: $(VENV)/.installed-dev  ## put bugs into the source; a test has to fail
 	$(RUN) tests/mutants.py $(MUTANTS_ARGS)
 
 certify: $(VENV)/.installed  ## the default model in float32 and bfloat16: flips against near-ties
-	$(RUN) reproduce/certify.py --dtype float32 --tokens 4096
-	$(RUN) reproduce/certify.py --dtype bfloat16 --tokens 4096
+	$(RUN) -m reproduce.certify --dtype float32 --tokens 4096
+	$(RUN) -m reproduce.certify --dtype bfloat16 --tokens 4096
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, and which way imports point
 	$(RUN) -m ruff check .

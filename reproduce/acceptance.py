@@ -1,11 +1,11 @@
-"""How many drafts are accepted, by policy and budget, on several kinds of text.
+"""Measure how many drafts are accepted, by policy and budget, on several kinds of text.
 
-    python reproduce/acceptance.py --B 8 --prefix_len 7500 --policies streaming snapkv --budgets 64 128 256 512
+    python -m reproduce.acceptance --B 8 --prefix_len 7500 --policies streaming snapkv --budgets 64 128 256 512
 
-greedy: what the target writes at temperature 0, which loops sooner or later, and a loop is easy to draft;
-sampled: what it writes at --temperature; book: the data set's own text behind each prompt, teacher-forced;
-passkey and multikey: the right answers to questions about facts that stand early in a prompt, teacher-forced. The
-share of distinct 4-grams says how much a text repeats itself. The record is the last line of standard output.
+greedy: the target's text at temperature 0, which loops sooner or later, and a loop is easy to draft; sampled: its text
+at --temperature; book: the data set's text behind each prompt, teacher-forced; passkey and multikey: the right answers
+to questions about facts that stand early in a prompt, teacher-forced. The share of distinct 4-grams says how much a
+text repeats itself. The last line of standard output is the record.
 """
 
 import itertools
@@ -27,13 +27,14 @@ from engine.counts import acceptance_standard_error, acceptance_text, total
 from engine.drafters.config import DrafterConfig
 from engine.evaluation.teacher_forcing import forced_acceptance
 from kv_cache.policy import BudgetedPolicy, policies
-from reproduce.paper.columns import TEXTS, of
-from reproduce.paper.prompts import KINDS, needles
+from reproduce.helpers.columns import of
+from reproduce.helpers.prompts import KINDS, needles
 
+TEXTS = ("greedy", "sampled", "book")
 GREEDY, USUAL = Sampling(), ComparedSampling(temperature=0.6)
 BUDGETED = {name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
-OPTIONS = {one.name for kind in policies().values() for one in fields(kind)}
-# Settings that are each row's own.
+OPTIONS = {option.name for kind in policies().values() for option in fields(kind)}
+# Settings that differ between rows.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
 Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 
@@ -54,7 +55,7 @@ class Flags:
     policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # cache policies
     budgets: tuple[int, ...] = (128, 512)  # KV entries per row, of policies that leave some out
     texts: tuple[Literal[(*TEXTS, *KINDS)], ...] = TEXTS  # type: ignore[valid-type]
-    """what is drafted"""
+    """kinds of text to draft"""
 
     def check(self) -> None:
         require_at_least("budgets", min(self.budgets), 1)
@@ -63,7 +64,7 @@ class Flags:
         require_at_least("gamma", self.gamma, 1)
         require_at_least("gen_len", self.sizes.gen_len, self.gamma + 2)
         self.target.require_trained("random weights have no acceptance")
-        unlike = [one.name for one in fields(Sampling) if getattr(self.sampling, one.name) != getattr(USUAL, one.name)]
+        unlike = [x.name for x in fields(Sampling) if getattr(self.sampling, x.name) != getattr(USUAL, x.name)]
         if unlike and "sampled" not in self.texts:
             note_without_effect(unlike, "only sampled text is sampled, which is not among the texts")
         if self.sampling.temperature == 0 and "sampled" in self.texts:
@@ -71,13 +72,13 @@ class Flags:
             raise ConfigError("sampled text needs a temperature", where, 0.0, "> 0", fix)
 
     def drafts(self) -> list[DrafterConfig]:
-        # What is accepted should not depend on which weights this machine drafts fastest with.
-        own = {"draft_weights": self.draft.draft_weights or "same"}
-        own |= {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
+        # By default this machine's fastest weights, on which acceptance should not depend.
+        shared = {"draft_weights": self.draft.draft_weights or "same"}
+        shared |= {} if self.draft_model is None else {"draft": "standalone", "draft_model": self.draft_model}
         pairs = itertools.product([policy for policy in self.policies if policy in BUDGETED], self.budgets)
         chosen: list[dict[str, Any]] = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in pairs]
         chosen += [{"draft_policy": policy} for policy in self.policies if policy not in BUDGETED]
-        return self.draft.variants(*(own | {"gamma": self.gamma} | one for one in chosen))
+        return self.draft.variants(*(shared | {"gamma": self.gamma} | options for options in chosen))
 
 
 def main(flags: Flags) -> None:
@@ -88,19 +89,20 @@ def main(flags: Flags) -> None:
     session = bench.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = bench.prefill(session)
     rows = []
-    asked = [text for text in flags.texts if text in KINDS]  # of prompts of their own, which are prefilled in turn
+    needle_texts = [text for text in flags.texts if text in KINDS]  # they replace the prefilled prompts
     pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
-    for draft, text in pairs + [(draft, text) for text in asked for draft in drafts]:
-        own = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
-        rows.append(bench.rounded(_row(own, text)))
+    for draft, text in pairs + [(draft, text) for text in needle_texts for draft in drafts]:
+        variant = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
+        rows.append(bench.rounded(_row(variant, text)))
         kept = " ".join(str(rows[-1][name]) for name in ("draft_policy", "draft_budget") if rows[-1][name])
         say(f"{kept}, {text}: {acceptance_text(rows[-1])}")
-    say(console(rows, of("texts")))
+    say(console(rows, of("draft_policy draft_budget text acceptance verified mean_accepted_length distinct_4grams")))
     measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
     publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
 
 
 def _row(session: bench.Session, text: str) -> dict[str, Any]:
+    """Measure a draft on one kind of text."""
     drafter = session.drafter()
     if text == "book" or text in KINDS:
         prompts, written = session.prompts, session.continuations
@@ -114,13 +116,12 @@ def _row(session: bench.Session, text: str) -> dict[str, Any]:
         each, written = output.stats.rows, output.tokens
     counts = total(each)
     session.runner.drop_graphs()
-    own = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
-    own |= {} if own["draft_policy"] in BUDGETED else {"draft_budget": None}
-    counted = {"acceptance_rate": counts.acceptance_rate, "acceptance_standard_error": acceptance_standard_error(each)}
-    counted |= {"judged": counts.verified} | {
-        name: getattr(counts, name) for name in ("acceptance_per_position", "mean_accepted_length")
-    }
-    return {"text": text, **own, **counted, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
+    settings = {name: value for name, value in bench.settings_record(session).items() if name in ROW_SETTINGS}
+    settings |= {} if settings["draft_policy"] in BUDGETED else {"draft_budget": None}
+    names = ("acceptance_rate", "verified", "acceptance_per_position", "mean_accepted_length")
+    measured = {name: getattr(counts, name) for name in names}
+    measured |= {"acceptance_standard_error": acceptance_standard_error(each)}
+    return {"text": text, **settings, **measured, "distinct_4gram_fraction": bench.distinct_4gram_fraction(written)}
 
 
 if __name__ == "__main__":

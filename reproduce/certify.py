@@ -1,9 +1,9 @@
-"""Certify at production precision that speculative output parts from plain decoding at near-ties only.
+"""Certify at production precision that speculative output differs from plain decoding at near-ties only.
 
-    python reproduce/certify.py --dtype bfloat16 --tokens 20000 --output reproduce/results/certify.jsonl
+    python -m reproduce.certify --dtype bfloat16 --tokens 20000 --output reproduction/certify.jsonl
 
-How it is calibrated, run and compared: docs/lossless.md, "The certificate". Temperature 0 certifies the greedy mode, a
-higher one the coupled mode. Ends with code 0 if the certificate holds, 1 if not, 2 if it could not be made.
+docs/lossless.md, "The certificate", describes calibration and comparison. Temperature 0 certifies the greedy mode, a
+higher one the coupled mode. Exit code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
 import math
@@ -50,11 +50,11 @@ class Flags:
 
     @property
     def n_forced(self) -> int:
-        """Forced tokens per row: whole blocks."""
+        """Return the number of forced tokens per row, in whole blocks."""
         return math.ceil(self.calibration_positions / (self.gamma + 1)) * (self.gamma + 1)
 
     def config(self) -> RunConfig:
-        """The run, with room for what is forced. Errors: ConfigError for the certificate's own flags."""
+        """Return the run, with room for the forced tokens. Errors: ConfigError for the certificate's own flags."""
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
@@ -68,7 +68,7 @@ class Flags:
 
 
 def certified(session: bench.Session, following: list[list[int]]) -> dict[str, Any]:
-    """The record of the three steps. following: how the data set goes on behind each prompt."""
+    """Calibrate, decode and compare, and return the record. following: the data set's text behind each prompt."""
     runner, params, prompts = session.runner, session.plan.sampling, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
@@ -84,11 +84,11 @@ def certified(session: bench.Session, following: list[list[int]]) -> dict[str, A
     measured |= {name: getattr(output.stats.counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
     measured["distinct_4gram_fraction"] = bench.distinct_4gram_fraction(output.tokens)
     record = bench.record_of("certify", session, measured)
-    # Digits that count, not decimals: in float64 eps is of the order of 1e-13.
+    # Five significant digits: in float64 eps is of the order of 1e-13.
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
-SAID = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibration_positions} positions
+SUMMARY = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibration_positions} positions
   {tokens} tokens in {rows} rows, {near_ties} near-ties; {flips} flips, {flips_outside_near_ties} outside near-ties
   the certificate {verdict}
 """
@@ -102,7 +102,7 @@ def main(flags: Flags) -> None:
     session = session.variant(gen_len=flags.gen_len, prompts=[text[:length] for text, length in cut])
     record = certified(session, [text[length : length + flags.n_forced] for text, length in cut])
     fails = "FAILS" if record["calibration_trusted"] else "FAILS: calibration flips"
-    publish(flags.output.output, record, SAID.format(**record, verdict="holds" if record["holds"] else fails))
+    publish(flags.output.output, record, SUMMARY.format(**record, verdict="holds" if record["holds"] else fails))
     if not record["holds"]:
         sys.exit(1)
 

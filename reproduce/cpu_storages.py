@@ -1,30 +1,29 @@
-"""Every storage of weights and entries on a CPU: plain decoding, speculation, and llama.cpp, in turns in one run.
+"""Measure storages of weights and entries on a CPU: plain decoding, speculation, and other libraries, in turns.
 
-    python reproduce/cpu_storages.py --output reproduce/results/cpu_storages.jsonl
+    python -m reproduce.cpu_storages --output reproduction/cpu_storages.jsonl
+    python -m reproduce.cpu_storages --storages float32 --transformers
     python -m venv scratch && CMAKE_ARGS=-DGGML_NATIVE=ON scratch/bin/pip install llama-cpp-python==0.3.36
-    python reproduce/cpu_storages.py --llama_cpp scratch/bin/python --output reproduce/results/cpu_storages.jsonl
+    python -m reproduce.cpu_storages --llama_cpp scratch/bin/python
 
-All storages of the built-in model are prefilled, then their passes alternate, each as short as `--gen_len`, so that a
-busy machine slows all of them. For every phase the run says how many bytes and operations it takes at least, and what
-share of the time it would take at the rates that this machine reached in the same turns: reading memory, and products
-of matrices in the phase's dtype. llama.cpp runs the same GGUF in a process of its own, with as many threads; of its
-steps neither sampling nor the host is counted. Needs about 12 GB of memory at 8 rows of 7500 tokens.
+The built-in model is prefilled in every storage; then short passes of all storages alternate, so that a busy machine
+slows all of them. The libraries run the same GGUF and hold the same prompts: llama.cpp in a process with as many
+threads, where neither sampling nor the host counts; transformers (requirements-dev.txt) in float32, greedily, over the
+keys and values of the float32 storage. Needs about 12 GB of memory at 8 rows of 7500 tokens.
 """
 
 import json
 import subprocess
-import timeit
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 import bench
 from bench.config import DEFAULT_MODEL, BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
@@ -33,14 +32,10 @@ from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
 from common.provenance import provenance
-from common.say import dtype_name
-from common.tables import markdown
-from cost_model.machines import Machine
-from cost_model.roofline import ModelStorage, forward_parts
-from models.packed_linear import pack_linears
-from reproduce.gamma_cell import Contender
-from reproduce.paper.columns import of, phases_of, rows_of
-from reproduce.paper.in_turns import in_turns
+from common.tables import console
+from reproduce.helpers.columns import of
+from reproduce.helpers.in_turns import Contender, in_turns
+from reproduce.helpers.records import rows_of
 
 STORAGES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -50,13 +45,13 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
 SAMPLINGS = {"greedy": Sampling(), "coupled, 0.6": Sampling(temperature=0.6, verification="coupled")}
-# llama.cpp's own entries, steps of it in a turn, and room for the tokens that they append to a row.
-PEER, PEER_ENTRIES = Path(__file__).parent / "peers" / "llama_cpp_steps.py", ("f16", "q8_0")
+# The storages of llama.cpp's entries, its steps in a turn, and room in a row for the tokens of these steps.
+PEER, PEER_ENTRIES = Path(__file__).parent / "helpers" / "llama_cpp_steps.py", ("f16", "q8_0")
 PEER_STEPS, PEER_ROOM = 16, 256
-# Of the tensors that rates are measured with: numbers to read, and rows of square matrices.
-N_READ, N_MATRIX = 1 << 26, 1024
+COLUMNS = "storage sampling draft_weights plain_ms verify_ratio draft_ratio mean_accepted_length plain_rate rate "
+COLUMNS += "speedup wall_speedup identical"
 SelfDraft: Any = draft_flags(["self"])
-Question = Callable[[Mapping[str, Any]], dict[str, Any]]
+Request = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -71,72 +66,16 @@ class Flags:
     storages: tuple[Literal[tuple(STORAGES)], ...] = tuple(STORAGES)  # WEIGHTS-ENTRIES, or one dtype of both
     turns: int = 3  # how often all are run, interleaved
     llama_cpp: str | None = None  # an interpreter that has llama-cpp-python
-
-
-@torch.inference_mode()
-def rates() -> dict[str, float]:
-    """Return bytes per second of reading memory, and operations per second of products of matrices by dtype. Linear
-    layers are packed, as a model's are: products of plain matrices reach less than half of that on some CPUs."""
-
-    def per_second(n: float, run: Callable[[], object]) -> float:
-        run()
-        return n / median(timeit.repeat(run, number=1, repeat=9))
-
-    read = torch.ones(N_READ)
-    found = {"bandwidth": per_second(read.nbytes, read.sum)}
-    ones = torch.ones(N_MATRIX, N_MATRIX)
-    for dtype in (torch.float32, torch.bfloat16):
-        layer = nn.Sequential(nn.Linear(N_MATRIX, N_MATRIX, bias=False, dtype=dtype))
-        pack_linears(layer)
-        found[dtype_name(dtype)] = per_second(2 * N_MATRIX**3, partial(layer, ones.to(dtype)))
-    small = ones.to(torch.int8)
-    return found | {"int8": per_second(2 * N_MATRIX**3, partial(torch._int_mm, small, small.t()))}
-
-
-def phases(session: bench.Session, row: Mapping[str, Any], seconds: float, limits: Mapping[str, float]) -> list[Any]:
-    """Return what prefill, plain step, verification and draft step take, and their least time by the limits. seconds:
-    of the prefill, whose bytes do not limit it."""
-    config, draft = session.plan.target.config, session.plan.draft
-    model = ModelStorage(
-        config, dtype_name(session.plan.dtype), session.plan.config.target.quantize, dtype_name(session.plan.kv_dtype)
-    )
-    drafts = ModelStorage(config, dtype_name(draft.dtype), draft.quantize, dtype_name(draft.kv_dtype))
-    machine = Machine(limits["bandwidth"], limits["bfloat16"], limits["float32"], tile=1)
-    n, rows = session.plan.prefix_len, session.plan.n_rows
-    each = [
-        ("prefill", model, n, n // 2, 1e3 * seconds),
-        ("plain step", model, 1, n, row["baseline_step_ms"]),
-        (f"verification of {draft.gamma + 1}", model, draft.gamma + 1, n, row["verify_step_ms"]),
-        ("draft step", drafts, 1, draft.capacity, row["draft_step_ms"]),
-    ]
-    found = []
-    for name, stored, tokens, entries, ms in each:
-        linear, attention = forward_parts(stored, machine, rows, tokens, entries)
-        if name == "prefill":  # whose head runs for the last tokens alone
-            share = 1 - config.vocab_size * config.dim / stored.n_weights
-            linear, attention = linear._replace(n_bytes=0, ops=share * linear.ops), attention._replace(n_bytes=0)
-        # 8-bit entries take two products in 8 bits each, as long as one in bfloat16. 4-bit weights are multiplied in 8
-        # bits but count as bfloat16 too, so their limit is a little too high.
-        least = [
-            max(part.n_bytes / limits["bandwidth"], part.ops / limits[dtype])
-            for part, dtype in (
-                (linear, "int8" if stored.weights == "int8" else stored.dtype),
-                (attention, stored.dtype),
-            )
-        ]
-        n_bytes, ops = linear.n_bytes + attention.n_bytes, linear.ops + attention.ops
-        found.append({"phase": name, "bytes": n_bytes or None, "ops": ops, "ms": ms, "limit_ms": 1e3 * sum(least)})
-    return found
+    transformers: bool = False  # time Hugging Face transformers too
 
 
 @contextmanager
-def llama_cpp(python: str, setup: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Question]]:
-    """Yield what a process of llama.cpp says of its prefill, and a function that asks it for steps. Errors: ConfigError
-    if it ends."""
+def llama_cpp(python: str, setup: Mapping[str, Any]) -> Iterator[Request]:
+    """Start llama.cpp, prefill, and yield a function that requests steps. Errors: ConfigError if the process ends."""
 
-    def ask(question: Mapping[str, Any]) -> dict[str, Any]:
+    def request(block: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.write(json.dumps(block) + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
         except (OSError, ValueError):
@@ -148,7 +87,8 @@ def llama_cpp(python: str, setup: Mapping[str, Any]) -> Iterator[tuple[dict[str,
     except OSError as error:
         raise no_peer(python, error) from None
     with process:
-        yield ask(setup), ask
+        request(setup)
+        yield request
 
 
 def no_peer(python: str, seen: object) -> ConfigError:
@@ -163,17 +103,47 @@ def gguf_beside(model: str) -> Path:
     return found
 
 
-def peer_record(name: str, prefilled: Mapping[str, Any], seen: Sequence[Any], flags: Flags) -> dict[str, Any]:
-    """The record of llama.cpp. seen: the answers to the questions for plain steps and for verifications, by turn."""
-    plain, verified = (median(ms for turn in seen for ms in turn[part]["ms"]) for part in (0, 1))
-    rates = {"baseline_step_ms": plain, "baseline_tokens_per_second": 1e3 * flags.B / plain, "verify_step_ms": verified}
-    sizes = {"B": flags.B, "prefix_len": flags.prefix_len}
-    return {"benchmark": "cpu_storages", "storage": name, **sizes, **prefilled, "rows": [rates], **provenance()}
+class StepTimes(list[float]):
+    """A stopping criterion of transformers that never stops and records the time of each token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        self.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def wall_rate(one: bench.Decoded) -> float:
-    """Tokens per second to the last row."""
-    return one.stats.counts.emitted / one.stats.decode_seconds
+def transformers_turns(session: bench.Session, model: str, n_turns: int) -> dict[str, Callable[[], list[float]]]:
+    """Return for each kind of cache of transformers a function that generates PEER_STEPS tokens behind the session's
+    prefilled rows, and returns the milliseconds between tokens. Every turn goes on behind the last."""
+    from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+    gguf, length, entries = gguf_beside(model), session.plan.prefix_len, session.runner.cache
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    peer = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, **how)
+    static = StaticCache(config=peer.config, max_cache_len=length + n_turns * PEER_STEPS + 1)
+
+    def turns(cache: Any) -> Iterator[list[float]]:
+        tokens = torch.tensor(session.prompts)
+        for layer, each in enumerate(zip(entries.keys, entries.values, strict=True)):
+            cache.update(*(x[:, :, : length - 1].contiguous() for x in each), layer)
+        while True:
+            times, mask = StepTimes(), torch.ones_like(tokens)
+            how = {"max_new_tokens": PEER_STEPS, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+            tokens = peer.generate(tokens, past_key_values=cache, stopping_criteria=[times], **how)
+            yield [1e3 * (after - before) for before, after in pairwise(times)]
+
+    caches = {
+        "transformers, static cache, sdpa": static,
+        "transformers, default cache": DynamicCache(config=peer.config),
+    }
+    return {name: partial(next, turns(cache)) for name, cache in caches.items()}
+
+
+def peer_record(name: str, plain: Sequence[float], verified: Sequence[float], flags: Flags) -> dict[str, Any]:
+    """Return the record of a library from its milliseconds of plain steps and of verifications, if there are any."""
+    plain_ms, verify_ms = median(plain), median(verified) if verified else None
+    rates = {"baseline_step_ms": plain_ms, "baseline_tokens_per_second": 1e3 * flags.B / plain_ms}
+    sizes = {"B": flags.B, "prefix_len": flags.prefix_len, "rows": [rates | {"verify_step_ms": verify_ms}]}
+    return {"benchmark": "cpu_storages", "storage": name, **sizes, **provenance()}
 
 
 def main(flags: Flags) -> None:
@@ -183,41 +153,40 @@ def main(flags: Flags) -> None:
     for name in dict.fromkeys(flags.storages):
         target = Target(model=flags.model, device="cpu", **STORAGES[name])
         sessions[name] = bench.Session.open(RunConfig(target, flags.text, sizes, output=flags.output, draft=draft))
-    runs, peers = {"rates": rates}, {}
+    if flags.transformers and "float32" not in sessions:
+        what, fix = "transformers takes the keys and values of float32", "add float32"
+        raise ConfigError(what, flag("storages"), " ".join(sessions), "float32 among them", fix)
+    runs, peers, contenders = {}, list[str](), {}
     with ExitStack() as running:
         for entries in PEER_ENTRIES if flags.llama_cpp else ():
             gguf, prompt = gguf_beside(flags.model), next(iter(sessions.values())).prompts[0]
             setup = {"model": str(gguf), "prompt": prompt, "rows": flags.B, "room": PEER_ROOM, "entries": entries}
             setup["threads"] = torch.get_num_threads()
             name = f"llama.cpp, {gguf.stem.rpartition('.')[2]}, {entries}"
-            peers[name], ask = running.enter_context(llama_cpp(flags.llama_cpp, setup))
+            request = running.enter_context(llama_cpp(flags.llama_cpp, setup))
             blocks = [{"tokens": n, "steps": PEER_STEPS} for n in (1, 1 + draft.gamma)]
-            runs[name] = partial(lambda ask, blocks: [ask(block) for block in blocks], ask, blocks)
+            runs[name] = partial(lambda request, blocks: [request(block)["ms"] for block in blocks], request, blocks)
+            peers.append(name)
         seconds = {name: bench.prefill(session) for name, session in sessions.items()}
-        contenders = {}
-        for (name, session), (said, sampling) in product(sessions.items(), SAMPLINGS.items()):
-            plain = Contender(f"{name}, {said}, plain", session.variant(draft=None, sampling=sampling))
-            own = session.variant(sampling=sampling)
-            drafts = {"draft_budget": own.plan.draft.policy.budget, "gamma": own.plan.draft.gamma}
-            contenders[name, said] = Contender(f"{name}, {said}", own, plain, own.drafters(), drafts)
-            runs |= {one.name: one.run for one in (plain, contenders[name, said])}
-        seen = in_turns(runs, flags.turns)
-    limits = {name: median(one[name] for one in seen["rates"]) for name in seen["rates"][0]}
+        for (name, session), (kind, sampling) in product(sessions.items(), SAMPLINGS.items()):
+            plain = Contender(f"{name}, {kind}, plain", session.variant(draft=None, sampling=sampling))
+            drafting = session.variant(sampling=sampling)
+            options = {"draft_budget": drafting.plan.draft.policy.budget, "gamma": drafting.plan.draft.gamma}
+            contenders[name, kind] = Contender(f"{name}, {kind}", drafting, plain, drafting.drafters(), options)
+            runs |= {contender.name: contender.run for contender in (plain, contenders[name, kind])}
+        others = transformers_turns(sessions["float32"], flags.model, flags.turns) if flags.transformers else {}
+        turns = in_turns(runs | others, flags.turns)
     records = []
     for name, session in sessions.items():
-        rows = []
-        for said in SAMPLINGS:
-            own = contenders[name, said]
-            rows.append(own.row() | {"sampling": said, "wall_tokens_per_second": median(map(wall_rate, own.outputs))})
-        measured = {"storage": name, "prefill_seconds": seconds[name], "turns": flags.turns, "limits": limits}
-        measured |= {"rows": rows, "phases": phases(session, rows[0], seconds[name], limits)}
+        rows = [contenders[name, kind].row() | {"sampling": kind} for kind in SAMPLINGS]
+        measured = {"storage": name, "prefill_seconds": seconds[name], "turns": flags.turns, "rows": rows}
         without = ("verification", "temperature", "seed")
         records.append(bench.record_of("cpu_storages", session, measured, without=without))
-    records += [peer_record(name, prefilled, seen[name], flags) for name, prefilled in peers.items()]
-    for record in records:
-        record["cell"] = f"{record['storage']}, {flags.B} x {flags.prefix_len}"
-    tables = markdown(rows_of(records), of("cpu_storages")), markdown(phases_of(records), of("cpu_phases"))
-    print("\n\n".join(tables))
+    for name in peers:
+        plain, verified = ([ms for turn in turns[name] for ms in turn[part]] for part in (0, 1))
+        records.append(peer_record(name, plain, verified, flags))
+    records += [peer_record(name, [*chain.from_iterable(turns[name])], [], flags) for name in others]
+    print(console(rows_of(records), of(COLUMNS)))
     for record in records:
         publish(flags.output.output, bench.rounded(record))
 

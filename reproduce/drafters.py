@@ -1,19 +1,16 @@
-"""What every drafter gains on one text: plain decoding and each of them from one prefilled state, in both orders.
+"""Measure what drafters gain on one text: plain decoding and each drafter in turns, from one prefilled state.
 
-    python reproduce/drafters.py --B 1 --prefix_len 2000 --gen_len 128 --output reproduction/drafters.jsonl
-    python reproduce/drafters.py --B 1 --prefix_len 2000 --temperature 0.6 --drafters self ngram
-    python reproduce/drafters.py --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
+    python -m reproduce.drafters --B 1 --prefix_len 2000 --gen_len 128 --output reproduction/drafters.jsonl
+    python -m reproduce.drafters --B 1 --prefix_len 2000 --temperature 0.6 --drafters self ngram
+    python -m reproduce.drafters --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
 
-Each repeat has drafters that know nothing of the last; medians are over repeats. A draft's cost is all that a round
-does before the target verifies, also on the host; the mean over rounds.
+Drafters are made anew for each repeat; figures are medians over repeats. `drafting_ms` is the mean time of a round
+before the target verifies, also on the host.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Annotated
-
-from tyro.conf import arg
 
 import bench
 from bench.config import Rows, RunConfig, Sizes, Text
@@ -21,26 +18,27 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.tables import console
-from reproduce.gamma_cell import Contender
-from reproduce.paper.columns import of, rows_of
-from reproduce.paper.in_turns import in_turns
-from reproduce.paper.published import Record
+from reproduce.helpers.columns import of
+from reproduce.helpers.in_turns import Contender, in_turns
+from reproduce.helpers.records import Record
 from reproduce.spec_bench import PLAIN, Drafters, open_session
+
+COLUMNS = "drafter gamma acceptance mean_accepted_length drafting_ratio speedup wall_speedup identical"
 
 
 @dataclass(frozen=True)
 class Flags(Drafters):
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=Sizes)
-    prompts: Annotated[str | None, arg(help_behavior_hint="(default: stretches of the data set)")] = None
-    """whole prompts, as of the benchmarks"""
+    prompts: str | None = None  # whole prompts, as in the benchmarks; by default stretches of the data set
     repeats: int = 3  # how often all are run, every other time in reverse order
 
 
-def row_of(one: Contender) -> Record:
-    phases = [(run.phases["resume"], run.phases["draft"]) for run in one.outputs if run.phases]
+def row_of(contender: Contender) -> Record:
+    phases = [(run.phases["resume"], run.phases["draft"]) for run in contender.outputs if run.phases]
     seconds = [sum(parts) for each in phases for parts in zip(*each, strict=True)]
-    return {"drafter": one.name, "drafting_ms": round(1e3 * fmean(seconds), 4) if seconds else None, **one.row()}
+    drafting_ms = round(1e3 * fmean(seconds), 4) if seconds else None
+    return {"drafter": contender.name, "drafting_ms": drafting_ms, **contender.row()}
 
 
 def main(flags: Flags) -> None:
@@ -52,19 +50,19 @@ def main(flags: Flags) -> None:
     contenders = [plain := Contender(PLAIN, session.variant(draft=None))]
     for name, draft in configs.items():
         contenders.append(Contender(name, session.variant(draft=draft), plain, [], {"gamma": draft.gamma}))
-    texts = bench.decode(plain.session, PLAIN).tokens  # what an oracle drafts
+    texts = bench.decode(plain.session, PLAIN).tokens  # an oracle drafts these
 
-    def run_anew(one: Contender) -> None:
-        one.drafters[:] = one.session.drafters(texts) if one.plain else []
-        bench.warm_up(one.session, one.drafters)
-        one.run()
-        one.drafters.clear()
+    def run_anew(contender: Contender) -> None:
+        contender.drafters[:] = contender.session.drafters(texts) if contender.plain else []
+        bench.warm_up(contender.session, contender.drafters)
+        contender.run()
+        contender.drafters.clear()
 
-    in_turns({one.name: partial(run_anew, one) for one in contenders}, flags.repeats)
-    found = {"text": flags.prompts or session.plan.dataset, "repeats": flags.repeats}
-    found["rows"] = [row_of(one) for one in contenders if one.plain]
-    record = bench.record_of("drafters", plain.session, found, without=("gamma", "draft_budget"))
-    publish(flags.output.output, record, console(rows_of([record]), of("drafters")))
+    in_turns({contender.name: partial(run_anew, contender) for contender in contenders}, flags.repeats)
+    found = [row_of(contender) for contender in contenders if contender.plain]
+    measured = {"text": flags.prompts or session.plan.dataset, "repeats": flags.repeats, "rows": found}
+    record = bench.record_of("drafters", plain.session, measured, without=("gamma", "draft_budget"))
+    publish(flags.output.output, record, console(found, of(COLUMNS)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the Triton kernels compile to: registers, shared memory and spills of every variant, without a GPU.
+"""Compile the Triton kernels without a GPU, and report registers, shared memory and spills of every variant.
 
-    python reproduce/kernel_report.py --output reproduce/results/kernel_report.jsonl
+    python -m reproduce.kernel_report --output reproduction/kernel_report.jsonl
 
-Compiles the launches that the backend would make, with the ptxas that comes with Triton. Exits with code 1
-and names the variants if one of them spills registers or needs more shared memory than a block may have.
+Compiles the launches that the backend would make, with Triton's ptxas. Exit code 1 if a variant spills registers or
+needs more shared memory than a block may have.
 """
 
 import sys
@@ -14,8 +14,10 @@ from common.errors import ConfigError
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from common.tables import console
-from reproduce.paper.columns import of
+from common.tables import Column, console
+
+NAMES = ("arch", "registers", "shared", "spill_stores", "spill_loads", "threads")
+COLUMNS = [Column("variant", "variant", align="<"), *(Column(name, name) for name in NAMES)]
 
 
 def main(flags: Output) -> None:
@@ -33,12 +35,12 @@ def main(flags: Output) -> None:
         for variant, launch in variants(arch):
             kernels.append(compile_launch(variant, launch, arch))
             say(f"compiled {variant} for sm_{arch}")
-    most_shared = {f"sm_{arch}": max(one["shared"] for one in kernels if one["arch"] == arch) for arch in SHARED_LIMIT}
-    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(one["registers"] for one in kernels)
+    most_shared = {f"sm_{arch}": max(x["shared"] for x in kernels if x["arch"] == arch) for arch in SHARED_LIMIT}
+    problems, most_registers = list(filter(None, map(problem_of, kernels))), max(x["registers"] for x in kernels)
     record = {"benchmark": "kernel_report", "triton_version": triton.__version__, "variants": len(kernels)}
     record |= {"max_registers": most_registers, "max_shared_bytes": most_shared, "problems": problems}
     summary = f"{len(kernels)} variants, at most {most_registers} registers, {len(problems)} problems"
-    table = console(kernels, of("compiled"), indent="")
+    table = console(kernels, COLUMNS, indent="")
     publish(flags.output, record | {"kernels": kernels} | provenance(), table, summary)
     if problems:
         print("\n".join(problems), file=sys.stderr)

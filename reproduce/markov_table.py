@@ -1,9 +1,9 @@
-"""Counts what follows what in a text, for --draft markov.
+"""Count which tokens follow which in a text, for --draft markov.
 
-    python reproduce/markov_table.py --skip 60000
+    python -m reproduce.markov_table --skip 60000
     python tests/selfspec_benchmark.py --draft markov --markov_table reproduction/markov_table.json
 
-Where prompts are cut from the text as well, those and what follows them should be skipped.
+Where prompts are cut from the same text, skip them and what follows them.
 """
 
 from dataclasses import dataclass, field

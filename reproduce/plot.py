@@ -1,141 +1,166 @@
-"""Plots your own records over the setting that varies most, a line for each combination of the others.
+"""Plot records over the setting that varies most, with a line for each combination of the other settings.
 
-    python reproduce/plot.py results.jsonl
-    python reproduce/plot.py sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
+    python -m reproduce.plot results.jsonl
+    python -m reproduce.plot sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
 
-Reads what the benchmarks and reproduce/acceptance.py append to --output, and the rows of sweeps. Of repeats the median
-is drawn; records without one of the two numbers are left out, which is said. Over a setting that is no number, such as
---x draft_policy, bars are drawn.
+Reads what benchmarks and reproduce/acceptance.py append to --output, and sweeps. Repeats are drawn as their median.
+Records without one of the two numbers are left out. Over a setting that is no number, bars are drawn.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from textwrap import fill
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 import bench
 from common import cli
+from common.checkout import ROOT
 from common.errors import ConfigError
-from common.jsonl import read_lines
-from reproduce.paper import figures
-from reproduce.paper.figures import Figure, Panel, lines
-from reproduce.paper.published import Record, grouped
-from reproduce.paper.reproduction import REPRODUCTION
+from reproduce.helpers.records import Record, grouped, read_records
 
-DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # rather than counted up
+DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
 AXES = (*DOUBLED, "gamma", "temperature")
 SETTINGS = (
-    *("benchmark", "model", "draft", "draft_model", "draft_policy", "text", "text_drafts", "draft_layers"),
-    *("draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p", "dtype"),
-    *("quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu", *AXES),
+    *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
+    *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
+    *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
+    *AXES,
 )
-# Options that older records have beside values of another, which follow it here, that leave them without effect.
-IDLE = {"inner_gamma": ("draft_of_draft", None), "inner_budget": ("draft_of_draft", None, "ngram")}
-IDLE |= {"text_match": ("text_drafts", None)}
-LABEL_WIDTH = 48
-LARGEST = 1e15  # of what is drawn; infinity and NaN are not below it
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
+# Okabe and Ito's palette, without its yellow, which is lost on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS, PANEL_INCHES, BARS_WIDTH = "osD^vP", (5.0, 3.6), 0.8
+Points = dict[str, list[tuple[Any, float]]]
 
 
 @dataclass(frozen=True)
 class Flags:
-    FLAGS: ClassVar[dict[str, str]] = {"records": "RECORDS"}
+    records: Positional[tuple[str, ...]]  # files of JSON lines
+    x: str | None = None  # setting to draw over, such as prefix_len, gamma or draft_policy; by default what varies most
+    y: tuple[str, ...] = MEASURED  # numbers to draw
+    figures: str = str(ROOT / "reproduction" / "figures")  # folder for the figure, as PNG and SVG
 
-    records: Positional[Annotated[tuple[str, ...], arg(metavar="RECORDS ...")]]  # files of JSON lines
-    x: Annotated[str | None, arg(help_behavior_hint="(default: the one with the most values)")] = None
-    """the setting to draw over, such as prefix_len, B, draft_budget, gen_len, gamma, temperature or draft_policy"""
-    y: tuple[str, ...] = MEASURED  # what to draw
-    figures: str = str(REPRODUCTION / "figures")  # the folder for the figure, as PNG and SVG
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def values_of(records: Sequence[Record], name: str) -> list[Any]:
+    """Return the numbers that this setting has in the records, or its names if it has no number."""
+    given = {record[name] for record in records if isinstance(record.get(name), (int, float, str))}
+    return [*filter(is_number, given)] or [*given]
+
+
+def choose_x(records: Sequence[Record]) -> str:
+    """Return the number that has most values, or the name that has if no number varies."""
+    counts = {name: len(values_of(records, name)) for name in (*AXES, *SETTINGS)}
+    return max([name for name in AXES if counts[name] > 1] or SETTINGS, key=counts.__getitem__)
+
+
+def varied_settings(records: Sequence[Record], x: str) -> list[str]:
+    """Return the settings that tell lines apart: each makes more combinations than those before it. Over names, such as
+    policies, an option that only some of them have follows from the name."""
+
+    def n_kinds(*names: str) -> int:
+        return len({repr([record.get(name) for name in names]) for record in records})
+
+    varied: list[str] = []
+    for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
+        follows = (
+            not is_number(records[0][x])
+            and any(record.get(name) is None for record in records)
+            and n_kinds(x, name) == n_kinds(x)
+        )
+        if name != x and not follows and n_kinds(*varied, name) > n_kinds(*varied):
+            varied.append(name)
+    return varied
+
+
+def points_of(records: Sequence[Record], x: str, y: str) -> Points:
+    """Return each line's points by its label: the medians of `y` over `x`."""
+    varied = varied_settings(records, x)
+
+    def label(record: Record) -> str:
+        return ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+
+    return {
+        name: sorted((at, median(row[y] for row in rows)) for at, rows in grouped(line, lambda row: row[x]).items())
+        for name, line in grouped(records, label).items()
+    }
+
+
+def draw(axes: Any, points: Points, x: str, y: str) -> None:
+    """Draw a panel. Names on the x axis become bars."""
+    places = sorted({at for line in points.values() for at, _ in line})
+    are_names = isinstance(places[0], str)
+    width = BARS_WIDTH / len(points)
+    for number, (label, line) in enumerate(points.items()):
+        look = {"label": label, "color": COLOURS[number % len(COLOURS)]}
+        xs, ys = zip(*line, strict=True)
+        if are_names:
+            middles = [places.index(at) + (number + 0.5) * width - BARS_WIDTH / 2 for at in xs]
+            axes.bar(middles, ys, width, **look)
+        else:
+            axes.plot(xs, ys, marker=MARKERS[number % len(MARKERS)], **look)
+    if are_names:
+        axes.set_xticks(range(len(places)), places)
+    elif x in DOUBLED and places[0] > 0:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
+    if y.endswith("speedup"):
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=7, frameon=False)
+
+
+def save(panels: dict[str, Points], x: str, name: str, folder: Path) -> list[Path]:
+    """Draw a panel for each number, and write PNG and SVG. Errors: ConfigError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        fix = "pip install -r requirements-dev.txt, or: pip install matplotlib"
+        raise ConfigError("figures need matplotlib", "the Python environment", error, "matplotlib", fix) from None
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * len(panels), height), layout="constrained", dpi=130)
+    for axes, (y, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        draw(axes, points, x, y)
+    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            figure.savefig(file, bbox_inches="tight")
+    except OSError as error:
+        what, required = "a figure cannot be written", "a folder that can be written"
+        raise ConfigError(what, "--figures", error, required, "name another folder") from None
+    return files
 
 
 def main(flags: Flags) -> None:
-    """A figure with a panel for each of the flags' `y`, and what is in it said."""
-    figures.require_matplotlib()
-    records = read_records(flags.records)
-    named = [*([flags.x] if flags.x else []), *(flags.y if flags.y != MEASURED else [])]
-    for name in named:
-        if not any(name in record for record in records):
-            required = ", ".join(sorted({key for record in records for key in record if _is_number(record[key])}))
-            raise ConfigError("no record has this", "--x, --y", name, f"such as {required}", "check the spelling")
-    measured = [record for record in records if any(_is_number(record.get(y)) for y in flags.y)]
-    counts = {axis: len(_values(measured, axis)) for axis in (*AXES, *SETTINGS)}
-    varied = [axis for axis in AXES if counts[axis] > 1] or SETTINGS
-    x = flags.x or max(varied, key=counts.__getitem__)
-    places = _values(measured, x)
-    drawn = {y: [one for one in measured if _is_number(one.get(y)) and one.get(x) in places] for y in flags.y}
-    panels = [panel(kept, x, y) for y, kept in drawn.items() if kept and (flags.x or counts[x] > 1)]
+    records: list[Record] = []
+    for path in flags.records:
+        for record in read_records(path):
+            records += [record | row for row in record["rows"]] if "rows" in record else [record]
+    measured = [record for record in records if any(is_number(record.get(y)) for y in flags.y)]
+    x = flags.x or (choose_x(measured) if measured else AXES[0])
+    places, panels = values_of(measured, x), dict[str, Points]()
+    for y in flags.y:
+        drawn = [record for record in measured if is_number(record.get(y)) and record.get(x) in places]
+        if drawn and (flags.x or len(places) > 1):
+            panels[y] = points_of(drawn, x, y)
+            print(f"  {y} over {x}: {len(drawn)} of {len(records)} records have both")
     if not panels:
-        what, seen = "there is nothing to draw", f"{len(measured)} records with a number to draw"
-        required = f"values that differ under {flags.x or ' or '.join(AXES)}"
-        raise ConfigError(what, "RECORDS", seen, required, "measure more, or give --x, --y")
-    for y, kept in drawn.items():
-        print(f"  {y} over {x}: {len(kept)} of {len(records)} records have both")
-    name = Path(flags.records[0]).stem
-    for path in figures.save(Figure(name, panels), name, Path(flags.figures)):
-        print(f"  {path}")
-
-
-def read_records(paths: Sequence[str]) -> list[Record]:
-    """The files' records, one for each of their rows if they have any, and empty ones of failed cells. Errors:
-    ConfigError naming a file or line that has none."""
-    records = []
-    for path in paths:
-        for number, line in read_lines(path) if Path(path).is_file() else [(0, "no such file")]:
-            record = line.get("record", line) if isinstance(line, dict) else line
-            if not isinstance(record, dict | None):
-                where, fix = f"{path}, line {number}", "name the file that a benchmark or sweep appended to"
-                raise ConfigError("this is no record", where, str(line)[:80], "a JSON object in each line", fix)
-            record = record and record | bench.options_of(record)
-            records += [record | row for row in record["rows"]] if record and "rows" in record else [record or {}]
-    return records
-
-
-def panel(records: Sequence[Record], x: str, y: str) -> Panel:
-    """Median `y` over `x`, a line for each combination of the other settings that tell records apart."""
-    varied: list[str] = []
-    for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        tells_more = _n_kinds(records, *varied, name) > _n_kinds(records, *varied)
-        if name != x and tells_more and not _follows(records, name, x):
-            varied.append(name)
-
-    def line(record: Record) -> tuple[str, float | str]:
-        said = [f"{name} {_setting(record, name)}" for name in varied if _setting(record, name) is not None]
-        label = fill((", ".join(said) or "all").replace("$", "\\$"), LABEL_WIDTH)  # a dollar sign would begin a formula
-        return label, record[x] if _is_number(record[x]) else str(record[x])
-
-    points = grouped(records, line).items()
-    medians = [{"label": label, x: at, y: median(one[y] for one in same)} for (label, at), same in points]
-    is_log = x in DOUBLED and all(_is_number(record[x]) and record[x] > 0 for record in records)
-    return Panel(y, x, y, lines(medians, "label", x, y), is_log_x=is_log, is_speedup=y.endswith("speedup"))
-
-
-def _n_kinds(records: Sequence[Record], *names: str) -> int:
-    return len({repr([_setting(record, name) for name in names]) for record in records})
-
-
-def _follows(records: Sequence[Record], option: str, x: str) -> bool:
-    """Whether `x` is names, such as policies, that either have this option or not, and each no more than one value."""
-    is_of_some = not _is_number(records[0][x]) and any(_setting(record, option) is None for record in records)
-    return is_of_some and _n_kinds(records, x, option) == _n_kinds(records, x)
-
-
-def _setting(record: Record, name: str) -> Any:
-    other, *idle = IDLE.get(name, (name,))
-    return None if record.get(other) in idle else record.get(name)
-
-
-def _values(records: Sequence[Record], name: str) -> list[Any]:
-    """Return the numbers that this setting has in the records, or its names if it has no number."""
-    given = {record[name] for record in records if isinstance(record.get(name), (int, float, str))}
-    return [*filter(_is_number, given)] or [*given]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+        required, fix = f"numbers {', '.join(flags.y)} over values of {x} that differ", "measure more, or give --x, --y"
+        raise ConfigError(
+            "there is nothing to draw", ", ".join(flags.records), f"{len(records)} records", required, fix
+        )
+    for file in save(panels, x, Path(flags.records[0]).stem, Path(flags.figures)):
+        print(f"  {file}")
 
 
 if __name__ == "__main__":

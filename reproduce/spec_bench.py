@@ -1,19 +1,16 @@
-"""What drafters gain on a prompt set, by category: conversations through the chat template, plain decoding beside each.
+"""Measure what drafters gain on a prompt set, by category: conversations through the chat template.
 
-    python reproduce/spec_bench.py --output reproduction/spec_bench.jsonl
-    python reproduce/spec_bench.py --prompts spec-bench --per_category 10 --drafters self standalone:DRAFT/model.pth
+    python -m reproduce.spec_bench --output reproduction/spec_bench.jsonl
+    python -m reproduce.spec_bench --prompts spec-bench --per_category 10 --drafters self standalone:DRAFT/model.pth
 
-How conversations are decoded, and what is counted: docs/prompt_sets.md. The same command goes on with categories that
-have no record in --output yet.
+Plain decoding runs beside every drafter; docs/prompt_sets.md says how conversations are decoded and counted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +23,7 @@ from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
 from common.errors import ConfigError, flag, require_at_least
-from common.jsonl import append_or_put_off, publish, read_lines, require_appendable
+from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
 from common.tables import console
 from engine.contention import contention
@@ -35,27 +32,29 @@ from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, drafters
 from kv_cache.policy import policies
 from models.checkpoints.chat_template import ChatTemplate
-from reproduce.paper.columns import SLOWER, of
-from reproduce.paper.published import Record, grouped
+from reproduce.helpers.columns import of
+from reproduce.helpers.records import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
-BENCHMARK, STANDALONE, PLAIN, ALL = "spec_bench", "standalone", "plain", "all"
+STANDALONE, PLAIN, ALL = "standalone", "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
 SCHEDULES = ("constant", "heuristic", "confidence")
-# The bytes of a character that was cut off are read again as three tokens each.
+# A character that was cut off is encoded again as three tokens for each byte.
 READ_AGAIN = 3
-# What says nothing of how a conversation is decoded; what rows that are summed share; what is summed.
-ELSEWHERE = ("output", "prompts", "categories", "per_category")
+# Fields that rows share which are summed, and fields that are summed.
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
-SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "judged", "accepted", "emitted", "seconds")
+SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
+COLUMNS = (
+    "drafter gamma draft_budget category sequences acceptance mean_accepted_length plain_rate rate speedup identical"
+)
 
 
 @dataclass(frozen=True)
 class Drafters:
-    """Of a program that compares drafters: what drafts, for which target and sampling."""
+    """Flags of a program that compares drafters."""
 
     FLAGS: ClassVar[dict[str, str]] = {"draft": "--drafters", "draft_model": "--drafters"}
 
@@ -64,11 +63,11 @@ class Drafters:
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """what drafts: names, KIND:CHECKPOINT (standalone, eagle, medusa), or self:POLICY; before one, text drafters
-    (suffix+self); behind one, its schedule or gamma (self@heuristic, self@5); each has the draft flags that it takes"""
+    """drafters: names, KIND:CHECKPOINT (standalone, eagle, medusa), or self:POLICY; with text drafters before it
+    (suffix+self), with its schedule or gamma behind it (self@heuristic, self@5)"""
 
     def configs(self) -> dict[str, DrafterConfig]:
-        """Every drafter by its name; of themselves, those that can be. Errors: ConfigError."""
+        """Return every drafter by its name; by default those that need no second model. Errors: ConfigError."""
         self.target.require_trained("random weights have nothing to say")
         sampled = self.sampling.temperature > 0 and self.sampling.mode != "coupled"
         given = self.draft.given()
@@ -97,25 +96,21 @@ class Flags(Drafters):
     B: BatchSize = 8  # conversations decoded together
     gen_len: int = 128  # new tokens of each turn, at most
 
-    def cell(self, category: Sequence[Prompt]) -> str:
-        """16 digits of what is run: these conversations, and all flags that have a say in how."""
-        own = {name: value for name, value in asdict(self).items() if name not in ELSEWHERE}
-        own["sampling"]["verification"] = self.sampling.mode
-        said = json.dumps([own, [asdict(prompt) for prompt in category]], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
-
 
 def _chosen(name: str) -> dict[str, Any]:
+    """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
     what, at, length = name.rpartition("@")
-    own = {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
-    head, _, path = (what if at and own else name).partition(":")
+    schedule = (
+        {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
+    )
+    head, _, path = (what if at and schedule else name).partition(":")
     *texts, kind = head.split("+")
     behind = "draft_model" if kind in WITH_MODEL else "draft_policy"
     is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
     is_known &= kind in WITH_MODEL or not path or (kind == "self" and path in policies())
     if is_known and set(texts) <= TEXTS.keys():
         given = {"draft": kind, behind: path, "text_drafts": tuple(texts)}
-        return {name: value for name, value in given.items() if value} | own
+        return {name: value for name, value in given.items() if value} | schedule
     required = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
@@ -123,21 +118,21 @@ def _chosen(name: str) -> dict[str, Any]:
 def open_session(
     run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
 ) -> bench.Session:
-    """With room for the prompts, those or the run's own, and for every drafter. Errors: UserError."""
+    """Open a session with room for the prompts (`ids`, or those of `run`) and for every drafter. Errors: UserError."""
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
-    # The first is what a session is opened with: the draft model, if there is one.
+    # A session is opened with the first drafter, which has to be the draft model if there is one.
     deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: not one.has_model)]
     return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
-    """The last turn's prompt, with as many tokens as the answers before it may have."""
-    said = [{"role": "user", "content": turn} for turn in prompt.turns]
+    """Return a prompt as long as that of the last turn, behind the longest possible answers."""
+    turns = [{"role": "user", "content": turn} for turn in prompt.turns]
     empty = {"role": "assistant", "content": ""}
-    ids = template.encode([*chain.from_iterable((turn, empty) for turn in said[:-1]), said[-1]])
-    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(said) - 1))
+    ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
+    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(turns) - 1))
 
 
 def converse(
@@ -145,11 +140,11 @@ def converse(
     drafters: Mapping[str, Drafter],
     template: ChatTemplate,
     category: Sequence[Prompt],
-    first: int,
 ) -> dict[str, Record]:
-    """What each drafter did beside plain decoding, over all turns of a category: in the other order every other batch,
-    but for drafters that plain decoding's text makes. Requests are numbered from `first` on."""
+    """Decode all turns of a category's conversations with plain decoding and each drafter, in the other order every
+    other batch; drafters that are made from plain decoding's text come last. Return the sums of each drafter."""
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
+    first = 0  # number of the batch's first request, on which samples depend
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
     each: dict[str, list[list[Counts]]] = {draft: [[] for _ in category] for draft in batches}
     turned = [PLAIN, *drafters][::-1]
@@ -162,13 +157,13 @@ def converse(
             seen: dict[str, bench.Decoded] = {}
             turned = turned[::-1]
             for draft in [*turned, *(draft for draft in batches if draft not in drafters)]:
-                own = replace(sessions[draft], prompts=prompts, numbered_from=first)
+                session = replace(sessions[draft], prompts=prompts, numbered_from=first)
                 drafter = drafters.get(draft)
                 if drafter is None and draft != PLAIN:
-                    drafter = own.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
-                seen[draft] = bench.decode(own, f"{name}, {draft}", drafter)
+                    drafter = session.drafter(texts=[*[()] * first, *seen[PLAIN].tokens])
+                seen[draft] = bench.decode(session, f"{name}, {draft}", drafter)
             for draft, parts in batches.items():
-                parts.append(counted(seen[PLAIN], seen[draft], own.plan.reproducible))
+                parts.append(counted(seen[PLAIN], seen[draft], session.plan.reproducible))
                 for row, counts in zip(rows, seen[draft].stats.rows, strict=True):
                     each[draft][row].append(counts)
             for row, tokens in zip(rows, seen[PLAIN].tokens, strict=True):
@@ -178,14 +173,13 @@ def converse(
 
 
 def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
-    """What is summed of a batch; seconds are of decoding alone, to its last row. contended: whether threads waited."""
+    """Return the counts of a batch. Seconds are of decoding to the last row. contended: threads waited for cores."""
     counts, before = drafted.stats.counts, plain.stats
     return {
         "sequences": len(drafted.tokens),
         "identical_sequences": bench.identical_rows(plain.tokens, drafted.tokens) if comparable else None,
         "rounds": counts.rounds,
-        "judged": counts.verified,
-        **{name: getattr(counts, name) for name in ("drafted", "accepted", "emitted")},
+        **{name: getattr(counts, name) for name in ("drafted", "verified", "accepted", "emitted")},
         "seconds": drafted.stats.decode_seconds,
         "baseline_emitted": before.counts.emitted,
         "baseline_seconds": before.decode_seconds,
@@ -194,66 +188,64 @@ def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> R
 
 
 def summed(parts: Sequence[Record], each: Sequence[Counts]) -> Record:
-    """Sum up records, with their rates. each: counts of each conversation over its turns; empty if unknown."""
+    """Sum up records and add their rates. each: counts of each conversation, over its turns."""
     sums = {name: None if parts[0][name] is None else sum(part[name] for part in parts) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
-    rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["judged"]), "speedup": bench.ratio(drafted, plain)}
+    rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"]), "speedup": bench.ratio(drafted, plain)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
-    rates |= {"judged_of_each": [one.verified for one in each], "accepted_of_each": [one.accepted for one in each]}
+    rates |= {"verified_of_each": [one.verified for one in each], "accepted_of_each": [one.accepted for one in each]}
     rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
 
 def table_rows(records: Iterable[Record]) -> list[Record]:
-    """A drafter's categories together, and last what they sum up to."""
-    own = ((record | row, row) for record in records for row in record["rows"])
-    rows = [{name: one[name] for name in (*SHARED, "category", *row)} for one, row in own]
+    """Return the rows of each drafter by category, followed by their sum."""
+    pairs = ((record | row, row) for record in records for row in record["rows"])
+    rows = [{name: both[name] for name in (*SHARED, "category", *row)} for both, row in pairs]
     groups = grouped(rows, itemgetter(*SHARED)).values()
-    return [row for own in groups for row in (*own, *([_all(own)] if len(own) > 1 else []))]
+    return [row for group in groups for row in (*group, *([_sum_categories(group)] if len(group) > 1 else []))]
 
 
-def _all(rows: Sequence[Record]) -> Record:
-    """Sum up a drafter's categories. Records that were written before had no counts of each conversation."""
-    is_known = all("judged_of_each" in row for row in rows)
-    pairs = (zip(row["judged_of_each"], row["accepted_of_each"], strict=True) for row in rows if is_known)
-    each = [Counts(verified_at=[judged], accepted_at=[accepted]) for judged, accepted in chain(*pairs)]
+def _sum_categories(rows: Sequence[Record]) -> Record:
+    each = [
+        Counts(verified_at=[verified], accepted_at=[accepted])
+        for row in rows
+        for verified, accepted in zip(row.get("verified_of_each", ()), row.get("accepted_of_each", ()), strict=True)
+    ]
     return summed(rows, each) | {"category": ALL}
 
 
 def measure(
-    flags: Flags,
-    configs: Mapping[str, DrafterConfig],
-    cells: Mapping[str, Sequence[Prompt]],
-    firsts: Mapping[str, int],
-    done: Collection[str],
-    put_off: list[Exception],
+    flags: Flags, configs: Mapping[str, DrafterConfig], categories: Mapping[str, Sequence[Prompt]]
 ) -> Iterable[Record]:
-    """A record of each category that is not done, numbered from `firsts`, appended to the output. Errors: UserError."""
+    """Yield a record of each category, appended to the output. Errors: UserError."""
     options = ("draft_model", "gamma", "draft_policy", "draft_budget")
     template = flags.target.with_text().chat_template()
-    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*cells.values())]
-    sizes, own_rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
-    run = RunConfig(flags.target, sizes=sizes, rows=own_rows, sampling=flags.sampling, output=flags.output)
+    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
+    sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
+    run = RunConfig(flags.target, sizes=sizes, rows=rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
     settings = {name: bench.settings_record(sessions[name]) for name in configs}
-    own = {name: {"drafter": name} | {key: settings[name].get(key) for key in options} for name in configs}
+    options_by_drafter = {
+        name: {"drafter": name} | {key: settings[name].get(key) for key in options} for name in configs
+    }
     for name, config in configs.items():
-        own[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
-    drafters = {name: sessions[name].drafter() for name, one in configs.items() if not one.needs_baseline}
+        options_by_drafter[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
+    drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
-    for cell, prompts in cells.items():
-        if cell in done:
-            continue
-        found = converse(sessions, drafters, template, prompts, firsts[prompts[0].category])
-        rows = [own[name] | seen for name, seen in found.items()]
-        named = {"cell": cell, "prompts": flags.prompts or PROMPTS, "B": flags.B, "category": prompts[0].category}
-        named |= {"conversations": len(prompts), "rows": rows}
-        record = bench.record_of(BENCHMARK, sessions[PLAIN], bench.rounded(named), options)
-        append_or_put_off(flags.output.output, record, put_off)
+    for category, prompts in categories.items():
+        found = converse(sessions, drafters, template, prompts)
+        measured = {"prompts": flags.prompts or PROMPTS, "B": flags.B, "category": category}
+        measured |= {
+            "conversations": len(prompts),
+            "rows": [options_by_drafter[name] | row for name, row in found.items()],
+        }
+        record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), options)
+        append_record(flags.output.output, record)
         yield record
 
 
@@ -263,20 +255,13 @@ def main(flags: Flags) -> None:
     require_appendable(flags.output.output)
     configs = flags.configs()
     prompts = load_prompts(flags.prompts or str(ROOT / PROMPTS))
-    n_turns = {name: sum(len(one.turns) for one in own) for name, own in by_category(prompts).items()}
-    firsts = dict(zip(n_turns, accumulate(n_turns.values(), initial=0), strict=False))
-    asked = by_category(prompts, flags.categories or (), flags.per_category)
-    cells, put_off = {flags.cell(prompts): prompts for prompts in asked.values()}, []
-    lines = [line for _, line in read_lines(flags.output.output)] if flags.output.output else []
-    done = {line["cell"]: line for line in lines if isinstance(line, dict) and line.get("benchmark") == BENCHMARK}
-    if not cells.keys() <= done.keys():
-        done |= {record["cell"]: record for record in measure(flags, configs, cells, firsts, [*done], put_off)}
-    rows = bench.rounded(table_rows(done[cell] for cell in cells))
-    summary = {"benchmark": f"{BENCHMARK}_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
-    said = f"{SLOWER}: slower than plain decoding"
+    categories = by_category(prompts, flags.categories or (), flags.per_category)
+    rows = bench.rounded(table_rows(measure(flags, configs, categories)))
+    summary = {"benchmark": "spec_bench_summary", "prompts": flags.prompts or PROMPTS, "rows": rows, **provenance()}
+    notes = ["*: slower than plain decoding"]
     if any(row.get("contended") for row in rows):
-        said += "; threads waited for processors: no speedup here is to be trusted"
-    publish(None, summary, console(rows, of("conversations")), f"  {said}", put_off=put_off)
+        notes.append("threads waited for processors: no speedup here is to be trusted")
+    publish(None, summary, console(rows, of(COLUMNS)), *(f"  {note}" for note in notes))
 
 
 if __name__ == "__main__":

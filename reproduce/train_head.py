@@ -1,10 +1,10 @@
-"""Trains an EAGLE-3 head and Medusa heads for a target on what it writes itself, and measures how they draft.
+"""Train an EAGLE-3 head and Medusa heads on a target's own text, and measure how they draft.
 
-    python reproduce/train_head.py --out reproduction/heads --minutes 45
+    python -m reproduce.train_head --out reproduction/heads --minutes 45
 
-On what and how: docs/speculation.md, "Trained heads". Ended at any time, the same command goes on. The heads are for
---draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa; FOLDER/held_back.txt, the half
-of the book that they have not seen, is a --dataset of other commands.
+docs/speculation.md, "Trained heads", describes the training. Ended at any time, the same command goes on. The heads are
+for --draft eagle --draft_model FOLDER/eagle and --draft medusa --draft_model FOLDER/medusa. FOLDER/held_back.txt is the
+half of the book that they have not seen, a --dataset for other commands.
 """
 
 import json
@@ -26,17 +26,17 @@ from engine.drafters.config import DrafterConfig
 from models.checkpoints.manifest import CONFIG, write_text
 from models.config import read_config
 from reproduce.heads import examples, training
-from reproduce.heads.recipe import Recipe
-from reproduce.paper.columns import of
+from reproduce.heads.training import Recipe
+from reproduce.helpers.columns import of
 
-# Of the time: examples are begun until the first, training ends at the second.
+# Shares of the time: the last examples are begun, training ends.
 WRITTEN, TRAINED = 0.45, 0.9
 TEMPERATURES, DRAFTS = (0.0, 0.6), ("eagle", "medusa", "ngram", "self")
 CURVE_POINTS = 40
-# The fewest tokens of a window: a block of fewer is a round's, whose attention takes another mask.
+# The fewest tokens of a window: a shorter block counts as a round's, whose attention takes another mask.
 LEAST_WINDOW = 32
-# Settings that are each row's own, or none of this record.
-OWN = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
+# Settings that differ between rows, or that training has not.
+ROW_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
 COUNTED = ("acceptance_rate", "acceptance_per_position", "mean_accepted_length")
 
 
@@ -101,22 +101,24 @@ def main(flags: Flags) -> None:
     measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
     measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
     measured |= {"curve": thinned, "rows": rows}
-    record = bench.record_of("train_head", session, bench.rounded(measured), OWN)
-    publish(flags.output.output, record, console(rows, of("heads")))
+    record = bench.record_of("train_head", session, bench.rounded(measured), ROW_SETTINGS)
+    publish(
+        flags.output.output, record, console(rows, of("draft temperature acceptance by_position mean_accepted_length"))
+    )
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Note what the folder's files are of. Errors: ConfigError if that is something else."""
+    """Write the settings of the folder's files. Errors: ConfigError if the folder has files of other settings."""
     file = folder / "settings.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
         what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
-        raise ConfigError(what, where, ", ".join(unlike), "what the run was begun with", f"{fix}, or give its flags")
+        raise ConfigError(what, where, ", ".join(unlike), "the flags of that run", f"{fix}, or give these flags")
     write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))
 
 
 def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """How each draft is accepted behind those prompts, by temperature."""
+    """Measure the acceptance of each draft behind those prompts, by temperature."""
     sizes = Sizes(min(len(prompts), config.sizes.B), config.sizes.prefix_len, flags.measured_len)
     rows = []
     for draft in flags.drafts():
@@ -124,9 +126,9 @@ def measure(config: RunConfig, flags: Flags, prompts: Sequence[Sequence[int]]) -
         for temperature in TEMPERATURES:
             session = opened.variant(prompts=[*prompts], sampling=ComparedSampling(temperature))
             stats = session.generate(session.drafter()).stats
-            own = {"draft": draft.name, "temperature": temperature, "verification": session.plan.verification}
-            own |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
-            rows.append(own | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
+            row = {"draft": draft.name, "temperature": temperature, "verification": session.plan.verification}
+            row |= {"verified": stats.counts.verified} | {name: getattr(stats.counts, name) for name in COUNTED}
+            rows.append(row | {"acceptance_standard_error": acceptance_standard_error(stats.rows)})
     return rows
 
 

@@ -103,14 +103,6 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     return make_models(tmp_path_factory.mktemp("models"), books)
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs the scripts of published tables over cells that are measured in no time."""
-    from published_runs import Runs
-
-    return Runs(tmp_path, monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`serving_cases.make_checkpoint`: long enough for answers, and with a chat template."""

@@ -1,4 +1,4 @@
-"""Command lines: which words are read as what, what is refused, which flags are only remarked upon, and help."""
+"""Command lines: unknown flags and values, flags without effect, and help."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,7 +21,9 @@ class Inner:
     compile: bool = False
     """whether"""
     draft: Literal["self", "ngram"] | None = None
-    """kind of draft"""
+    """what"""
+    dtype: Literal["auto"] | Literal["z", "b", "y", "a", "x", "c", "w"] = "auto"
+    """stored how"""
     budget: int | Literal["auto"] = 8
     """entries"""
 
@@ -31,18 +33,18 @@ class Flags:
     """A program's flags."""
 
     model: str
-    """path"""
+    """where"""
     rows: int = 1  # together
     inner: Inner = field(default_factory=Inner)
 
 
-def refusal(*argv: str) -> str:
+def refused(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
         read(Flags, argv, "program.py")
     return str(caught.value)
 
 
-def test_flags_are_fields_at_any_depth():
+def test_flags_are_the_fields_however_deep():
     assert read(Flags, ["--model", "m"]) == Flags("m")
     given = read(Flags, ["--gammas", "1", "2", "--model=m", "--compile", "--draft", "ngram"])
     assert given == Flags("m", inner=Inner((1, 2), True, "ngram"))
@@ -65,8 +67,12 @@ def test_what_is_required_is_named_and_none_is_no_value():
 @pytest.mark.parametrize(
     ("flags", "useless"),
     [
+        ("--p_min 0.5", ["--p_min"]),
         ("--p_min 0.5 --text_match 4", ["--p_min", "--text_match"]),
+        ("--draft_of_draft ngram --inner_budget 16", ["--inner_budget"]),
+        ("--inner_gamma 2 --draft_budget 32", ["--inner_gamma"]),
         ("--draft ngram --draft_budget 32 --max_ngram 2", ["--draft_budget"]),
+        ("--draft_policy full --draft_budget 32 --gamma 2", ["--draft_budget"]),
         ("--gamma 0 --draft_policy snapkv --draft_budget 64", ["--draft_policy", "--draft_budget"]),
         ("--gamma_schedule confidence --p_min 0.5 --draft_budget 32", []),
     ],

@@ -2,28 +2,18 @@
 
 import json
 
-import pytest
 import torch
 from programs import run
 
-from reproduce import cpu_linears
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(cpu_linears, "READ_BYTES", 2**16)
-    monkeypatch.setattr(cpu_linears, "MATRIX", 64)
+from reproduce.cpu_linears import installed_kernels
 
 
 def test_a_kernel_multiplies_by_the_weight_that_it_packed():
-    torch.manual_seed(0)
     w, x = torch.randn(128, 64), torch.randn(3, 64)
-    for kernel in cpu_linears.at_hand():
-        if kernel.dtype == torch.uint8:  # takes x rounded before
-            continue
+    for kernel in installed_kernels():
         y = kernel.multiply(x.to(kernel.dtype), kernel.pack(w))
-        cosine = torch.cosine_similarity(y.float(), x @ w.T)  # of a row: its scale may be left out
-        assert y.shape == (3, 128) and cosine.min() > (0.98 if kernel.weight_bytes < 1 else 0.999), kernel.name
+        cosine = torch.cosine_similarity(y.float(), x @ w.T)
+        assert y.shape == (3, 128) and cosine.min() > (0.98 if "int4" in kernel.name else 0.999), kernel.name
 
 
 def test_a_record_has_every_kernel_for_every_number_of_rows(tmp_path):
@@ -31,8 +21,5 @@ def test_a_record_has_every_kernel_for_every_number_of_rows(tmp_path):
     ended = run("reproduce/cpu_linears.py", f"--n_layer 1 --rounds 1 --rows 1 3 --output {output}".split())
     assert ended.record == json.loads(output.read_text())
     kernels = ended.record["kernels"]
-    names = [kernel.name for kernel in cpu_linears.at_hand()]
-    order = [(part, rows, name) for part in ("layers", "head") for rows in (1, 3) for name in names]
-    assert [(one["part"], one["rows"], one["kernel"]) for one in kernels] == order
-    assert all(one["ms"] > 0 for one in kernels) and "| layers | 3 | int8 x int8, this project |" in ended.out
-    assert list(ended.record["peaks"]) == ["read", "float32", "bfloat16", "int8"]
+    order = [(rows, kernel.name) for rows in (1, 3) for kernel in installed_kernels()]
+    assert [(one["rows"], one["kernel"]) for one in kernels] == order and all(one["ms"] > 0 for one in kernels)

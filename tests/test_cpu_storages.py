@@ -10,7 +10,6 @@ from programs import run
 
 SCRIPT = "reproduce/cpu_storages.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 12 --turns 2 --draft_budget 16 --gamma 2"
-PHASES = ["prefill", "plain step", "verification of 3", "draft step"]
 # Answers as llama.cpp's worker does: a step takes as many ms as a row has tokens in it.
 FAKE_PEER = """#!{python}
 import json, sys
@@ -24,9 +23,7 @@ for line in sys.stdin:
 
 
 @needs_vnni
-def test_every_storage_has_a_row_of_both_samplings_and_its_phases(
-    checkpoint: Path, books: Path, tmp_path: Path
-) -> None:
+def test_every_storage_has_a_row_of_both_samplings(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "tiny.Q4_1.gguf").touch()
     peer = tmp_path / "peer"
@@ -47,18 +44,12 @@ def test_every_storage_has_a_row_of_both_samplings_and_its_phases(
     ]
     for one in own:
         assert [row["sampling"] for row in one["rows"]] == ["greedy", "coupled, 0.6"]
-        assert [phase["phase"] for phase in one["phases"]] == PHASES
-        assert all(phase["ms"] > 0 and phase["limit_ms"] > 0 for phase in one["phases"])
         for row in one["rows"]:
-            assert len(row["speedups"]) == 2 and row["wall_tokens_per_second"] > 0
+            assert len(row["speedups"]) == 2 and row["wall_speedup"] > 0
             assert (row["gamma"], row["draft_budget"]) == (2, 16)
-    # A float32 model reads twice the weights and entries of a bfloat16 one, and 60 entries a row.
-    plain = [one["phases"][1]["bytes"] for one in own]
-    assert plain[0] == 2 * plain[1] and plain[1] > plain[2] > plain[3] > plain[4]
     for one in (f16, q8_0):
         assert one["rows"] == [{"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}]
     assert [one["storage"] for one in (f16, q8_0)] == ["llama.cpp, Q4_1, f16", "llama.cpp, Q4_1, q8_0"]
-    assert "| float32 | greedy | int8 |" in ended.out and "| int4-int8 | draft step |" in ended.out
 
 
 def test_an_interpreter_without_llama_cpp_is_refused_before_anything_is_prefilled(

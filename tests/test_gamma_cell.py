@@ -58,7 +58,7 @@ def test_acceptance_on_three_kinds_of_text(call):
     rows = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in record["rows"]}
     assert len(rows) == len(record["rows"]) == 3 * (2 * 2 + 1)
     for (text, policy, _), row in rows.items():
-        assert row["judged"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
+        assert row["verified"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
         assert row["temperature"] == (0.6 if text == "sampled" else 0)
         assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
         # The draft is the target over the same cache, in the same dtype.

@@ -1,15 +1,15 @@
-"""The command lines for 8 GPUs of docs/ranks.md: tiny models where theirs lie, on PG-19 in a hub cache, made small."""
+"""The command lines for 8 GPUs of docs/ranks.md, on one process with tiny models and PG-19 in a hub cache."""
 
 import hashlib
 from pathlib import Path
 
 import pytest
 from hf_tiny import SHAPE
-from page_commands import Planner, blocks
 from programs import ROOT, benchmark
-from rank_jobs import SIZES as SMALL  # all that is changed: behind the command's own flags, the last of a flag counts
-from rank_jobs import Models, on_two_ranks, results
+from rank_jobs import SIZES as SMALL  # put behind the command's flags: the last of a flag counts
+from rank_jobs import Models
 from test_data import write_pg19
+from test_page_commands import commands
 
 from bench.data import PG19_REPOSITORY, PG19_REVISION
 from models.presets import PRESETS
@@ -22,13 +22,12 @@ TINY = SHAPE | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings"
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The page's flags for 8 ranks of one machine, by script."""
-    folder, found = tmp_path_factory.mktemp("bash"), {}
-    for block in blocks(ROOT / "docs/ranks.md"):
-        for program, *words in block.calls(folder):
-            if program == "torchrun" and words[:2] == ["--standalone", "--nproc_per_node=8"]:
-                found[Path(words[2]).stem.removesuffix("_benchmark")] = words[3:]
+def published() -> dict[str, list[str]]:
+    """The page's flags for 8 ranks on one machine, by benchmark."""
+    found = {}
+    for launcher, *words in commands(ROOT / "docs/ranks.md"):
+        if launcher == "torchrun" and words[:2] == ["--standalone", "--nproc_per_node=8"]:
+            found[Path(words[2]).stem.removesuffix("_benchmark")] = words[3:]
     assert set(found) == set(SCRIPTS)
     return found
 
@@ -71,23 +70,6 @@ def test_a_published_command_reads_pg19(script, published, pg19):
     assert {name: record[name] for name in asked} == asked
 
 
-def test_a_published_command_emits_the_same_on_two_ranks(published, checkout, pg19):
-    """The third one, whose draft lies on one of them; there it is not compiled, which takes seconds."""
-    flags = [flag for flag in published["longspec"] if flag != "--compile"]
-    changed = f"{SMALL} --draft_dtype same --streamingllm_budget 16 --check_ranks".split()
-    undivided = benchmark("longspec", [*flags, *ALONE["longspec"].split(), *changed])
-    one = undivided.record
-    assert one["identical_sequences"] == 3
-    assert 0 < one["accepted"] < one["judged"], "some drafts are meant to be right, some wrong"
-    ended = on_two_ranks(checkout, "longspec", [*flags, *["--rank_group", "0", "1", "--draft_ranks", "0"], *changed])
-    two = ended.record
-    assert results(two) == results(one), ended.err
-    assert (two["tensor_parallel"], two["draft_ranks"], two["config"]["ranks"]["check_ranks"]) == (2, [0], True)
-    assert two["dataset"] == one["dataset"] == "pg19"
-    for said_once in ("loading ", "note: ", "looking for "):
-        assert ended.err.count(said_once) == undivided.err.count(said_once)
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_published_command_runs_on_random_weights(script, published, checkout, monkeypatch):
     """Without a text, of a tiny shape under the published name."""
@@ -96,15 +78,6 @@ def test_a_published_command_runs_on_random_weights(script, published, checkout,
     flags = [*published[script], "--load_format", "dummy", *ALONE[script].split(), *SMALL.split()]
     record = benchmark(script, flags).record
     assert (record["dataset"], record["load_format"], record["sequences"]) == (None, "dummy", 3)
-
-
-@pytest.mark.parametrize("n_gpus,says", [(0, "does not fit into memory"), (1, "8 processes on a machine with 1 GPUs")])
-def test_a_published_command_gets_as_far_as_the_gpus(n_gpus, says, published, tmp_path):
-    """Unchanged, where there are none or too few; `test_page_commands.py` plans it on 8."""
-    planner = Planner(tmp_path, n_gpus=n_gpus)
-    for script, flags in published.items():
-        with pytest.raises(AssertionError, match=says):
-            planner.follow(f"tests/{script}_benchmark.py", flags, n_local=8)
 
 
 def test_without_pg19_a_text_is_asked_for_at_once(checkout, monkeypatch):

@@ -67,7 +67,6 @@ def test_ranks_that_round_apart_emit_the_same_and_agree(models: Models, tmp_path
     one = benchmark("selfspec", models.arguments("selfspec")).record
     two = on_two_ranks(tmp_path, "selfspec", models.arguments("selfspec", "--check_ranks"), "skew_sums").record
     assert results(two) == results(one)
-<<<<<<< HEAD
     assert two["config"]["ranks"]["check_ranks"] is True
 
 
@@ -89,6 +88,3 @@ def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path
     said = ended.message("0", 3)
     assert said.count("error: ") == 1 and "Timed out" in said, ended.err
     assert len(read_rows(tmp_path / "rows")) > N_LONGER
-=======
-    assert two["config"]["ranks"]["check_ranks"] is True
->>>>>>> refs/heads/bench

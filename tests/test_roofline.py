@@ -10,7 +10,7 @@ from cost_model.machines import MACHINES, Collective, Machine, find_machine
 from cost_model.published import ACCEPTANCE, published_acceptance
 from cost_model.roofline import ModelStorage, forward_ms, predict_costs
 from models.presets import preset_config
-from reproduce.paper.published import published
+from reproduce.helpers.published import published
 
 LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
 # 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 behind it, and the head.
@@ -105,9 +105,9 @@ def test_machines_are_named_or_given():
 
 
 def test_published_acceptance_is_what_was_published():
-    by_context = {fact["prefix_len"]: fact["value"] for fact in published().acceptance}
+    by_context = {fact["prefix_len"]: fact["value"] for fact in published()["acceptance"]}
     assert {("meta-llama/Meta-Llama-3.1-8B", "streaming", 512): by_context} == ACCEPTANCE
-    assert published().draft_budget == 512 and published().about["draft_policy"] == "streaming"
+    assert published()["draft_budget"] == 512 and published()["about"]["draft_policy"] == "streaming"
     assert published_acceptance("meta-llama/Meta-Llama-3.1-8B", "streaming", 512, 32768) == 0.81
     for other in (("M", "streaming", 512, 32000), (*next(iter(ACCEPTANCE)), 24000)):
         assert published_acceptance(*other) is None

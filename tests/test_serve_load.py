@@ -1,10 +1,9 @@
-"""reproduce/serve_load.py: what it asks of a server, when, and what it makes of the answers."""
+"""reproduce/serve_load.py: the requests that it sends, and the figures that it makes of the answers."""
 
 import asyncio
 import http.server
 import json
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from programs import Ended, run
 from serving_cases import FLAGS, Served
 
 from common.errors import ConfigError, DataError
-from reproduce.paper.columns import rows_a_round
-from reproduce.paper.prompts import stretches
-from reproduce.performance_page import page
-from reproduce.serve_parts.clients import Answer, Endpoint, Phase, failed, load
-from reproduce.serve_parts.clients import served as served_with
-from reproduce.serve_parts.figures import beside, spread, summary
+from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
+from reproduce.helpers.load import served as served_with
+from reproduce.helpers.prompts import stretches
+from reproduce.serve_load import spread
 
 
 def answer(asked: float, times: list[float], n_tokens: int, text: str = "", **said: dict[str, Any]) -> Answer:
@@ -47,7 +44,6 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     found = summary([Phase([LONG, BRIEF], 6.0, COUNTERS), Phase([LATE, LOST], 2.0, {})])
     assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (4, 1, 14, 8.0)
     assert found["output_tokens_per_second"] == 14 / 8 and found["requests_per_second"] == 3 / 8
-    assert found["of_each_repeat"] == [11 / 6, 3 / 2]
     assert found["ttft_ms_p50"] == 1000 and found["ttft_ms_p99"] == pytest.approx(3940)  # of 1, 1 and 4 s
     assert found["tpot_ms_p50"] == pytest.approx(1e3 * (3 / 9 + 0.5 / 2) / 2)  # the brief one has none
     assert (found["prompt_tokens"], found["reused_prompt_tokens"]) == (22, 11)
@@ -55,8 +51,6 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
     assert found["round_ms"] == 400 and found["between_share"] == 0.2
-    assert rows_a_round(found) == pytest.approx(1)  # 5 rounds of the server, 5 of requests
-    assert rows_a_round(found | {"tokens_per_round": None}) is None
 
 
 def test_a_server_that_says_nothing_of_rounds_has_times_alone():
@@ -156,10 +150,6 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     spoken = rows[5, "speculation"]
     assert spoken["tokens_per_round"] > 1 and 0 < spoken["accepted_share"] <= 1 and 0 < spoken["between_share"] < 1
     assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
-    (tmp_path / "serve_load.jsonl").write_text(out.read_text())
-    served_table = page(tmp_path).partition("## Serving")[2].partition("\n## ")[0]
-    assert served_table.count(" | 1 | 20 to 60 | 0.0 | 5 | ") == 3
-    assert "[serve_load.jsonl](" in served_table
 
 
 def test_a_conversation_goes_on_behind_what_its_row_holds(measured):
@@ -178,13 +168,3 @@ def test_servers_that_are_not_there_are_told_of():
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
     with pytest.raises(ConfigError, match="seen:     --no_such_flag"), served_with(["--no_such_flag"]):
         pass
-
-
-def test_time_between_rounds_is_not_time_without_requests(served: Served):
-    time.sleep(0.5)
-    before = served.metrics()
-    served.generate("of time", max_new_tokens=20)
-    served.generate("and of more of it", max_new_tokens=20)
-    grown = {name: value - before[name] for name, value in served.metrics().items() if name in before}
-    assert grown["foretoken_rounds_total"] >= 10 and grown["foretoken_round_seconds_total"] > 0
-    assert 0 < grown["foretoken_between_seconds_total"] < 0.3

@@ -1,221 +1,153 @@
-"""reproduce/sweep.py: every cell is recorded once, whatever kills the runner; failures, time limits, Ctrl-C."""
+"""reproduce/sweep.py: which cells a grid has, and that each is recorded once, whatever ends the sweep."""
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from programs import python
-from sweep_processes import fork, processes_of, wait_until
 
 from common import cli
 from common.checkout import ROOT
+from common.errors import ConfigError
+from common.jsonl import read_lines
 from reproduce import sweep
-from reproduce.sweeping import child
-from reproduce.sweeping.cells import Cell, Sweep
-from reproduce.sweeping.child import die_with
-from reproduce.sweeping.runner import read_rows, run_cells
+from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
 
-# What a cell of these tests does, by its first flag: record its arguments, fail, hang, or leave processes behind.
+SELFSPEC = "tests/selfspec_benchmark.py"
+# A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
 SCRIPT = """
 import json, os, subprocess, sys, time
-how, *arguments = sys.argv[1].removeprefix("--how=") if "=" in sys.argv[1] else sys.argv[2], *sys.argv[1:]
 with open(__file__ + ".runs", "a") as runs:
-    runs.write(json.dumps(arguments) + "\\n")
-if how == "hang" or how == "leave":
-    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)", __file__]
-    started = [subprocess.Popen(sleep), subprocess.Popen(sleep)]
-    open(__file__ + ".started", "w").close()
+    runs.write(sys.argv[1] + "\\n")
+how = sys.argv[1].removeprefix("--how=")
 if how == "hang":
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", __file__])
     time.sleep(60)
-if how == "refuse":
-    sys.exit("\\r 10%\\r 20%\\nloading\\nerror: it is too large\\n  where:    here\\n  fix:      less")
-if how == "raise":
-    raise ValueError("a bug")
-if how == "die":
-    os.kill(os.getpid(), 9)
-if how == "repair" and not os.path.exists(__file__ + ".repaired"):
-    sys.exit("broken")
+if how == "fail" and not os.path.exists(__file__ + ".repaired"):
+    sys.exit("error: it is too large")
 print("a table")
 if how != "silent":
-    print(json.dumps({"not": "the last"}))
-    print(json.dumps({"arguments": arguments}))
-    print("[1, 2]")
+    print(json.dumps({"arguments": sys.argv[1:]}))
 """
 
 
 @pytest.fixture
-def script(tmp_path) -> Path:
+def script(tmp_path: Path) -> Path:
     path = tmp_path / "cell.py"
     path.write_text(SCRIPT)
     return path
 
 
 @pytest.fixture
-def output(tmp_path) -> Path:
-    return tmp_path / "rows.jsonl"
+def run(script: Path, tmp_path: Path):
+    """Runs a sweep over values of the script's flag; returns its exit code and the rows of the file."""
+
+    def run(*hows: str, more: str = "") -> tuple[int, list[dict]]:
+        output = tmp_path / "rows.jsonl"
+        words = f"--script {script} --axis how={','.join(hows)} --output {output} {more}".split()
+        try:
+            sweep.main(cli.read(sweep.Flags, words, "sweep.py"))
+            code = 0
+        except SystemExit as ending:
+            code = ending.code
+        return code, [row for _, row in read_lines(output)]
+
+    return run
 
 
-def runs_of(script: Path) -> list[list[str]]:
-    """The arguments of every process that ran the script."""
-    runs = Path(f"{script}.runs")
-    return [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else []
+def times_run(script: Path) -> list[str]:
+    return Path(f"{script}.runs").read_text().replace("--how=", "").split()
 
 
-def cells_that(script: Path, *hows: str) -> list[Cell]:
-    return Sweep(str(script), {}, {"how": hows}).cells()
-
-
-def lines_of(output: Path) -> list[dict]:
-    return [json.loads(line) for line in output.read_text().splitlines()]
-
-
-def fork_hanging(script: Path, act: Callable[[], object], said: Path | str = os.devnull) -> psutil.Process:
-    """The same of a runner, once its cell hangs."""
-    process = fork(act, said)
-    wait_until(Path(f"{script}.started").exists)
-    return process
-
-
-def run_sweep(*words: str) -> None:
-    sweep.main(cli.read(sweep.Flags, words, "sweep.py"))
-
-
-def test_every_cell_runs_once_and_is_recorded(script, output):
-    cells = Sweep(str(script), {"how": "record"}, {"n": [1, 2]}).cells()
-    rows = run_cells(cells, output)
-    assert runs_of(script) == [["--how", "record", "--n", "1"], ["--how", "record", "--n", "2"]]
-    assert [row["record"]["arguments"] for row in rows] == runs_of(script)
-    assert rows == lines_of(output) == list(read_rows(output).values())
-    first = rows[0]
-    assert (first["key"], first["script"], first["flags"]) == (cells[0].key, str(script), {"how": "record", "n": 1})
-    assert (first["status"], first["error"]) == ("ok", None) and first["seconds"] > 0
-    assert first["git_commit"] is None or re.match("[0-9a-f]{40}", first["git_commit"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", first["started"])
-    more = [Cell(str(script), {"how": "record", "n": 3}), *reversed(cells)]
-    assert [row["flags"]["n"] for row in run_cells(more, output)] == [3, 2, 1]
-    assert len(runs_of(script)) == 3 and len(lines_of(output)) == 3
-
-
-def test_failures_are_recorded_and_run_again_only_on_request(script, output):
-    cells = cells_that(script, "refuse", "raise", "die", "silent", "record", "repair")
-    rows = run_cells(cells, output)
-    assert [row["status"] for row in rows] == ["failed"] * 4 + ["ok", "failed"]
-    refused, raised, died, silent, *_ = rows
-    log = f"rows.jsonl.logs/{cells[0].key}.log"
-    message = "error: it is too large\n  where:    here\n  fix:      less\nexit code 1; see " + log
-    assert refused["error"] == message and refused["record"] is None
-    assert " 20%\nloading" in (output.parent / log).read_text()
-    assert raised["error"].splitlines()[-2] == "ValueError: a bug"
-    assert died["error"].startswith("ended by signal 9; see ")
-    assert "no line of its stdout is a JSON object" in silent["error"]
-    assert "a table" in (output.parent / f"rows.jsonl.logs/{cells[3].key}.out").read_text()
-    assert run_cells(cells, output) == rows and len(runs_of(script)) == 6
+def test_every_cell_is_recorded_once_and_failures_run_again(run, script: Path):
+    code, rows = run("record", "fail", "silent")
+    assert code == 1 and [row["status"] for row in rows] == ["ok", "failed", "failed"]
+    assert rows[0]["record"] == {"arguments": ["--how=record"]} and rows[0]["flags"] == {"how": "record"}
+    assert "it is too large" in rows[1]["error"] and rows[1]["record"] is None
     Path(f"{script}.repaired").touch()
-    again = cells[4:] + cells[:1]
-    assert [row["status"] for row in run_cells(again, output, retry_failed=True)] == ["ok", "ok", "failed"]
-    assert [run[1] for run in runs_of(script)[6:]] == ["repair", "refuse"] and len(lines_of(output)) == 8
-    assert read_rows(output)[cells[5].key]["status"] == "ok"
+    code, rows = run("record", "fail")
+    assert code == 0 and [row["status"] for row in rows[3:]] == ["ok"]
+    assert times_run(script) == ["record", "fail", "silent", "fail"]
 
 
-def test_a_cell_that_takes_too_long_ends_with_all_that_it_started(script, output):
-    """And what a cell that ended has left running in its session is ended, too."""
-    hung, left = run_cells(cells_that(script, "hang", "leave"), output, timeout_s=1.5)
-    assert Path(f"{script}.started").exists()
-    assert hung["status"] == "failed" and hung["error"].startswith("timed out after 1.5 s; see ")
-    assert left["status"] == "ok"
-    wait_until(lambda: not processes_of(script))
+def test_a_row_that_was_torn_is_written_anew(run, script: Path, tmp_path: Path):
+    run("a", "b")
+    output = tmp_path / "rows.jsonl"
+    output.write_bytes(output.read_bytes()[:-30])
+    _, rows = run("a", "b")
+    assert times_run(script) == ["a", "b", "b"] and [row["flags"]["how"] for row in rows] == ["a", "b"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
-def test_a_cell_dies_with_its_runner(script, output):
-    """kill -9: the cell is gone; what it started knows nothing of that."""
-    process = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
-    (cell,) = process.children()
-    started = cell.children()
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
-    assert not output.exists()
-    for left in started:
-        left.kill()
+def left_over(script: Path) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter(["cmdline"]) if str(script) in (one.info["cmdline"] or [])]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be bound to another's life")
-def test_a_process_whose_parent_is_gone_does_not_begin():
-    for parent, code in ((os.getpid(), 0), (1, 1)):
-        ended = subprocess.run([sys.executable, "-S", "-c", ""], preexec_fn=partial(die_with, parent))
-        assert ended.returncode == code
+def test_a_cell_that_takes_too_long_ends_with_what_it_started(run, script: Path):
+    code, rows = run("hang", more="--timeout 1")
+    assert code == 1 and "timed out" in rows[0]["error"]
+    assert not left_over(script)
 
 
-def test_two_runners_of_one_file_take_turns(script, output, tmp_path):
-    """By whatever name. A killed runner's child keeps the lock until it is gone, here one that does not die with it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "die_with", lambda parent: None)
-        first = fork_hanging(script, lambda: run_cells(cells_that(script, "hang"), output))
-    (cell,) = first.children()
-    (alias := tmp_path / "alias.jsonl").symlink_to(output)
-    said = tmp_path / "said"
-    second = fork(lambda: run_cells(cells_that(script, "record"), alias), said)
-    wait_until(
-        lambda: said.exists() and f"waiting for another runner of {output}, process {first.pid}" in said.read_text()
-    )
-    assert run_cells(cells_that(script, "record"), tmp_path / "other.jsonl")
-    first.kill()
-    first.wait()
-    time.sleep(0.3)
-    assert "to run" not in said.read_text()
-    for left in (*cell.children(), cell):
-        left.kill()
-    assert second.wait(30) == 0 and [row["status"] for row in lines_of(output)] == ["ok"]
+def test_after_ctrl_c_rows_are_kept_and_nothing_is_left_running(script: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "reproduce.sweep", "--script", str(script), "--axis", "how=record,hang"]
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "rows.jsonl")], cwd=ROOT, stderr=subprocess.PIPE)
+    while not (Path(f"{script}.runs").exists() and len(times_run(script)) == 2 and len(left_over(script)) > 1):
+        time.sleep(0.02)
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 and not left_over(script)
 
 
-def test_ctrl_c_says_what_is_done_and_how_to_go_on(script, output, tmp_path):
-    command = ["--script", str(script), "--axis", "how=record,hang", "--output", str(output)]
-    said = tmp_path / "said"
-    process = fork_hanging(script, lambda: run_sweep(*command), said)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    text = said.read_text()
-    assert f"interrupted: 1 of 2 cells have a row in {output}; how=hang was cut off" in text
-    assert text.endswith("run the same command again to go on\n") and "Traceback" not in text
-    assert len(lines_of(output)) == 1
-    wait_until(lambda: not processes_of(script))
+def test_flags_become_arguments():
+    cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "budgets": [64, 128], "x": -1})
+    assert str(cell) == "-m tests.selfspec_benchmark --B=8 --benchmark --budgets 64 128 --x=-1"
 
 
-def test_a_sweep_by_flags(script, output, capsys):
-    command = ["--script", str(script), "--fixed", "how=record", "--axis", "n=1,2", "--output", str(output)]
-    run_sweep(*command, "--list")
-    assert [line.split()[1:3] for line in capsys.readouterr().out.splitlines()[:2]] == [["to", "run"]] * 2
-    assert not output.exists() and not runs_of(script)
-    ended = python(sweep.__file__, *command, cwd=ROOT.parent)
-    assert ended.code == 0 and ended.out == f"2 ok of 2 cells in {output}\n", ended.err
-    first, *lines = ended.err.splitlines()
-    assert "0 of 2" in first and lines[::2] == ["[1 of 2]  n=1", "[2 of 2]  n=2"]
-    assert all(re.fullmatch(r"    ok in \d\.\d s, about 0 min left", line) for line in lines[1::2])
-    run_sweep(*command[:-3], "n=1,2,3", *command[-2:], "--only", "n=3")
-    assert [row["flags"]["n"] for row in lines_of(output)] == [1, 2, 3]
+def test_benchmarks_that_sample_decode_one_text_in_all_cells():
+    def modes(script: str, **flags: object) -> list[object]:
+        return [
+            cell.flags.get("verification") for cell in make_cells([(script, {k: [v] for k, v in flags.items()})], {})
+        ]
+
+    assert modes(SELFSPEC, temperature=0.6) == ["coupled"]
+    assert modes(SELFSPEC, temperature=0.6, verification="rejection") == ["rejection"]
+    assert modes(SELFSPEC) == modes(SELFSPEC, temperature=0) == modes("reproduce/certify.py", temperature=0.6) == [None]
 
 
-def test_a_sweep_by_file_with_a_failure(script, tmp_path, capsys):
+def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
     path = tmp_path / "grid.toml"
-    path.write_text(f'[[sweep]]\nscript = "{script}"\n[sweep.axes]\nhow = ["record", "refuse"]\n')
-    for _ in range(2):
-        with pytest.raises(SystemExit) as end:
-            run_sweep("--grid", str(path))
-        assert end.value.code == 1
-        assert f"1 ok, 1 failed of 2 cells in {tmp_path / 'grid.jsonl'}; --retry_failed" in capsys.readouterr().out
-    assert len(lines_of(tmp_path / "grid.jsonl")) == 2
-    run_sweep("--grid", str(path), "--list")
-    ok, failed, summary = capsys.readouterr().out.splitlines()
-    assert ok.endswith("ok      how=record") and failed.endswith("failed  how=refuse  error: it is too large")
-    assert summary.startswith("1 ok, 1 failed of 2")
-    run_sweep("--grid", str(path), "--only", "how=record")
+    path.write_text("""
+        [[sweep]]
+        script = "tests/selfspec_benchmark.py"
+        flags = { benchmark = true, compile = false }
+        axes = { B = [1, 8], budgets = [[64, 128], 256] }
+        [[sweep]]
+        script = "tests/baseline_benchmark.py"
+    """)
+    *selfspec, last = make_cells(read_grid(str(path)), {})
+    points = [(B, budgets) for B in (1, 8) for budgets in ([64, 128], 256)]
+    assert [cell.flags for cell in selfspec] == [{"benchmark": True, "B": B, "budgets": n} for B, n in points]
+    assert last == ("tests/baseline_benchmark.py", {})
+    given = parse_ranges(["budgets=[32,64]", "seed=1"], ["B=2,4", "dtype=float32"])
+    first, *_, last = make_cells(read_grid(str(path)), given)
+    assert first.flags == {"benchmark": True, "B": 2, "budgets": [32, 64], "seed": 1, "dtype": "float32"}
+    assert last.flags == {"seed": 1, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("grid", sorted((ROOT / "reproduce/grids").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_grids_name_scripts_that_are_there(grid: Path):
+    cells = make_cells(read_grid(str(grid)), {})
+    assert len({*map(str, cells)}) == len(cells) > 0
+    assert all((ROOT / cell.script).is_file() for cell in cells)
+
+
+@pytest.mark.parametrize("words", ["--output o", "--output o --grid nowhere.toml", "--output o --script s --axis B"])
+def test_what_cannot_run_is_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))

@@ -105,7 +105,7 @@ class MarkovConfig(HostDrafterConfig):
     def check(self) -> None:
         super().check()
         if self.markov_table is None or not Path(self.markov_table).is_file():
-            seen, fix = self.markov_table or "not given", "make one: python reproduce/markov_table.py"
+            seen, fix = self.markov_table or "not given", "make one: python -m reproduce.markov_table"
             raise ConfigError("there is no table to draft from", flag("markov_table"), seen, "a file of n-grams", fix)
 
     def build(self, parts: Parts) -> Markov:

@@ -1,4 +1,4 @@
-"""Steps that find out what is wrong: the machine, tests of the project on its device, programs of several processes."""
+"""Steps that find faults: the machine, tests of the project on its device, programs of several processes."""
 
 import asyncio
 import re
@@ -17,24 +17,25 @@ from common.jsonl import read_lines
 from common.launch import missing_launcher
 from models.attention.flash_backend import find_flavour
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
-from reproduce.gpu_parts.child import Record, Skip, verdict
-from reproduce.serve_parts.clients import Endpoint, failed, load, served
+from reproduce.gpu_parts.child import Skip, verdict
+from reproduce.helpers.load import Endpoint, failed, load, served
+from reproduce.helpers.records import Record
 
 FIELDS = "name,driver_version,memory.total,memory.used,mig.mode.current,clocks.max.sm,power.limit"
 PACKAGES = ("torch", "triton", "flash", "fa3", "nvidia-nccl", "nvidia-cublas")  # as their names begin
 NO_TESTS, FOUND = 5, 9  # exit codes: pytest's, and of compute-sanitizer where it found something
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/selfspec_benchmark.py")
-# In this order: what is captured for greedy requests does not serve the first one that is sampled.
+# In this order: rounds that are captured for greedy requests do not serve the first sampled request.
 REQUESTS = {"greedy": {}, "top_p": {"temperature": 0.8, "top_p": 0.9}, "logprobs": {"logprobs": 0}}
 
 
 def gpu(device: str) -> Record:
-    """Return what nvidia-smi says. Failed if the GPU is cut up (MIG) or other processes use it: both disturb times."""
+    """Return the report of nvidia-smi. Failed if the GPU is cut up (MIG) or shared: both disturb times."""
     if not (program := shutil.which("nvidia-smi")):
         raise Skip("there is no nvidia-smi")
     queries = f"--query-gpu={FIELDS}", "--query-compute-apps=pid,process_name,used_memory"
-    said = (subprocess.check_output([program, query, "--format=csv,noheader"], text=True) for query in queries)
-    cards, neighbours = (text.splitlines() for text in said)
+    reports = (subprocess.check_output([program, query, "--format=csv,noheader"], text=True) for query in queries)
+    cards, neighbours = (text.splitlines() for text in reports)
     is_cut = any("Enabled" in card for card in cards)
     return verdict(not neighbours and not is_cut, cards=cards, neighbours=neighbours)
 
@@ -47,7 +48,7 @@ def versions(device: str) -> Record:
 
 
 def launcher(device: str) -> Record:
-    """Find out whether Triton can start kernels."""
+    """Check that Triton can start kernels."""
     if device == "cpu":
         return {}
     why = missing_launcher()
@@ -55,7 +56,7 @@ def launcher(device: str) -> Record:
 
 
 def product(device: str) -> Record:
-    """Measure the memory that a first matrix product takes beside its matrices: a memory plan has to leave it free."""
+    """Measure the memory that a first matrix product takes beside its matrices: a memory plan leaves it free."""
     free, n, dtype = available_bytes(device), *((64, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
     x = torch.ones(n, n, device=device, dtype=dtype)
     y = x @ x
@@ -64,7 +65,7 @@ def product(device: str) -> Record:
 
 
 def kernels(device: str, flags: Sequence[str]) -> Record:
-    """Run `python -m models.attention`, and count the kernels that it calls wrong."""
+    """Run `python -m models.attention`, and count the kernels that are wrong."""
     done = subprocess.run([sys.executable, "-m", "models.attention", *flags], stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     n_wrong = len(re.findall(r"\bwrong\b", done.stdout))
@@ -72,7 +73,7 @@ def kernels(device: str, flags: Sequence[str]) -> Record:
 
 
 class Reports(list[pytest.TestReport]):
-    """Gathers the reports of tests, of each when it is set up, is called, and has ended."""
+    """The reports of tests, one for each test's set-up, call and end."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.append(report)
@@ -99,7 +100,7 @@ def sanitized(device: str, words: Sequence[str]) -> Record:
 
 
 def server(device: str, flags: str, clients: int, tokens: int) -> Record:
-    """Output tokens per second of requests of each kind, first and again; failed if any has no answer."""
+    """Measure output tokens per second of requests of each kind, twice. Failed if a request has no answer."""
     if not (DEFAULT_CHECKPOINT / "model.pth").is_file():
         raise Skip("the default model is missing: python download.py, then convert")
     rates, problems = dict[str, float](), list[str]()

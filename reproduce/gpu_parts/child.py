@@ -1,4 +1,4 @@
-"""Runs one step in a process of its own, and says what became of it."""
+"""Run a step in a process of its own, and report how it ended."""
 
 import importlib
 import os
@@ -18,14 +18,14 @@ from common.errors import OutOfMemoryError
 from common.jsonl import append_record, read_lines
 from common.provenance import provenance
 from reproduce.gpu_parts.steps import Step
-from reproduce.sweeping.child import die_with, last_words
+from reproduce.helpers.records import Record
 
 DONE, FAILED, ERROR, SKIPPED, TIMED_OUT = "done", "failed", "error", "skipped", "timed out"
-Record = dict[str, Any]
+LAST_LINES = 8
 
 
 class Skip(Exception):
-    """Why a step makes no sense on this machine."""
+    """The reason why a step makes no sense on this machine."""
 
 
 def verdict(is_good: bool, **figures: Any) -> Record:
@@ -33,7 +33,7 @@ def verdict(is_good: bool, **figures: Any) -> Record:
 
 
 class Running(NamedTuple):
-    """A step that has begun. log: what it prints. began, deadline: seconds of `time.monotonic`."""
+    """A step that has begun. log: gets what it prints. began, deadline: seconds of `time.monotonic`."""
 
     step: Step
     process: BaseProcess
@@ -42,36 +42,38 @@ class Running(NamedTuple):
     deadline: float
 
     def end(self) -> Record:
-        """Kill what is left of the step, and return its record, also of one that crashed or is late."""
-        now = time.monotonic()
+        """Wait for the step until its deadline, kill what is left of it, and return its record."""
+        self.process.join(max(0.0, self.deadline - time.monotonic()))
+        is_late = self.process.exitcode is None
         self.kill()
-        said = f"ended with exit code {self.process.exitcode}: {last_words(self.log.read_text(errors='replace'))}"
-        record: Record = {"status": TIMED_OUT} if now >= self.deadline else {"status": ERROR, "error": said}
-        for _, found in read_lines(self.log.with_suffix(".json")):  # where it ran, and what it found
+        last = "\n".join(self.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        record: Record = {"status": ERROR, "error": f"ended with exit code {self.process.exitcode}: {last}"}
+        if is_late:
+            record = {"status": TIMED_OUT}
+        for _, found in read_lines(self.log.with_suffix(".json")):  # its provenance, and its figures
             record = record | found
-        return record | {"seconds": round(now - self.began, 3)}
+        return record | {"seconds": round(time.monotonic() - self.began, 3)}
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
 
 def start(step: Step, device: str, quick: bool, log: Path, seconds: float) -> Running:
-    """Start a step that may take so long: as a fork of this process, or on a GPU, which forks cannot share, anew."""
+    """Start a step: as a fork of this process, or on a GPU, which forks cannot share, as a new process."""
     context, given = get_context("fork" if device == "cpu" else "spawn"), step.given | (step.quick if quick else {})
     log.write_text("")
     log.with_suffix(".json").unlink(missing_ok=True)
-    process = context.Process(target=work, args=(step.run, device, given, log, os.getpid()))
+    process = context.Process(target=work, args=(step.run, device, given, log))
     process.start()
     return Running(step, process, log, time.monotonic(), time.monotonic() + seconds)
 
 
-def work(run: str, device: str, given: Mapping[str, Any], log: Path, parent: int) -> None:
+def work(run: str, device: str, given: Mapping[str, Any], log: Path) -> None:
     """Call `run`, a function of a module of this package, and write its figures beside the log."""
     os.setsid()  # so that Ctrl-C reaches the parent alone, and whatever this starts ends with it
-    die_with(parent)
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)

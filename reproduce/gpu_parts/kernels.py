@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel compiles to: registers, shared memory, spills. Needs Triton, and no GPU."""
+"""Compile launches of the Triton kernels and read registers, shared memory and spills. Needs Triton, and no GPU."""
 
 import io
 import itertools
@@ -33,13 +33,13 @@ from models.config import ModelConfig
 
 IN_4_BITS = "4 bits"
 Record = dict[str, Any]
-# Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, table 30).
+# Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-# (tokens, group) with so many rows per KV head.
+# (tokens, group) by the number of query rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
 NOTING = "in order, by name, noting"
-# The kinds of slots that compile to code of their own: whether in order, a sliding window, how many.
+# Kinds of slots that compile to different code: whether in order, a sliding window, how many.
 CACHES = {
     "in order": (True, None, 32768),
     "in order, window": (True, 4096, 32768),
@@ -50,15 +50,16 @@ CACHES = {
 }
 
 
-def problem_of(one: Record) -> str | None:
-    """What is wrong with a compiled kernel: it spills registers, or needs too much shared memory."""
-    most, spilled = SHARED_LIMIT[one["arch"]], one["spill_stores"] + one["spill_loads"]
-    said = f"sm_{one['arch']}, {one['variant']}: {one['shared']} bytes of shared memory of {most}, {spilled} spilled"
-    return said if spilled or one["shared"] > most else None
+def problem_of(kernel: Record) -> str | None:
+    """Return what is wrong with a compiled kernel: spilled registers, or too much shared memory. None if it is good."""
+    most, spilled = SHARED_LIMIT[kernel["arch"]], kernel["spill_stores"] + kernel["spill_loads"]
+    memory = f"{kernel['shared']} bytes of shared memory of {most}, {spilled} spilled"
+    text = f"sm_{kernel['arch']}, {kernel['variant']}: {memory}"
+    return text if spilled or kernel["shared"] > most else None
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
-    """What the backend would launch, on tensors without storage."""
+    """Return the launches of the backend, on tensors without storage."""
     empty = partial(torch.empty, device="meta")
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
@@ -84,7 +85,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
-    """Every launch of its own kind, with its name. The merge of chunks depends on dtype and head_dim alone."""
+    """Yield every kind of launch with its name. The merge of chunks depends on dtype and head_dim alone."""
     yield from other_variants()
     keys, scaled = torch.empty(BATCH, dtype=torch.int64, device="meta"), torch.empty(BATCH, 4, N_IDS, device="meta")
     yield "Gumbel numbers", triton_draws.plan_draw(keys, keys, keys, 0, N_IDS, scaled.dtype)[0]
@@ -96,9 +97,9 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             if cache == IN_4_BITS and entries != dtype:
-                continue  # what stands beside them is a ring as any other
+                continue  # the ring beside the codes is stored as any other
             each = launches(dtype, entries, head_dim, n_row, cache)
-            splits = [one for one in each if one.kernel is split_kv]
+            splits = [launch for launch in each if launch.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", splits[-1]
         if merge is not None:
@@ -119,10 +120,10 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     positions = empty(BATCH, dtype=torch.int64)
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
-        own, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
+        cache, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
         choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
         shares = empty(BATCH, 4, N_KV_HEAD, n_slot // SCORE_CHUNK)
-        launch = plan_choice(own, 0, full, 0, shares, choice)
+        launch = plan_choice(cache, 0, full, 0, shares, choice)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
@@ -133,7 +134,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
-    """Compile for `sm_<arch>`, specialised to its arguments as at the launch, and read what ptxas says: registers of a
+    """Compile a launch for `sm_<arch>`, specialised to its arguments, and read the output of ptxas: registers of a
     thread, threads of a block, and bytes."""
     target, kernel, knobs, log = GPUTarget("cuda", arch, 32), launch.kernel, triton.knobs, io.StringIO()
     backend = make_backend(target)
@@ -144,8 +145,8 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Record:
         knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-    said = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
-    said |= {"spill_loads": r"(\d+) bytes spill loads"}
-    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in said.items()}
+    patterns = {"registers": r"Used (\d+) registers", "spill_stores": r"(\d+) bytes spill stores"}
+    patterns |= {"spill_loads": r"(\d+) bytes spill loads"}
+    found = {name: max(map(int, re.findall(text, log.getvalue()))) for name, text in patterns.items()}
     sizes = {"shared": compiled.metadata.shared, "threads": 32 * launch.num_warps}
     return {"variant": variant, "arch": arch, **found, **sizes}

@@ -1,4 +1,4 @@
-"""Measures rounds of tests/selfspec_benchmark.py: step times, kernels, the time between kernels, and memory."""
+"""Measure rounds of tests/selfspec_benchmark.py: step times, kernels, the time between kernels, and memory."""
 
 import time
 from collections import Counter
@@ -19,7 +19,7 @@ from bench.session import Session
 from common import cli
 from engine.pacing import Fixed, Pacing
 from engine.timing import PhaseTimer, synchronize
-from reproduce.gpu_parts.child import Record
+from reproduce.helpers.records import Record
 
 
 def measure(device: str, words: str) -> Record:
@@ -47,15 +47,15 @@ def measure(device: str, words: str) -> Record:
     again, times, n_node = _profiled(device, lambda: passes.decode(session, "profile", pacing=pacing()))
     n_round, round_ms = len(again.stats.rounds), 1e3 * stats.decode_seconds / len(stats.rounds)
     busy_ms = times.total() / n_round
-    own: Record = {"warm_up_seconds": warm_up_seconds, "planned_bytes": planned, "kernel_ms": busy_ms}
-    own |= {"peak_over_plan": record["peak_memory_bytes"] / planned if device != "cpu" else None}
-    own |= {"nodes_per_layer": n_node / n_round / runner.model.config.n_layer}
-    own |= {"gap_percent": 100 * (1 - busy_ms / round_ms) if device != "cpu" else None}
-    own |= {"largest": [[name, ms / n_round] for name, ms in times.most_common(10)]}
-    own |= {"differing_rows": record["sequences"] - (record["identical_sequences"] or 0)}
-    own |= {"graphs": len(getattr(runner.graphs, "_graphs", ()))}
+    measured: Record = {"warm_up_seconds": warm_up_seconds, "planned_bytes": planned, "kernel_ms": busy_ms}
+    measured |= {"peak_over_plan": record["peak_memory_bytes"] / planned if device != "cpu" else None}
+    measured |= {"nodes_per_layer": n_node / n_round / runner.model.config.n_layer}
+    measured |= {"gap_percent": 100 * (1 - busy_ms / round_ms) if device != "cpu" else None}
+    measured |= {"largest": [[name, ms / n_round] for name, ms in times.most_common(10)]}
+    measured |= {"differing_rows": record["sequences"] - (record["identical_sequences"] or 0)}
+    measured |= {"graphs": len(getattr(runner.graphs, "_graphs", ()))}
     runner.drop_graphs()
-    return record | rounded(own)
+    return record | rounded(measured)
 
 
 def open_fitting(words: str) -> Session:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """A function of a module of this package, `run`, and what it is `given`; `quick`: in a quick run instead. needs:
-    steps that have to be done. after: a step that has to have failed. beside: it begins with the step before. shows:
-    figures that matter, by name, with estimates for an H100 that they should not exceed, if there are any."""
+    """A step. run: a function of a module of this package; given: its arguments, which `quick` replaces in a quick run.
+    needs: steps that have to be done. after: a step that has to have failed. beside: whether it begins with the step
+    before. shows: the main figures by name, with estimates for an H100 that they should not exceed, or None."""
 
     name: str
     run: str
@@ -26,9 +26,9 @@ def test(name: str, which: str, file: str = "gpu_correctness", run: str = "check
 
 
 def rounds(name: str, size: str, more: str, shows: str = "", **estimates: float) -> Step:
-    shown = {"B": None, "round_ms": None, **dict.fromkeys(shows.split()), "gap_percent": None, "peak_over_plan": 1}
+    figures = {"B": None, "round_ms": None, **dict.fromkeys(shows.split()), "gap_percent": None, "peak_over_plan": 1}
     words, quick = {"words": f"{size} {more} --compile"}, {"words": f"{QUICK} {more}"}
-    return Step(name, "rounds.measure", words, quick, shown | estimates)
+    return Step(name, "rounds.measure", words, quick, figures | estimates)
 
 
 def bandwidth(backend: str, most: float, needs: str, name: str = "", **more: Any) -> Step:

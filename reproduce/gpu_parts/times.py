@@ -1,4 +1,4 @@
-"""Times kernels beside a copy, or beside plain layers, on the same device."""
+"""Time kernels beside a copy, or beside plain layers, on the same device."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
 from models.names import SCHEMES
 from models.quantize import quantized_linear
-from reproduce.gpu_parts.child import Record
+from reproduce.helpers.records import Record
 
 
 def milliseconds(device: str, call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""What heads learn from: a book and what the target writes behind its parts, with the hidden states, stored once."""
+"""Make and read the examples that heads learn from: parts of a book, the target's continuations, and hidden states."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ from engine.runner import ModelRunner
 from engine.sampling import Distribution, SamplingParams
 from models.checkpoints.manifest import atomic_path
 
-# Rows write at these in turn.
+# Rows sample at these temperatures in turn.
 TEMPERATURES = (0.6, 0.8, 1.0)
-# Of a file: `tokens [rows, T]`, and of the target behind each of them the normalised last hidden states `last
-# [rows, T, dim]` and the inputs of some layers side by side, `inputs [rows, T, k * dim]`.
+# A file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T, dim]`, and
+# the inputs of some layers side by side, `inputs [rows, T, k * dim]`.
 Examples = dict[str, Tensor]
 
 
@@ -30,8 +30,8 @@ def write_examples(
     folder: Path,
     allowed: Callable[[float], bool],
 ) -> float:
-    """A file for as many prompts as there are rows, unless it is there, while the seconds that all took are `allowed`.
-    Returns those. Errors: UserError for a folder that cannot be written."""
+    """Write a file for each batch of prompts, unless it is there, while the seconds that all took are `allowed`, and
+    return those seconds. Errors: UserError for a folder that cannot be written."""
     n_rows, spent = runner.max_batch, 0.0
     for file in _files(folder):
         with safe_open(file, "pt") as opened:
@@ -54,8 +54,8 @@ def write_examples(
 def make_examples(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], n_new: int, layers: Sequence[int], seed: int
 ) -> Examples:
-    """Of prompts of one length, at most as many as rows, and so many tokens that the target writes behind each. States
-    are kept in bfloat16, and are those of the pass that writes, so nothing is run twice."""
+    """Return the examples of prompts of equal length, at most as many as rows, and of `n_new` tokens that the target
+    samples behind each. States are kept in bfloat16, from the pass that samples: nothing is run twice."""
     device, length, n_rows = runner.device, len(prompts[0]), len(prompts)
     tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
     tokens[:, :length] = torch.tensor(prompts, device=device)
@@ -86,7 +86,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def windows_of(folder: Path, width: int) -> list[Examples]:
-    """All examples in windows of so many tokens, mapped into memory: read as they are looked at."""
+    """Return all examples in windows of `width` tokens, mapped into memory."""
     return [
         {name: x[row, start : start + width] for name, x in file.items()}
         for file in map(load_file, _files(folder))
@@ -96,13 +96,13 @@ def windows_of(folder: Path, width: int) -> list[Examples]:
 
 
 def most_frequent(windows: Sequence[Examples], n: int, vocab_size: int) -> Tensor:
-    """The ids of the tokens that are in them most often, ascending: at most `n`; lower ids first among equals."""
+    """Return the ids of the `n` most frequent tokens, ascending; lower ids first among equals."""
     counts = torch.stack([window["tokens"].bincount(minlength=vocab_size) for window in windows]).sum(dim=0)
     return counts.sort(descending=True, stable=True).indices[:n].sort().values
 
 
 def batch_of(windows: Sequence[Examples], n: int, step: int) -> Examples:
-    """`n` windows one above the other, by the step alone: all come once, in another order each time."""
+    """Return `n` windows as a batch, chosen by the step alone. Every epoch has all windows, in another order."""
     epoch, place = divmod(step, max(1, len(windows) // n))
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(epoch))
     chosen = [windows[index] for index in order[place * n : place * n + n].tolist()]

@@ -1,10 +1,10 @@
-"""Trains an EAGLE-3 head and Medusa heads on stored examples, and goes on where an earlier run was ended."""
+"""Train an EAGLE-3 head and Medusa heads on stored examples, and go on where an earlier run was ended."""
 
 import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,9 +26,8 @@ from models.heads.loading import published
 from models.heads.medusa import MedusaHeads, MedusaShape
 from models.packed_linear import can_pack
 from reproduce.heads.examples import Examples, batch_of
-from reproduce.heads.recipe import Recipe
 
-# What the loss of each draft position weighs beside that of the one before.
+# The weight of a draft position's loss, over the weight of the position before.
 DECAY = 0.8
 CLIP = 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
@@ -36,15 +35,27 @@ WARM_UP, SAVE_SECONDS = 20, 60.0
 CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How heads are trained."""
+
+    steps: int = 2000  # at most; the learning rate falls as a cosine to their end, or to the end of the time
+    window: int = 256  # tokens of a text that are looked at together
+    windows: int = 4  # of a step
+    lr: float = 2e-3  # largest learning rate of AdamW
+    depth: int = 3  # draft positions: Medusa heads, and steps that the EAGLE head goes on from its own states
+    draft_vocab_size: int = 4096  # tokens that are drafted, the most frequent ones
+
+
 def inputs_of(n_layer: int) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads (its published code): those of a target with too few are fewer."""
+    """Return the layers whose inputs EAGLE-3 reads, as in its published code; fewer for a target of few layers."""
     return tuple(sorted({min(2, n_layer), n_layer // 2, max(0, n_layer - 3)}))
 
 
 def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
-    """`eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`; float32. They begin as what the target
-    does: the EAGLE head as its last layer behind the last of the inputs, Medusa heads as its output layer."""
-    config, own = target.config, target.layers[-1]
+    """Return `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. They begin with the
+    target's weights: EAGLE as its last layer behind the last of the inputs, Medusa heads as its output layer."""
+    config, last_layer = target.config, target.layers[-1]
     one_layer = replace(config, n_layer=1, tie_embeddings=False)
     shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), own_embedding=False)
     eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
@@ -52,10 +63,10 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
     with torch.no_grad():
         first, eye = eagle.body.layers[0], torch.eye(config.dim)
         eagle.fc.weight.copy_(torch.cat([0 * eye] * (len(shape.inputs_of) - 1) + [eye], dim=1))
-        first.attention.wqkv.weight.copy_(torch.cat([plain(own.attention.wqkv)] * 2, dim=1) / 2)
+        first.attention.wqkv.weight.copy_(torch.cat([plain(last_layer.attention.wqkv)] * 2, dim=1) / 2)
         for name in ("attention_norm", "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2"):
-            first.get_submodule(name).weight.copy_(plain(own.get_submodule(name)))
-        first.hidden_norm.weight.copy_(own.attention_norm.weight)
+            first.get_submodule(name).weight.copy_(plain(last_layer.get_submodule(name)))
+        first.hidden_norm.weight.copy_(last_layer.attention_norm.weight)
         eagle.body.norm.weight.copy_(target.norm.weight)
         eagle.body.output.weight.copy_(output_rows(target, known))
         for parameter in medusa.parameters():
@@ -65,19 +76,19 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
 
 
 def plain(layer: nn.Module) -> Tensor:
-    """The weight of a linear layer that may be packed."""
+    """Return the weight of a linear layer that may be packed."""
     return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
 
 
 def output_rows(target: Transformer, ids: Tensor) -> Tensor:
-    """Of the target's output layer, `[n, dim]` float32."""
+    """Return rows of the target's output layer, `[n, dim]` float32."""
     tied = target.config.tie_embeddings or target.output is None
     return plain(target.tok_embeddings if tied else target.output)[ids].float()
 
 
 class Unrolled(NoCache, TorchAttention):
     """Cache and attention of a one-layer head that goes on from its own states, step by step: row i of the first step
-    sees the first i rows and itself, in later ones beside those its own entries of the steps before, as when drafting
+    sees the first i rows and itself, and in later steps also its entries of the steps before, as when drafting
     (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""
 
     in_order = block_ends_view = False
@@ -94,16 +105,16 @@ class Unrolled(NoCache, TorchAttention):
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor:
         n = queries.shape[1]
-        own = torch.eye(n, dtype=torch.bool, device=queries.device)
-        visible = torch.cat([torch.ones_like(own).tril(), *[own] * len(self._written)], dim=1)
+        diagonal = torch.eye(n, dtype=torch.bool, device=queries.device)
+        visible = torch.cat([torch.ones_like(diagonal).tril(), *[diagonal] * len(self._written)], dim=1)
         return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[None, None]
 
 
 def unrolled_losses(
     eagle: EagleHead, medusa: MedusaHeads, known_rows: Tensor, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Of each head at each of the draft positions, `[2, depth]`, EAGLE's first: the cross entropy against the target's
-    distribution over the tokens that drafts may be, and what of it the head shares, sum(min(p, q)).
+    """Return the losses of both heads at each draft position, `[2, depth]`, EAGLE's first, and sum(min(p, q)) of draft
+    and target. A loss is the cross entropy against the target's distribution over the tokens that can be drafted.
 
     known_rows: the target's output layer for those tokens, `[n, dim]`. batch: as `Examples`, the states in float32. The
     i-th draft behind position t follows the token at t + 1 + i, and the target's state there says what it should be."""
@@ -131,11 +142,11 @@ def train(
     folder: Path,
     share_of_time: Callable[[float], float],
 ) -> float:
-    """Train until the steps or the time are over; returns the seconds that it took, those before a checkpoint too.
-    share_of_time: how much of it so many seconds of training leave behind.
+    """Train until the steps or the time are over, and return the seconds of training, those before a checkpoint too.
+    share_of_time: the share of the time that has passed after so many seconds of training.
 
-    The curve in the folder has the losses and the shared probability of each head and position. With time enough, a run
-    that was ended and goes on gives the weights of one that was not: a step's windows follow from its number."""
+    The curve in the folder has the losses and the shared probability of each head and position. A run that goes on
+    gives the weights of a run that was never ended, if time suffices: a step's windows follow from its number."""
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     done, before, device = 0, 0.0, known_rows.device
     if (folder / CHECKPOINT).exists():
@@ -158,11 +169,11 @@ def train(
 
     for step in range(done, recipe.steps):
         progress = max(step / recipe.steps, share_of_time(seconds()))
-        if step and progress >= 1:  # one step at least, which is all that a curve needs
+        if step and progress >= 1:  # at least one step, which is all that a curve needs
             break
         batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
         batch |= {name: batch[name].float() for name in ("last", "inputs")}
-        # What is ignored: that norms in mixed dtypes have no fused kernel.
+        # Ignores the warning that norms in mixed dtypes have no fused kernel.
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
         with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
             losses, shared = unrolled_losses(heads["eagle"], heads["medusa"], known_rows, batch)
@@ -189,16 +200,21 @@ def train(
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of every step, each as it was taken last."""
+    """Return the last line of every step."""
     curve = {line["step"]: line for _, line in read_lines(folder / CURVE)}
     return [curve[step] for step in sorted(curve)]
 
 
 def save_heads(heads: nn.ModuleDict, folder: Path, target: Mapping[str, Any]) -> None:
-    """As they are published, in a folder of each; `target`: the values of the target's config.json."""
-    own = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
+    """Write heads in their published formats, each in a folder. target: the values of the target's config.json."""
+    single = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
     shape = heads["eagle"].shape
-    eagle = {**target, **own, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.draft_vocab_size}
+    eagle = {
+        **target,
+        **single,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": shape.draft_vocab_size,
+    }
     eagle["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
     medusa = {"medusa_num_heads": len(heads["medusa"]), "medusa_num_layers": heads["medusa"].shape.n_layer}
     for name, file, config in (("eagle", "model", eagle), ("medusa", "medusa_lm_head", medusa)):

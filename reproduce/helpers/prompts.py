@@ -1,0 +1,55 @@
+"""Prompts: stretches of a text that begin differently; needles, in the style of RULER (arXiv 2404.06654)."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from common.errors import ConfigError, DataError, flag
+
+NEEDLE = "One of the special magic codes for {key} is: {value}. "
+QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
+KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lotus maple nectar opal pearl"
+# Of each kind: facts in the text, and facts that the question is about (RULER's single, and multi-key and -query).
+KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
+# Where facts lie, in parts of the text: early, so that no recent window has them.
+EARLIEST, LATEST = 0.05, 0.5
+
+
+def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
+    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
+    seen: set[int] = set()
+    for index in range(n):
+        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
+        start = next((start for start in starts if ids[start] not in seen), None)
+        if start is None:
+            required = f"{n} stretches of {longest} that begin differently"
+            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
+            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
+        seen.add(ids[start])
+        yield list(ids[start : start + longest])
+
+
+def needles(
+    kind: str, texts: Sequence[Sequence[int]], encode: Callable[[str], list[int]], n_answer: int, seed: int = 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of the texts' lengths, in which facts and a question stand in place of some of the text; and the right
+    answers, cut to the shortest of these, or to `n_answer` tokens. Errors: ConfigError for a text without room."""
+    rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
+    n_fact, n_question = KINDS[kind]
+    for text in texts:
+        values = {key: f"{rng.getrandbits(64):016x}" for key in rng.sample(KEYS.split(), n_fact)}
+        keys = rng.sample(list(values), n_question)
+        facts = [encode("\n" + NEEDLE.format(key=key, value=value)) for key, value in values.items()]
+        question = encode(QUESTION.format(keys=" and ".join(keys)))
+        n_left = len(text) - sum(map(len, facts)) - len(question)
+        if n_left < len(text) // 2:
+            what, fix = "a prompt has no room for facts and a question", "raise --prefix_len, or leave out these texts"
+            raise ConfigError(what, f"needles, {kind}", f"{len(text)} tokens", "twice what these take", fix)
+        places = sorted(int(n_left * rng.uniform(EARLIEST, LATEST)) for _ in facts)
+        prompt, last = list[int](), 0
+        for place, fact in zip(places, facts, strict=True):
+            prompt += [*text[last:place], *fact]
+            last = place
+        prompts.append([*prompt, *text[last:n_left], *question])
+        answers.append(encode(", ".join(f"{key}: {values[key]}" for key in keys) + "."))
+    shortest = min(n_answer, *map(len, answers))
+    return prompts, [answer[:shortest] for answer in answers]

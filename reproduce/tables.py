@@ -1,0 +1,277 @@
+"""Write the tables of the documentation from records, or print one table of your own records.
+
+    python -m reproduce.tables                                      # rewrites the tables on the pages
+    python -m reproduce.tables speedups reproduction/speedups.jsonl    # prints the table of that name
+
+A page marks a table's place with `<!-- table NAME -->` and `<!-- end -->`. What stands between the marks is made of the
+records in reproduce/results/; all else on the page is written by hand.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from tyro.conf import Positional
+
+from common import cli
+from common.checkout import ROOT
+from common.errors import ConfigError, DataError
+from common.tables import Column, console, markdown
+from reproduce.helpers import cost_errors
+from reproduce.helpers.columns import COLUMNS, NONE, TEXT, of, pivot, speedup_text
+from reproduce.helpers.published import (
+    SELF,
+    draft_name,
+    find_fact,
+    is_acceptance_known,
+    predict,
+    published,
+    published_speedups,
+    target_name,
+)
+from reproduce.helpers.records import Record, grouped, read_records, rows_of
+from reproduce.spec_bench import table_rows
+
+RESULTS = ROOT / "reproduce" / "results"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "reproduce" / "README.md")
+Table = tuple[Sequence[Record], Sequence[Column]]
+PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Flags:
+    name: Positional[str | None] = None  # the table to print; without it, the pages are rewritten
+    records: Positional[tuple[str, ...]] = ()  # files of records
+
+
+class Source(NamedTuple):
+    """A table, and its file in reproduce/results/ if it is made of records. is_last: shows the last record alone."""
+
+    file: str | None
+    table: Callable[[list[Record]], Table]
+    is_last: bool = False
+
+
+def by_size(record: Record) -> tuple:
+    who = target_name(record), draft_name(record) != SELF, draft_name(record)
+    return *who, *(record.get(name) or 0 for name in ("prefix_len", "B", "gamma", "draft_budget"))
+
+
+def published_beside(facts: Sequence[Record], text: Callable[[float], str]) -> Column:
+    def cell(record: Record) -> str | None:
+        fact = find_fact(facts, record)
+        return None if fact is None else text(fact["value"])
+
+    return Column(cell, "published", missing=NONE)
+
+
+# Measured runs, with the published number of the same models and setting beside them.
+def speedups(records: list[Record]) -> Table:
+    models = [Column(target_name, "target", **TEXT), Column(draft_name, "draft", **TEXT)]
+    beside = published_beside(published_speedups(), "{:.2f}".format)
+    columns = of(
+        "prefix_len B gamma draft_budget speedup wall_speedup plain_ms verify_ratio draft_ratio plain_rate rate"
+    )
+    return sorted(records, key=by_size), [*models, *columns, beside]
+
+
+def acceptance(records: list[Record]) -> Table:
+    """Show acceptance by policy and text, with the published number of the same model and setting."""
+    rows = [row | {"text": f"{row['text']}, {row['draft_policy']}"} for row in sorted(rows_of(records), key=by_size)]
+    lines, columns = pivot(rows, of("prefix_len B draft_budget"), "text", COLUMNS["acceptance"])
+    return lines, [*columns, published_beside(published()["acceptance"], "{:.2f}".format)]
+
+
+# Published numbers beside predictions.
+def prediction_text(fact: Record) -> str:
+    """Show the published and the predicted number. ?: the acceptance is assumed. *: plain decoding is faster."""
+    value, is_ratio = predict(fact), "kind" in fact
+    texts = [f"{x:.2f}" if is_ratio else speedup_text(x) for x in (fact["value"], value)]
+    return f"{texts[0]} / {texts[1]}" + ("" if is_ratio or is_acceptance_known(fact) else "?")
+
+
+def published_table(facts: Sequence[Record], *more: Column) -> Table:
+    models = [Column(target_name, "target", **TEXT), Column(draft_name, "draft", **TEXT)]
+    return pivot(facts, [*more, *models, COLUMNS["prefix_len"]], "B", Column(prediction_text, ""))
+
+
+def published_ratios(records: list[Record]) -> Table:
+    def at(fact: Record) -> str:
+        return f"verification, gamma {fact['gamma']}" if fact["gamma"] else f"draft step, budget {fact['draft_budget']}"
+
+    return pivot(published()["ratios"], [Column(at, "over a plain step", **TEXT), COLUMNS["prefix_len"]], "B",
+                 Column(prediction_text, ""))  # fmt: skip
+
+
+# The cost model.
+def cost_errors_table(records: list[Record]) -> Table:
+    errors = [Column("runs", "runs"), Column("median_error", "median error", ".1%")]
+    return cost_errors.errors_by_size(records), [
+        *of("B prefix_len"),
+        *errors,
+        Column("largest_error", "largest", ".1%"),
+    ]
+
+
+def auto(records: list[Record]) -> Table:
+    rows = []
+    for way, name in ((cost_errors.AUTO, "gamma"), (cost_errors.AUTO_BUDGET, "gamma and budget")):
+        rows += [row | {"chosen": name} for row in cost_errors.against_fixed(records, way)]
+    heads = {"usual": "gamma 3", "best": "best fixed", "auto": "auto"}
+    speeds = [Column(name, head, speedup_text) for name, head in heads.items()]
+    ratios = [Column("mean_gamma", "mean gamma", ".1f"), Column("ratio", "auto / better", ".3f")]
+    more = [Column("lowest", "lowest repeat", ".3f"), Column("repeats", "repeats")]
+    return rows, [Column("chosen", "auto chooses", **TEXT), *of("B prefix_len"), *speeds, *ratios, *more]
+
+
+# Costs and speedups on a CPU.
+def cpu_storages(records: list[Record]) -> Table:
+    """Show the greedy runs of each storage, and the speedups of the coupled ones."""
+    lines = [record | record["rows"][0] for record in records]
+    columns = of("storage draft_weights plain_ms verify_ratio draft_ratio plain_rate rate speedup wall_speedup")
+    return lines, [*columns, Column(lambda row: row["rows"][-1].get("speedup"), "speedup, sampled", speedup_text)]
+
+
+def cpu_linears(records: list[Record]) -> Table:
+    ours = re.compile("this project|F.linear|sgl-kernel")
+    rows = [row for row in records[-1]["kernels"] if row["part"] == "layers" and ours.search(row["kernel"])]
+    kept = [row | {"B": row["rows"]} for row in rows if row["rows"] in (1, 8, 32, 64)]
+    return pivot(kept, [Column("kernel", "weights and kernel", **TEXT)], "B", Column("ms", "ms", ".1f"))
+
+
+# Drafters and policies.
+def prompt_sets(records: list[Record]) -> Table:
+    def cell(row: Record) -> str:
+        return f"{speedup_text(row['speedup'])} ({row['acceptance_rate']:.2f})"
+
+    return pivot(table_rows(records), of("category sequences"), "drafter", Column(cell, ""))
+
+
+def drafters(records: list[Record]) -> Table:
+    """Show the speedup and the mean accepted length of each drafter on each text that is decoded row by row."""
+    names = {"default": "book", "reproduction/heads/held_back.txt": "its second half"}
+    rows = []
+    for row in rows_of(record for record in records if record["B"] == 1):
+        text = f"{names.get(row['text'], Path(row['text']).stem)}, {row['prefix_len']}, T {row['temperature']:g}"
+        rows.append(row | {"text": text, "drafter": re.sub(r":[^@]*", "", row["drafter"])})
+    cell = Column(lambda row: f"{speedup_text(row['speedup'])} ({row['mean_accepted_length']:.2f})", "")
+    return pivot(rows, of("drafter"), "text", cell)
+
+
+def policies_acceptance(records: list[Record]) -> Table:
+    """Show the last row of each policy and text behind 7500 tokens, of drafts without a draft."""
+    runs = [record for record in records if "rows" in record and record["prefix_len"] == 7500 and record["gamma"] == 3]
+    rows = [row for row in rows_of(runs) if row["draft_budget"] in (75, 375, 750, None)]
+    rows.sort(key=lambda row: (row["draft_budget"] or 7500, row["draft_policy"]))
+    return pivot(rows, of("draft_budget draft_policy"), "text", COLUMNS["acceptance"])
+
+
+def policy_pairs(records: list[Record]) -> Table:
+    rows = [row for row in rows_of(records) if row["verification"] == "coupled"]
+    columns = of(
+        "prefix_len B drafter draft_weights acceptance mean_accepted_length drafting_ratio speedup wall_speedup"
+    )
+    return rows, columns
+
+
+def serving(records: list[Record]) -> Table:
+    """Show the load of each kind with speculation, beside plain rounds of the same requests."""
+    rows = []
+    for record in records:
+        for n_clients, modes in grouped(record["rows"], lambda row: row["clients"]).items():
+            plain, *others = (record | row for row in modes)
+            same = {"plain_ttft": plain["ttft_ms_p50"], "plain_tpot": plain["tpot_ms_p50"]}
+            rows += [row | same | {"clients": n_clients} for row in others]
+    columns = [Column("{shortest} to {longest}".format_map, "prompt tokens"), *of("temperature")]
+    columns += [Column("turns", "turns"), Column("clients", "clients"), Column("mode", "server", **TEXT)]
+    columns += [Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", speedup_text)]
+    columns += [Column("decode_speedup", "rounds alone", speedup_text), Column("accepted_share", "accepted", ".2f")]
+    for name, head in (("ttft", "first token"), ("tpot", "per token")):
+        columns += [Column(f"{name}_ms_p50", f"{head}, ms", ".0f"), Column(f"plain_{name}", "plain", ".0f")]
+    return rows, columns
+
+
+def round_costs(records: list[Record]) -> Table:
+    rows = [row for row in records[-1]["rounds"] if row["mode"] == "coupled"]
+    heads = {"policy": "policy", "nodes_to_choose": "nodes a layer to choose", "nodes_a_layer": "nodes a layer"}
+    heads |= {"nodes": "nodes", "weights_gb": "weights, GB", "attention_gb": "attention, GB"}
+    heads |= {"layers_gb": "else in layers, GB", "outside_gb": "outside, GB"}
+    return rows, [Column(name, head, ".1f" if "GB" in head else "") for name, head in heads.items()]
+
+
+def roofline(records: list[Record]) -> Table:
+    """Show how far predicted speedups are off, apart for those whose acceptance was published and assumed."""
+    errors: dict[str, list[float]] = {"acceptance published": [], "acceptance assumed": []}
+    for fact in published_speedups():
+        group = "acceptance published" if is_acceptance_known(fact) else "acceptance assumed"
+        errors[group].append(abs(predict(fact) / fact["value"] - 1))
+    rows = [
+        {"group": name, "n": len(each), "median": median(each), "largest": max(each)} for name, each in errors.items()
+    ]
+    heads = [Column("group", "published speedups", **TEXT), Column("n", "number")]
+    return rows, [*heads, Column("median", "median error", ".1%"), Column("largest", "largest", ".1%")]
+
+
+TABLES = {
+    "speedups": Source("speedups.jsonl", speedups),
+    "acceptance": Source("acceptance.jsonl", acceptance),
+    "published_machines": Source(
+        None, lambda _: published_table(published()["speedup_tables"], Column("origin", "GPUs", **TEXT))
+    ),
+    "published_figure_6": Source(None, lambda _: published_table(published()["figure_6"])),
+    "published_ratios": Source(None, published_ratios),
+    "roofline": Source(None, roofline),
+    "cost_errors": Source("cost_model.jsonl", cost_errors_table),
+    "auto": Source("cost_model.jsonl", auto),
+    "cpu_storages": Source("cpu_storages.jsonl", cpu_storages),
+    "cpu_linears": Source("cpu_linears.jsonl", cpu_linears, is_last=True),
+    "prompt_sets": Source("spec_bench.jsonl", prompt_sets),
+    "drafters": Source("drafters.jsonl", drafters),
+    "policies": Source("policies.jsonl", policies_acceptance),
+    "policy_pairs": Source("policy_pairs.jsonl", policy_pairs),
+    "serving": Source("serve_load.jsonl", serving),
+    "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
+}
+
+
+def provenance_line(records: Sequence[Record], file: str, page: Path) -> str:
+    """Return a sentence that names the file, the commits and the machines of records."""
+    path = "../reproduce/results" if page.parent.name == "docs" else "results"
+    commits = dict.fromkeys(f"`{str(record.get('git_commit'))[:12]}`" for record in records)
+    machines = dict.fromkeys(
+        f"{record.get('gpu') or record.get('machine')}, PyTorch {record.get('torch_version')}" for record in records
+    )
+    return f"Record: [{file}]({path}/{file}); commit {', '.join(commits)}; {'; '.join(machines)}."
+
+
+def filled(page: Path) -> str:
+    """Return the page's text with its tables made anew."""
+
+    def make(place: re.Match) -> str:
+        file, table, is_last = TABLES[place[2]]
+        records = (read_records(RESULTS / file) if file else [])[-1 if is_last else 0 :]
+        source = f"{provenance_line(records, file, page)}\n\n" if file else ""
+        return f"{place[1]}{source}{markdown(*table(records))}\n{place[3]}"
+
+    return PLACE.sub(make, page.read_text(encoding="utf-8"))
+
+
+def main(flags: Flags) -> None:
+    if flags.name is None:
+        for page in PAGES:
+            page.write_text(filled(page), encoding="utf-8")
+            print(f"wrote {page}")
+        return
+    if flags.name not in TABLES:
+        raise ConfigError("there is no such table", "NAME", flags.name, ", ".join(TABLES), "choose among these")
+    records = [record for path in flags.records for record in read_records(path)]
+    if not records and TABLES[flags.name].file:
+        raise DataError("there are no records", "RECORDS", " ".join(flags.records), "a file of records", "name a file")
+    print(console(*TABLES[flags.name].table(records)))
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)
