@@ -354,7 +354,19 @@ class Generation:
         return GenerateOutput([request.tokens for request in requests], reasons, errors, stats)
 
 
-def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], **arguments: Any) -> GenerateOutput:
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    drafter: Drafter | None = None,
+    pacing: Pacing | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    verification: str = "auto",
+    request_ids: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    **options: Any,
+) -> GenerateOutput:
     """Continue every prompt, any number of them of any lengths; return their tokens and counts.
 
     Args:
@@ -362,10 +374,12 @@ def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], **arguments:
         max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): one value, or one per prompt.
         request_ids: key each prompt's random numbers beside its seed; None: its index. A prompt that keeps id and seed
             keeps its tokens (coupled mode), wherever it stands in the batch.
-        drafter, pacing, verification, progress, phase: those of `Decoder`.
+        drafter, pacing, verification, options: those of `Decoder`.
 
     Errors: ConfigError, before anything runs, as `Decoder.submit`, or if two prompts share request id and seed.
     """
-    generation = Generation(runner, prompts, **arguments)
+    requests: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "request_ids": request_ids}
+    decoder: dict[str, Any] = {"drafter": drafter, "pacing": pacing, "verification": verification, **options}
+    generation = Generation(runner, prompts, stop_tokens=stop_tokens, **requests, **decoder)
     generation.run()
     return generation.output
