@@ -17,6 +17,7 @@ from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.runner import ModelRunner
 from kv_cache import FullKVCache
+from kv_cache.refreshed import RefreshedKVCache
 from models import ModelConfig
 from models.heads.loading import HeadSource
 from models.packed_linear import can_pack
@@ -25,7 +26,7 @@ from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
 # Kept free on a GPU before anything is loaded: for activations, which are then measured, CUDA and NCCL.
-RESERVE_BYTES = 4 * GIB
+RESERVE_BYTES, RESERVED_SHARE = 4 * GIB, 0.1
 # A forward's measured peak is taken this many times: sampling, choosing entries and captured rounds come on top of it.
 MARGIN = 1.5
 
@@ -68,8 +69,13 @@ def memory_plan(plan: Plan) -> MemoryPlan:
             if draft.dtype is not None and not plan.shares_weights and not is_inner:
                 weights += model_bytes(config, dtype, draft.quantize, plan.device)
         sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or dtype
-        draft_kv += n_caches * sum(policy.new_cache(*sizes).n_bytes for policy in draft.policies)
-    reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
+        for cache in (policy.new_cache(*sizes) for policy in draft.policies):
+            draft_kv += n_caches * cache.n_bytes
+            if isinstance(cache, RefreshedKVCache):
+                draft_kv += cache.observer(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
+    reserve = 0
+    if not plan.device.startswith("cpu"):
+        reserve = min(RESERVE_BYTES, int(RESERVED_SHARE * torch.cuda.get_device_properties(plan.device).total_memory))
     return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
 
 
@@ -114,6 +120,9 @@ def _peak_of_forward(runner: ModelRunner, n_token: int) -> int:
     cache, device = runner.cache, runner.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # Linux: the peak begins anew at what is resident now
+            Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory_bytes(device)
     runner.fill_row(0, [0] * min(runner.prefill_chunk, cache.capacity - n_token))
     block = torch.zeros((runner.max_batch, n_token), dtype=torch.int64, device=device)
@@ -124,7 +133,7 @@ def _peak_of_forward(runner: ModelRunner, n_token: int) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of bytes so far: allocated on a GPU; on a CPU the process's resident set, libraries included."""
+    """Return the peak of bytes since models were loaded: allocated on a GPU; on a CPU resident, libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

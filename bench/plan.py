@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,8 +41,10 @@ from models.tensor_parallel import Shard, check_count, shard_config
 PromptText = str | Sequence[int]
 # The largest gamma that `--gamma auto` chooses.
 AUTO_GAMMA = 6
-# The length that prompts are taken to have where requests are not known, if rows are at least four times as long.
+# The assumed length of a prompt where requests are not known; at most a quarter of a row.
 TYPICAL_PROMPT = 2048
+# The longest that a rank may wait: what the libraries of ranks can count to.
+MOST_SECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,13 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
             require_at_least(field, size, 1)
     require_appendable(config.output.output, "output")
     require_appendable(config.rows.save_rows, "save_rows")
-    if config.ranks:
-        require_at_least("rank_timeout", config.ranks.rank_timeout, 1)
+    output, saved = config.output.output, config.rows.save_rows
+    if output and saved and os.path.realpath(output) == os.path.realpath(saved):
+        where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+        raise ConfigError("rows and records would be mixed", where, output, "two files", fix)
+    if config.ranks and not 1 <= (seconds := config.ranks.rank_timeout) <= MOST_SECONDS:
+        what, required = "no rank can be waited for that long", f"1 to {MOST_SECONDS} seconds"
+        raise ConfigError(what, flag("rank_timeout"), seconds, required, "leave it out")
     params, verification = resolve_sampling(config.sampling)
     _check_oracle(config, params.greedy or verification == "coupled")
     n_ranks = check_replicas(config.n_replicas, world_size())
@@ -196,14 +204,17 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
         stored = replace(stored, compile=False)
     rows = config.rows
-    if not target.has_text and (rows.prompts or rows.stop_at_eos):
-        note_without_effect(["prompts", "stop_at_eos"], "random weights have no text")
+    if not target.has_text and (useless := [name for name in ("prompts", "stop_at_eos") if getattr(rows, name)]):
+        note_without_effect(useless, "random weights have no text")
         rows = replace(rows, prompts=None, stop_at_eos=False)
     config = replace(config, target=stored, rows=rows)
-    dataset, prompts = resolve_dataset(config, target), [] if max_length else _own_prompts(config, target, texts)
+    dataset, prompts = (
+        resolve_dataset(config, target),
+        _own_prompts(config, target, texts) if max_length is None else [],
+    )
     n_rows, n_prompts, prefix_len = sizes.B, sizes.B * config.n_replicas, sizes.prefix_len or DEFAULT_PREFIX_LEN
     length = 0
-    if max_length:
+    if max_length is not None:
         length = min(max_length, target.config.max_context)
         require_at_least("max_length", length, 4)
         dataset, n_prompts, prefix_len = None, 0, min(TYPICAL_PROMPT, length // 4)
@@ -213,7 +224,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         require_at_least("prompts", n_prompts, config.n_replicas)
         n_rows = min(sizes.B, math.ceil(n_prompts / config.n_replicas))
     else:
-        n_prompts = config.rows.num_prompts or n_prompts
+        n_prompts = n_prompts if config.rows.num_prompts is None else config.rows.num_prompts
         require_at_least("num_prompts", n_prompts, config.n_replicas * n_rows)
     source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     kv_dtype, groups = KV_DTYPES.get(stored.kv_dtype, dtype), _rank_groups(config, target, source, n_ranks)
@@ -222,7 +233,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
-    if max_length:
+    if max_length is not None:
         require_at_least("max_length", length, plan.gamma + 4)
         sizes = replace(config.sizes, gen_len=length - prefix_len - plan.gamma - 1)
         return replace(plan, config=replace(plan.config, sizes=sizes))

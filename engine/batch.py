@@ -19,11 +19,11 @@ class Batch:
     """The state of B rows, either all rows of the caches in order, or the `first` ones of such a batch, each of which
     can be any row. At first all numbers are 0, and rows are greedy.
 
-    lengths `[B]` int64: the position of each row's last token, `current [B]`, which no cache holds yet; the token
-    before it is `previous [B]`. seeds, requests `[B]`: key its random numbers. rows `[B]`: which row of the caches,
-    and of a drafter's state, it is. idle `[B]`: 1 for a row that no request decodes, else 0. filters: those that any
-    row will use. narrows: True if a round reads only the slots that its positions can take; captured rounds keep one
-    shape instead.
+    lengths `[B]` int64: tokens that a cache holds of each row, which is the position of `current [B]`, its last token,
+    which no cache holds yet; the token before it is `previous [B]`. seeds, requests `[B]`: key its random numbers. rows
+    `[B]`: which row of the caches, and of a drafter's state, it is. idle `[B]`: 1 for a row that no request decodes,
+    else 0. filters: those that any row will use. narrows: True if a round reads only the slots that its positions can
+    take; captured rounds keep one shape instead.
     """
 
     def __init__(self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True) -> None:

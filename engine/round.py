@@ -48,7 +48,7 @@ class Round:
 
     Its parts run in order, over the batch as it then is: `roll_back` after the decoder has set `batch.lengths` to what
     the round left of each row. Each part fills a buffer, which keeps its place where parts are captured. Captured parts
-    outlive this object: they may read none of its other attributes.
+    outlive this object: a replay reads only tensors of the batch, of these buffers and of the drafter.
 
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +

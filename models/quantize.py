@@ -36,8 +36,6 @@ INNER_K_TILES = (8, 4, 2)
 # That kernel dequantises all weights once per 16 rows. Beyond so many rows it costs more than to dequantise them in
 # memory and multiply plainly, by the table of both in torchao's prototype/hqq (A6000, 4096 x 4096); gpu.py times both.
 MOST_TINYGEMM_ROWS = 128
-DEQUANTIZING_BYTES = 3  # for each weight, that dequantising in memory holds at once
-INT8_OUTPUT_BYTES = 8  # for each number that a layer in 8 bits gives: its sum and the float32 product
 FEWEST_CUDA_ROWS = 17  # that cuBLAS multiplies in 8 bits
 
 

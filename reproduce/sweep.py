@@ -76,7 +76,8 @@ def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[An
         name, _, value = text.partition("=")
         if not name or not value:
             raise ConfigError("a flag has no value", flag(field), text, "name=value", f"write {flag(field)} gamma=3")
-        found[name] = [parse(part.strip()) for part in (value.split(",") if field == "axis" else [value])]
+        values = parse(f"[{value}]") if field == "axis" else [parse(value)]
+        found[name] = values if isinstance(values, list) else [parse(part.strip()) for part in value.split(",")]
     return found
 
 

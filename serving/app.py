@@ -7,13 +7,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from serving.schemas import ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
 PAGE = Path(__file__).with_name("page.html")
+OPEN_PATHS = ("/health", "/")
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 Events = AsyncIterator[list[dict[str, Any]]]
 
@@ -34,20 +35,13 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
     requests may call this machine, among them "*" for any; a page elsewhere may have a name that leads here."""
     # FastAPI's own documentation pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
-    bearer = HTTPBearer(auto_error=False)
-
-    async def require_key(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
-        said = given.credentials.strip().encode("latin-1") if given else b""
-        if key is not None and not hmac.compare_digest(said, key.encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY", headers=headers)
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
         service.require_health()
         return Response()
 
-    @app.get("/metrics", dependencies=[Depends(require_key)])
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -57,17 +51,22 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
 
     async def on_error(request: Request, error: Exception) -> Response:
         request.state.failure = failure = _failure_of(error)
-        is_openai = request.url.path.startswith("/v1")
-        status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
-        return JSONResponse(failure.body(is_openai), status, failure.headers)
+        return error_response(failure, request.url.path)
 
     for kind in (Failure, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     for router in (tgi_routes(service), openai_routes(service)):
-        app.include_router(router, dependencies=[Depends(require_key)])
-    app.add_middleware(Accounting, service=service)
+        app.include_router(router)
+    app.add_middleware(Accounting, service=service, key=key)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     return app
+
+
+def error_response(failure: Failure, path: str) -> Response:
+    """Return a failure as JSON of the path's family of routes."""
+    is_openai = path.startswith("/v1")
+    status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
+    return JSONResponse(failure.body(is_openai), status, failure.headers)
 
 
 def _failure_of(error: Exception) -> Failure:
@@ -91,10 +90,25 @@ def _field(location: Sequence[str | int]) -> list[str]:
 
 
 class Accounting:
-    """Middleware that counts and logs requests for tokens, and frees the row of whatever request is over."""
+    """Middleware that refuses requests by their headers, counts and logs those for tokens, and frees the row of a
+    request that is over. key: what requests have to bring, except for OPEN_PATHS."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: Service, key: str | None) -> None:
+        self._app, self._service, self._key = app, service, key
+
+    def _refusal(self, scope: Scope) -> Failure | None:
+        """Return why a request is refused by its headers, or None."""
+        headers, largest = Headers(scope=scope), self._service.limits.max_body_bytes
+        if self._key is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, said = headers.get("authorization", "").partition(" ")
+            is_known = hmac.compare_digest(said.strip().encode("latin-1"), self._key.encode())
+            if scheme.lower() != "bearer" or not is_known:
+                wants = {"WWW-Authenticate": "Bearer"}
+                return Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY", headers=wants)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > largest:
+            return Failure(413, "too_large", f"body: {length} bytes, at most {largest} are taken")
+        return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), 0
@@ -105,8 +119,10 @@ class Accounting:
             status = message.get("status", status)
             await send(message)
 
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        state["failure"] = refusal
         try:
-            await self._app(scope, receive, note)
+            await (error_response(refusal, scope["path"]) if refusal else self._app)(scope, receive, note)
         except Exception as error:
             state["failure"], status = state["failure"] or internal(error), status or 500
             raise

@@ -7,6 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from math import isfinite
 from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -111,6 +112,8 @@ class Serve:
         least = {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0}
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
+                if not isfinite(value):
+                    raise ConfigError("a limit is no number", flag(name), value, "a finite number", "leave it out")
                 require_at_least(name, value, least.get(name, 1))
         self.target.require_trained("random weights have nothing to say")
         if self.ranks.data_parallel != 1:

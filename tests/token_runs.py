@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_he
 from rank_jobs import on_two_ranks
 
 from common import cli
+from common.jsonl import publish
+from common.provenance import provenance
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
 from models.checkpoints.loading import read_checkpoint
 
@@ -64,8 +67,8 @@ class Flags:
     """What is run, and what it is compared with."""
 
     only: str = ""  # run those whose names contain this
-    output: Path | None = None  # append a JSON line of each run to this file
-    against: Path | None = None  # lines of other code
+    output: str | None = None  # append the record to this file
+    against: Path | None = None  # a file whose last record is of other code
 
 
 def commands(folder: Path) -> Iterator[tuple[str, str, list[str], bool]]:
@@ -115,29 +118,25 @@ def served() -> dict[str, Any]:
     return {"tokens_sha256": sha256("\0".join(texts).encode()).hexdigest()}
 
 
+def run_one(folder: Path, script: str, words: list[str], on_ranks: bool) -> dict[str, Any]:
+    """Return the tokens and the counts of a benchmark."""
+    path = ROOT / "tests" / f"{script}_benchmark.py"
+    record = (on_two_ranks(folder, script, words) if on_ranks else python(path, *words)).record
+    return {name: record[name] for name in ("tokens_sha256", "drafted", "accepted", "identical_sequences")}
+
+
 def main(flags: Flags) -> None:
     lines = flags.against.read_text().splitlines() if flags.against else []
-    before, n_other = {one.pop("run"): one for one in map(json.loads, lines)}, 0
+    before, found = json.loads(lines[-1])["runs"] if lines else {}, dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        runs = {run: (script, words, ranks) for run, script, words, ranks in commands(folder)}
-        for run in filter(lambda run: flags.only in run, [*runs, "server"]):
-            if run == "server":
-                found = served()
-            else:
-                script, words, on_ranks = runs[run]
-                path = ROOT / "tests" / f"{script}_benchmark.py"
-                record = (on_two_ranks(folder, script, words) if on_ranks else python(path, *words)).record
-                counts = ("tokens_sha256", "drafted", "accepted", "identical_sequences")
-                found = {key: record[key] for key in counts}
-            differs = run in before and before[run] != found
-            n_other += differs
-            print(f"{run:40} {found['tokens_sha256'][:12]} {found.get('accepted')} {'DIFFERS' * differs}", flush=True)
-            if flags.output:
-                with flags.output.open("a") as file:
-                    file.write(json.dumps({"run": run, **found}) + "\n")
-    print(f"{n_other} of {len(before)} runs differ")
-    sys.exit(n_other > 0)
+        runs = {run: partial(run_one, Path(name), *how) for run, *how in commands(Path(name))} | {"server": served}
+        for run in (run for run in runs if flags.only in run):
+            found[run] = runs[run]()
+            differs = run in before and before[run] != found[run]
+            print(f"{run:40} {found[run]['tokens_sha256'][:12]} {'DIFFERS' * differs}", flush=True)
+    differing = [run for run in found if run in before and before[run] != found[run]]
+    publish(flags.output, {"benchmark": "token_runs", "differing": differing, "runs": found, **provenance()})
+    sys.exit(bool(differing))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
-            if time.time() - left.stat().st_mtime > DAY:
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):  # another writer removes it
+                if time.time() - left.stat().st_mtime > DAY:
+                    shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(PARTIAL, prefix, path.parent) as folder:
             partial = Path(folder, path.name)
             yield partial
