@@ -73,9 +73,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
             draft_kv += n_caches * cache.n_bytes
             if isinstance(cache, RefreshedKVCache):
                 draft_kv += cache.observer(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
-    reserve = 0
-    if not plan.device.startswith("cpu"):
-        reserve = min(RESERVE_BYTES, int(RESERVED_SHARE * torch.cuda.get_device_properties(plan.device).total_memory))
+    reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
     return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
 
 
@@ -96,7 +94,9 @@ def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
 
 def require_room(plan: Plan) -> None:
     """Raise OutOfMemoryError, before loading, if weights and KV entries do not fit."""
-    require_memory(memory_plan(plan), plan.n_rows, available_bytes(plan.device), plan.device)
+    available, needed = available_bytes(plan.device), memory_plan(plan)
+    reserve = min(needed.fixed["reserve"], int(RESERVED_SHARE * available))  # small GPUs run small models
+    require_memory(replace(needed, fixed=needed.fixed | {"reserve": reserve}), plan.n_rows, available, plan.device)
 
 
 def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:

@@ -87,7 +87,7 @@ def test_the_readmes_python_runs(
     def find_tiny(path: str, *how: Any) -> model_source.ModelSource:
         return find(str(checkpoint / "model.pth") if path == DEFAULT_MODEL else path, *how)
 
-    monkeypatch.setattr(model_source, "find_model", find_tiny)
+    monkeypatch.setattr("bench.config.find_model", find_tiny)
     [code] = [code for language, code in FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
     exec(code, {})
     [per_position] = re.findall(r"^\[.*\]$", capsys.readouterr().out, re.MULTILINE)
