@@ -19,8 +19,9 @@ from kv_cache.views import WriteThroughKVCache
 
 
 class VerificationScores:
-    """What a cache selects by: of each row's last verified block, in tensors that stay where they are, its queries or
-    the attention that it gave; a shorter block fills the first tokens.
+    """Scores that a cache selects by: queries of each row's last verified block, or the attention that it gave.
+
+    Tensors stay where they are; a shorter block fills the first tokens.
 
     starts: the position of the block's first token, `[max_batch]` int64, beyond any length where there was none.
     seen: its queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what `KV.chunk_scores`

@@ -1,4 +1,4 @@
-"""What is sent: the text of an answer as it grows, up to a stop string, and failures as JSON."""
+"""Answers: the text of an answer as it grows, up to a stop string, and failures as JSON."""
 
 import asyncio
 import time

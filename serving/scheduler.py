@@ -40,7 +40,7 @@ MANY_STEPS = 10**9
 
 @dataclass(frozen=True)
 class Batch:
-    """What is decoded together."""
+    """Sizes of the batch, and how its requests are decoded."""
 
     max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
     max_length: int = 8192

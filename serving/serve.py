@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, kw_only=True)
 class ServedDraft(NamedDraft):
-    """What drafts, and how."""
+    """The draft: its kind, storage and length."""
 
     gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the

@@ -39,7 +39,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or
 
 @dataclass(frozen=True)
 class Limits:
-    """What is refused."""
+    """Limits beyond which a request is refused."""
 
     max_queue: int = 64  # requests that wait for a row; one more is answered with 429
     max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None

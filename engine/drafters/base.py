@@ -17,7 +17,7 @@ from kv_cache import KVCache
 
 
 class RowUpdate(NamedTuple):
-    """What a drafter has to catch up on in one row of the target.
+    """A row of the target, and the tokens of it that a drafter has to catch up on.
 
     tokens: the text whose entries the row holds; a list that grows later, to be read only. n_seen: how many of them the
     drafter has followed; 0 for the prompt of a new request, `request_id`. draws: see `Request.draws`.

@@ -24,7 +24,7 @@ from models.names import Dtype, KVDtype, Scheme
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session builds a drafter from.
+    """The parts that a session builds a drafter from.
 
     gamma: the most tokens that a round drafts. model: a Transformer or a head that drafts, None where other ranks hold
     it. new_cache: makes an empty cache of the draft's policy. remote: makes a stand-in for a model of other ranks.

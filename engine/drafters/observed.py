@@ -12,8 +12,9 @@ from engine.runner import ModelRunner
 
 
 class ObservedStates:
-    """Of each row, states of `width` at `gamma + 1` positions, and the token that follows each; entries behind the
-    row's end are undefined. Tensors stay where they are, for captured rounds. layers: whose inputs are observed, as
+    """Target states of each row, of `width` at `gamma + 1` positions, and the token that follows each.
+
+    Entries behind the row's end are undefined. Tensors stay where they are, for captured rounds. layers: whose inputs are observed, as
     `Transformer.hidden_states` takes them; none: the last hidden state."""
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What the reference system published (published.json), and what the roofline predicts of each published number."""
+"""Numbers that the reference system published (published.json), and the roofline's prediction of each."""
 
 import json
 from collections.abc import Iterable
