@@ -15,7 +15,7 @@ FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
 
 class Outcome(NamedTuple):
-    """The outcome of a round in a row: drafts; the accepted ones and the target's token; which logits are finite."""
+    """A round's outcome in a row: drafts; the accepted ones and the target's token; which logits are finite."""
 
     drafts: list[int]
     block: list[int]
