@@ -14,7 +14,7 @@ from engine.runner import ModelRunner
 class ObservedStates:
     """Target states of each row, of `width` at `gamma + 1` positions, and the token that follows each.
 
-    Entries behind the row's end are undefined. Tensors stay where they are, for captured rounds. layers: whose inputs are
+    Entries behind a row's end are undefined. Tensors stay in place, for captured rounds. layers: whose inputs are
     observed, as `Transformer.hidden_states` takes them; none: the last hidden state."""
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
