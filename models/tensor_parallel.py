@@ -86,7 +86,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
     """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
 
-    Every part has the whole of each norm.
+    Every part has the whole of each norm. Biases behind an all-reduce are the first part's, 0 in the others.
     """
     if shard.count == 1:
         return tensor
@@ -103,6 +103,8 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     spans_of_kind = by_rows.get(kind) or by_columns.get(kind)
     if spans_of_kind is None:
         return tensor
+    if kind in by_columns and name.endswith(".bias"):
+        return tensor if shard.index == 0 else torch.zeros_like(tensor)
     dim = 1 if kind in by_columns else 0
     parts = [tensor.narrow(dim, start, end - start) for start, end in spans_of_kind]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

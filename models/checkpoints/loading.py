@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ def drop_layers(
             shallower[name] = value
         elif int(rest[0]) in kept:
             shallower[f"layers.{kept.index(int(rest[0]))}.{rest[1]}"] = value
-    return shallower, replace(config, n_layer=len(kept))
+    return shallower, config.with_layers(kept)
 
 
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
