@@ -4,7 +4,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from models.hf_rules import BOOLEAN, NUMBER, STRING, Values, check, of_type, positive, refuse
+from common.errors import ConfigError, flag
+from models.hf_rules import BOOLEAN, MAX_SIZE, NUMBER, STRING, Values, check, of_type, positive, refuse
 
 RULES = {"rope_type": STRING, "type": STRING, "rope_theta": NUMBER, "truncate": BOOLEAN}
 RULES |= dict.fromkeys(("mscale", "mscale_all_dim"), of_type("a number or null", int, float, type(None)))
@@ -53,6 +54,28 @@ def rope_fields(values: Values, head_dim: int, types: Collection[str], where: st
         "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
         "max_context": max_context,
     }
+
+
+def extended(values: Values, scaling: str, where: str) -> dict[str, Any]:
+    """Return the keys of a config.json for a context extended by `yarn:FACTOR` or `linear:FACTOR`.
+
+    Raises ConfigError for another scaling, or a model whose frequencies are scaled already.
+    """
+    kind, _, factor = scaling.partition(":")
+    try:
+        by = float(factor) if kind in ("yarn", "linear") else 0.0
+    except ValueError:
+        by = 0.0
+    if not 1 < by < MAX_SIZE:
+        required, fix = "yarn:FACTOR or linear:FACTOR, with a factor above 1", f"try {flag('rope_scaling')} yarn:4"
+        raise ConfigError("unknown scaling of the context", flag("rope_scaling"), scaling, required, fix)
+    settings, where = _settings(values, where)
+    if (present := settings.pop("type", settings.get("rope_type", "default"))) != "default":
+        raise refuse("the context is extended already", where, present, f"default, with {flag('rope_scaling')}")
+    context = positive(values, "max_position_embeddings", where)
+    rope = settings | {"rope_type": kind, "factor": by, ORIGINAL: context}
+    changed = {**values, "max_position_embeddings": int(context * by), "rope_parameters": rope}
+    return {key: value for key, value in changed.items() if key not in ("rope_scaling", ORIGINAL)}
 
 
 def _settings(values: Values, where: str) -> tuple[dict[str, Any], str]:

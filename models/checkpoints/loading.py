@@ -68,9 +68,12 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
 def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
-    beside it) and its manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes,
-    backed by the file. Errors: CheckpointError, ConfigError."""
+    """Map a model.pth (or the one in a folder) into memory and check it against the config.json beside it and its
+    manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes, backed by the file.
+
+    config: to run the model with instead of its config.json; the shapes of its tensors have to be the file's.
+    Raises CheckpointError, ConfigError.
+    """
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
@@ -85,7 +88,7 @@ def read_checkpoint(
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
-    if stored != expected:
+    if config is None and stored != expected:
         ours, theirs = asdict(stored), asdict(expected)
         other = [name for name in ours if ours[name] != theirs[name]]
         seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
