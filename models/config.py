@@ -43,6 +43,8 @@ class ModelConfig:
     rotary_dim: leading elements of a head that are rotated; None: all.
     unrotated_layers: layers without rotary embedding (SmolLM3).
     qk_norm: RMSNorm of every query and key head before rotation (Qwen3).
+    n_expert: feed-forward experts of a layer, 0 for a plain layer; `ffn_dim` is an expert's.
+    n_expert_per_token: experts that a token runs through; with shares that sum to 1 if `normalise_experts`.
     """
 
     vocab_size: int
@@ -64,6 +66,9 @@ class ModelConfig:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    n_expert: int = 0
+    n_expert_per_token: int = 0
+    normalise_experts: bool = False
     eos_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -97,7 +102,17 @@ class ModelConfig:
     @property
     def n_linear_weights_per_layer(self) -> int:
         """Weights of a layer's matrix products, without biases."""
-        return self.dim * (self.head_dim * (2 * self.n_head + 2 * self.n_kv_head) + 3 * self.ffn_dim)
+        attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
+        return attention + self.n_expert * self.dim + max(self.n_expert, 1) * self.n_weights_of_expert
+
+    @property
+    def n_weights_of_expert(self) -> int:
+        """Weights of an expert's matrix products, or of the layer's feed-forward."""
+        return 3 * self.dim * self.ffn_dim
+
+    def experts_touched(self, n_token: int) -> float:
+        """Return the expected number of a layer's experts that `n_token` tokens run through, chosen evenly."""
+        return self.n_expert * (1 - (1 - self.n_expert_per_token / max(self.n_expert, 1)) ** n_token)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of a token's keys and values in all layers."""

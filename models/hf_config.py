@@ -64,11 +64,13 @@ class Architecture:
     rules: Mapping[str, Rule]
     defaults: Values
     has_window: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of older files, and their present names
     rope_types: Collection[str] = tuple(ROPE_TYPES)
     is_fused: bool = False  # q, k and v are one tensor, gate and up another
     # Fields of ModelConfig that every model of the architecture has.
     fixed: Mapping[str, bool] = field(default_factory=dict)
-    # Fields of ModelConfig that a key turns on.
+    # Fields of ModelConfig that a key gives: sizes, and what is true or false.
+    sizes: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -102,9 +104,28 @@ ARCHITECTURES = {
         fixed={"qk_norm": True},
         switches=ATTENTION_BIAS,
     ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        {
+            **{"head_dim": INTEGER, "attention_bias": BOOLEAN, "norm_topk_prob": BOOLEAN, **FULL_ATTENTION},
+            **{"decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},  # else, some layers lack experts
+        },
+        {
+            **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "moe_intermediate_size": 768},
+            **{"num_local_experts": 128, "num_experts_per_tok": 8},
+        },
+        fixed={"qk_norm": True},
+        renamed={"num_experts": "num_local_experts"},
+        sizes={
+            "n_expert": "num_local_experts",
+            "n_expert_per_token": "num_experts_per_tok",
+            "ffn_dim": "moe_intermediate_size",
+        },
+        switches=ATTENTION_BIAS | {"normalise_experts": "norm_topk_prob"},
+    ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
-        {"partial_rotary_factor": NUMBER},
+        {"partial_rotary_factor": NUMBER, "layer_types": only()},
         {
             **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
             **{"sliding_window": None},
@@ -134,7 +155,11 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     if architecture is None:
         raise refuse("unsupported architecture", f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
     check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
-    values = {**DEFAULTS, **architecture.defaults, **given}
+    renamed = {architecture.renamed.get(key, key): value for key, value in given.items()}
+    if len(renamed) < len(given):
+        seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
+        raise refuse("a key is given under two names", where, seen, "one of them")
+    values = {**DEFAULTS, **architecture.defaults, **renamed}
     n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
     n_layer, head_dim = positive(values, "num_hidden_layers", where), positive(values, "head_dim", where, dim // n_head)
     rope = rope_fields(values, head_dim, architecture.rope_types, where)
@@ -156,6 +181,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
         "sliding_window": positive(values, "sliding_window", where) if has_window else None,
         "tie_embeddings": values["tie_word_embeddings"],
         **architecture.fixed,
+        **{field: positive(values, key, where) for field, key in architecture.sizes.items()},
         **{field: values.get(key, False) for field, key in architecture.switches.items()},
         "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttention
 from models.config import ModelConfig
+from models.experts import grouped, looped, route
 from models.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
@@ -107,6 +108,41 @@ class FeedForward(nn.Module):
         return self.w2(step.pointwise.swiglu(self.w13(x)))
 
 
+class StackedExperts(nn.Module):
+    """The weights of all experts, one below the other; `weight [n_expert * d_out, d_in]`."""
+
+    def __init__(self, n_expert: int, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.n_expert = n_expert
+        self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        multiply = grouped if x.is_cuda else looped
+        return multiply(x, self.weight.unflatten(0, (self.n_expert, -1)), counts)
+
+
+class ExpertFeedForward(nn.Module):
+    """A feed-forward layer of which each token runs through a few experts, chosen by a router."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token
+        self.is_normalised = config.normalise_experts
+        self.router: nn.Module = Linear(config.dim, config.n_expert, bias=False)
+        self.w13 = StackedExperts(config.n_expert, config.dim, 2 * config.ffn_dim)
+        self.w2: nn.Module = StackedExperts(config.n_expert, config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        shares, chosen = route(self.router(x), self.n_chosen, self.is_normalised)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(self.n_expert, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        of_experts = step.pointwise.swiglu(self.w13(x[order // self.n_chosen], counts))
+        y = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+        y[order] = self.w2(of_experts, counts)
+        return (y.unflatten(0, shares.shape) * shares[..., None]).sum(dim=1)
+
+
 class Block(nn.Module):
     """Attention and feed-forward. `x` is the residual stream `[B * T, dim]`; `update` is still to be added to it."""
 
@@ -115,7 +151,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, is_rotated)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: nn.Module = ExpertFeedForward(config) if config.n_expert else FeedForward(config)
         self.norm_eps = config.norm_eps
 
     def forward(self, x: Tensor, update: Tensor, step: Step, layer: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError, flag
 from models.config import ModelConfig
-from models.llama import Block, Embedding, Head, Transformer
+from models.llama import Block, Embedding, FeedForward, Head, Transformer
 
 Span = tuple[int, int]
 
@@ -96,8 +96,9 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     n_q = group * n_kv  # in wqkv, the query heads come first, then those of keys and of values
     k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in (n_q, n_q + n_kv))
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
-    up = (config.ffn_dim + units[0], config.ffn_dim + units[1])
-    by_rows = {"wqkv": [q, k, v], "w13": [units, up], "tok_embeddings": [ids], "output": [ids]}
+    matrices = range(2 * max(config.n_expert, 1))  # gate and up, of each expert
+    w13 = [(i * config.ffn_dim + units[0], i * config.ffn_dim + units[1]) for i in matrices]
+    by_rows = {"wqkv": [q, k, v], "w13": w13, "tok_embeddings": [ids], "output": [ids]}
     by_columns = {"wo": [q], "w2": [units]}
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     spans_of_kind = by_rows.get(kind) or by_columns.get(kind)
@@ -117,8 +118,8 @@ class Joined(nn.Module):
         super().__init__()
         self.inner, self._join = inner, join
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._join(self.inner(x))
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._join(self.inner(*inputs))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -144,7 +145,10 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     for layer in model.layers:
         assert isinstance(layer, Block)
         layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
-        layer.feed_forward.w2 = Joined(layer.feed_forward.w2, exchange.all_reduce)
+        if isinstance(feed_forward := layer.feed_forward, FeedForward):
+            feed_forward.w2 = Joined(feed_forward.w2, exchange.all_reduce)
+        else:  # a token's experts are summed first
+            layer.feed_forward = Joined(feed_forward, exchange.all_reduce)
     weight = model.tok_embeddings.weight
     if (head := model.output) is None:
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")

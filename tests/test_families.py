@@ -7,12 +7,13 @@ import pytest
 import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, rope, save_folder
 from policies import OF_SELF_DRAFTS, POLICIES, Size
-from transformers import LlamaConfig, Phi3Config, Qwen3Config, SmolLM3Config
+from transformers import LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 
 from convert_hf_checkpoint import convert
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from kv_cache import FullKVCache
 from models import load_model
+from models.experts import grouped, looped
 
 LENGTHS, N_NEW, GAMMA, LONGEST = [5, 38, 17], 20, 3, 64
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -20,6 +21,10 @@ YARN = rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=32)
 CONFIGS: dict[str, Any] = {
     "qwen3, groups of 5": Qwen3Config(
         **SHAPE | {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 22}, **SPECIAL, **YARN
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE | {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
+        **SPECIAL | rope(1000000.0) | {"norm_topk_prob": True},
     ),
     "smollm3": SmolLM3Config(**SHAPE, **SPECIAL, **rope(50000.0), no_rope_layer_interval=2),
     "phi3": Phi3Config(**SHAPE | {"hidden_size": 80}, **SPECIAL, **rope(10000.0, partial_rotary_factor=0.5)),
@@ -59,6 +64,13 @@ def decode(folder: Path, policy: str | None, standalone: bool = False, **how: An
     out = generate(runner, prompts(), max_new_tokens=N_NEW, drafter=drafter)
     assert policy is None or any(sum(row.accepted_at) > 0 for row in out.stats.rows)
     return out.tokens
+
+
+def test_products_by_expert_are_those_of_a_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(9, 16, generator=generator), torch.randn(4, 24, 16, generator=generator)
+    counts = torch.tensor([3, 0, 5, 1])
+    torch.testing.assert_close(grouped(x, weights, counts), looped(x, weights, counts))
 
 
 @pytest.mark.parametrize("policy", [None, *OF_SELF_DRAFTS])

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -28,6 +29,7 @@ TOLERANCE = 1e-5
 LENGTHS = [27, 48]  # of the two rows
 PREFILLED = [7, 28]  # 20 tokens of each row are left to decode
 MHA = {"num_key_value_heads": 4}
+MOE = {"head_dim": 16, "moe_intermediate_size": 24}
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 
 
@@ -67,6 +69,13 @@ FAMILIES = {
         SmolLM3Config, NO_SPECIAL_TOKENS | {"no_rope_layers": [0, 1], "tie_word_embeddings": False} | rope(1000000.0)
     ),
     "smollm3, each second": Family(SmolLM3Config, NO_SPECIAL_TOKENS | {"no_rope_layer_interval": 2} | rope(1000000.0)),
+    "qwen3-moe": Family(
+        Qwen3MoeConfig,
+        MOE | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} | rope(1000000.0),
+    ),
+    "qwen3-moe, one expert each": Family(
+        Qwen3MoeConfig, MOE | {"num_experts": 5, "num_experts_per_tok": 1, "attention_bias": True} | rope(1000000.0)
+    ),
     "phi-3": Family(Phi3Config, NO_SPECIAL_TOKENS | {"sliding_window": 11} | rope(10000.0), "40KB"),
     "phi-4": Family(
         Phi3Config,

@@ -65,6 +65,12 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
         "feed_forward.w2.weight": {"mlp.down_proj.weight": (dim, ffn_dim)},
         "feed_forward.w2.bias": {"mlp.down_proj.bias": (dim,)} if config.mlp_bias else {},
     }
+    if config.n_expert:
+        experts = [f"mlp.experts.{index}" for index in range(config.n_expert)]
+        of_layer["feed_forward.router.weight"] = {"mlp.gate.weight": (config.n_expert, dim)}
+        both = {f"{expert}.{name}_proj.weight": (ffn_dim, dim) for expert in experts for name in ups}
+        of_layer["feed_forward.w13.weight"] = dict(both)
+        of_layer["feed_forward.w2.weight"] = {f"{expert}.down_proj.weight": (dim, ffn_dim) for expert in experts}
     parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": ((EMBEDDING, embedding),)}
     for layer in range(config.n_layer):
         for ours, theirs in of_layer.items():

@@ -150,6 +150,9 @@ def load_model(
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
         check_scheme(quantize, device)
+        if config.n_expert:
+            what, required = "the weights of experts are not quantised", "a model without experts"
+            raise ConfigError(what, f"--quantize: {path}", f"{config.n_expert} experts", required, "leave it out")
     shard = exchange.shard if exchange else WHOLE
     check_count(config, shard.count, f"tensor parallelism of {path}")
     own = shard_config(config, shard)
