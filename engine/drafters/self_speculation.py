@@ -1,7 +1,5 @@
 """SelfSpeculation: the target drafts for itself over a second, budgeted cache."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -33,9 +31,9 @@ class SelfSpeculation(ModelDrafter):
     """Drafts with the target over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
     That cache is never prefilled: it is filled from the target's entries when it first follows a row, and written
-    through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
-    rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
-    `select_layers`), and so has its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
+    through by every verification, so only tokens of the current round are ever approximate. `model` may have the same
+    weights in a cheaper dtype; with `layers` it has only these layers of the target (see `select_layers`), and so has
+    its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
     """
 
     is_written_through = True

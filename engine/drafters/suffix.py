@@ -1,4 +1,4 @@
-"""Suffix: drafts what followed the row's longest suffix that occurred in its text before, of any length."""
+"""Suffix: drafts the tokens that followed the longest suffix of a row's text where it occurred before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ N_RECORDED = 16
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """Substrings that end at the same positions: the longest has `length` tokens; `link` is the state of shorter ones,
-    which end elsewhere, too; `following` is by the next token. end: the text's length where they last ended."""
+    """Substrings that end at the same positions; the longest has `length` tokens.
+
+    end: the text's length where they last ended. link: the state of the longest suffix that ends elsewhere, too.
+    following: states by the next token.
+    """
 
     length: int = 0
     end: int = 0
@@ -29,7 +32,7 @@ class SuffixAutomaton:
     """All substrings of a growing text (Blumer et al. 1985), in O(1) a token, amortised.
 
     repeated: the length of the text's longest suffix that occurs in it before, and the text's length where that last
-    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 without one.
+    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 if no suffix occurs before.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class SuffixAutomaton:
 
 
 class Suffix(HostDrafter):
-    """Copies from where the suffix occurred last; at the end of the text, from the beginning of what it copied."""
+    """Copies from where the suffix occurred last; at the end of the text, the copy begins again."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
