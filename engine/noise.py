@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a function of what they are for, not of what was drawn before.
+"""Counter-based random numbers: a function of their purpose, not of numbers drawn before.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor arithmetic, so
 that every device gives the same bits. The key is the seed; the counter is (pair of vocabulary ids, stream, position,
-request). No state, so a batch's order, its size and what was accepted cannot matter.
+request). There is no state, so neither the batch nor acceptance can change a number.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ Draw: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int, int], Tensor]"
 
 
 def drawn_by(library: ctypes.CDLL) -> Draw:
-    """Return what computes `gumbel` in float32 by the kernel."""
+    """Return a function that computes `gumbel` in float32 by the C++ kernel."""
     kernel = library.foretoken_gumbel
     kernel.argtypes, kernel.restype = [*[c_int64] * 2, *[c_void_p] * 3, c_int64, c_void_p, c_int], None
 
@@ -119,9 +119,9 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 @functools.cache
 def triton_kernels(device: str = "cuda") -> ModuleType | None:
-    """Return `engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels, or where
-    they are wrong, which is said."""
-    if missing_launcher():  # as is said where attention is chosen
+    """Return `engine.triton_draws`, which draws tokens on a GPU; None if Triton cannot start its kernels, or if they
+    are wrong, which prints a note."""
+    if missing_launcher():  # the choice of attention prints this
         return None
     from engine import draws_check, triton_draws
 
@@ -131,7 +131,7 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
 
 @functools.cache
 def _kernel() -> Draw | None:
-    """Return what draws by the C++ kernel; None where it cannot be built."""
+    """Return the function that draws by the C++ kernel; None if that cannot be built."""
     try:
         return drawn_by(load_library("noise"))
     except BuildError as error:
