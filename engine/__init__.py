@@ -1,4 +1,4 @@
-"""The engine: runners, drafters, verification, and the one decode loop."""
+"""The engine: runners, drafters, verification, and the decode loop."""
 
 from engine.decoding import Decoder
 from engine.drafters import Drafter

@@ -93,7 +93,7 @@ def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
 
 
 def acceptance_text(record: Mapping[str, Any]) -> str | None:
-    """Return the acceptance rate, with its standard error if it has one: `0.812 ± 0.013`. None without a rate."""
+    """Return the acceptance rate, with its standard error if that is known: `0.812 ± 0.013`. None without a rate."""
     rate, error = record.get("acceptance_rate"), record.get("acceptance_standard_error")
     return None if rate is None else f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
 

@@ -1,4 +1,4 @@
-"""Decoder: requests come and go while it steps; a step prefills waiting prompts, then runs one round."""
+"""Decoder: requests come and go while it steps; a step prefills waiting prompts, then runs a round."""
 
 import time
 from collections import deque
@@ -84,8 +84,8 @@ class Decoder:
     def submit(self, request: Request) -> None:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
 
-        Requests of one id and seed share their random numbers. Errors: ConfigError, and the request is not queued, if
-        its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
+        Requests of the same id and seed share their random numbers. Errors: ConfigError, and the request is not queued,
+        if its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
         context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was submitted before.
         """
         if request.text:
@@ -117,7 +117,7 @@ class Decoder:
             self._rows.leave(self._rows.requests.index(request), request)
         else:
             what, where = "a decoder cancels requests that were submitted to it", f"prompt {request.index}"
-            raise ConfigError(what, where, "another request", "a request of this decoder", "cancel it where it decodes")
+            raise ConfigError(what, where, "another request", "its request", "cancel it where it was submitted")
         request.finish_reason = "cancelled"
 
     def set_aside(self, kept: KVCache) -> None:
@@ -142,10 +142,10 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> RoundStats | None:
-        """Prefill waiting requests into free rows, or with `prefill_tokens` a part of one; then run one round.
+        """Prefill waiting requests into free rows, or with `prefill_tokens` a part of a prompt; then run a round.
 
         Returns None if no row decodes, or the pacing ends the decode. A request whose logits are not finite ends with
-        the reason in its `error`; the others go on.
+        the reason in its `error`; other requests go on.
         """
         began = time.perf_counter()
         self._prefill()
@@ -178,12 +178,12 @@ class Decoder:
             if limit is not None:
                 drafter = self._last_choice.drafter
                 if drafter is not None and self._following.in_parts(drafter):
-                    self._following.update(drafter, [(row, request, n_held)], self._mode)
+                    self._following.follow(drafter, [(row, request, n_held)], self._mode)
                 if n_held < len(request.prompt):
                     return
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        """Give a request a row, with what the row and its drafters keep of an earlier text."""
+        """Give a request a row, and start its prefill behind the tokens that the row may reuse."""
         reuses = self._reuses == "prefixes"
         row = self._rows.place_for(request.prompt, reuses)
         if self._reuses == "nothing":
@@ -221,11 +221,11 @@ class Decoder:
         return PLAIN if choice is not None and not all(request.speculate for request in busy) else choice
 
     def _catch_up(self, drafter: int) -> bool:
-        """Prefill the drafter with unseen prompts, then synchronise ranks; this is no part of a round, however late it
-        meets the prompt. False: a backlog is left, so this round is plain."""
+        """Prefill the drafter with unseen prompts, then synchronise ranks; the time for this is no part of a round.
+        False: a backlog is left, so this round is plain."""
         began = time.perf_counter()
-        plan, is_all = self._following.catch_up_plan(drafter, self._rows.busy(), self._prefill_tokens)
-        if n_run := self._following.update(drafter, plan, self._mode):
+        n_run, is_all = self._following.catch_up(drafter, self._rows.busy(), self._prefill_tokens, self._mode)
+        if n_run:
             self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
             self._runner.ranks.gathered(None)
@@ -241,7 +241,7 @@ class Decoder:
         round_ = self._rounds.make_round(choice, batch, mode)
         with self._phase("resume"):
             if drafter is not None:
-                self._following.update(drafter, self._following.round_plan(drafter, busy), self._mode)
+                self._following.follow_round(drafter, busy, self._mode)
         with self._phase("draft"):
             if drafter is not None:
                 round_.propose(self._phase)
@@ -260,12 +260,11 @@ class Decoder:
         return RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
 
     def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[float]]:
-        """Return the log-probabilities of each computed row's block, on the leader; empty for requests without a list
-        for them."""
-        wants = [request is not None and request.logprobs is not None for _, request in self._rows.computed]
-        if not any(wants) or not self._runner.ranks.leads:
-            return [[] for _ in wants]
-        blocks = [outcome.block if wanted else [] for outcome, wanted in zip(outcomes, wants, strict=True)]
+        """Return log-probabilities of each computed row's block: on the leader, and for requests that want them."""
+        all_want = [request is not None and request.logprobs is not None for _, request in self._rows.computed]
+        if not any(all_want) or not self._runner.ranks.leads:
+            return [[] for _ in all_want]
+        blocks = [outcome.block if wants else [] for outcome, wants in zip(outcomes, all_want, strict=True)]
         return logprobs_of(blocks, round_.logits)
 
     def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logprobs: Sequence[Sequence[float]]) -> int:

@@ -1,4 +1,4 @@
-"""Following: how much of each row's text each drafter has followed, and what it follows next."""
+"""Following: the tokens of each row that each drafter has followed, and those that it follows next."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -7,8 +7,7 @@ from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.drafters.model_drafter import ModelDrafter
 from engine.requests import Request
 
-# Rows with their requests, and the length up to which a drafter follows each.
-Plan = Sequence[tuple[int, Request, int]]
+Busy = Sequence[tuple[int, Request]]
 
 
 class Following:
@@ -35,10 +34,10 @@ class Following:
             if n_reused and self.in_parts(drafter) and n - n_reused <= most_ahead
         }
 
-    def update(self, drafter: int, plan: Plan, mode: str) -> int:
-        """Let the drafter follow the rows of a plan; return the number of tokens that it had not seen."""
+    def follow(self, drafter: int, lengths: Sequence[tuple[int, Request, int]], mode: str) -> int:
+        """Let a drafter follow rows up to these lengths; return the number of tokens that it had not seen."""
         updates = []
-        for row, request, length in plan:
+        for row, request, length in lengths:
             if (n_seen := self.lengths[row].get(drafter, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
                 updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(mode)))
@@ -46,17 +45,19 @@ class Following:
         self._drafters[drafter].follow(updates)
         return sum(len(update.tokens) - update.n_seen for update in updates)
 
-    def catch_up_plan(self, drafter: int, busy: Sequence[tuple[int, Request]], limit: int | None) -> tuple[Plan, bool]:
-        """Return what the drafter follows before it drafts, and whether that brings it up to date: the prompts; but if
-        it has missed more than `limit` tokens, the first `limit` of these and as many as a round has added."""
-        missed = [r.length - self.lengths[row].get(drafter, 0) for row, r in busy]
+    def catch_up(self, drafter: int, busy: Busy, limit: int | None, mode: str) -> tuple[int, bool]:
+        """Let a drafter follow the prompts of all rows; but if it has missed more than `limit` tokens, the first
+        `limit` of these and as many as a round has added. Returns how many tokens these are, and True for all prompts.
+        """
+        missed = [request.length - self.lengths[row].get(drafter, 0) for row, request in busy]
         if limit is None or not self.in_parts(drafter) or sum(missed) <= limit:
-            return [(row, request, len(request.prompt)) for row, request in busy], True
+            return self.follow(drafter, [(row, request, len(request.prompt)) for row, request in busy], mode), True
         ends = [min(end, limit + len(busy)) for end in accumulate(missed)]
         some = [end - begin for begin, end in pairwise([0, *ends])]
-        return [(row, r, r.length - n + m) for (row, r), n, m in zip(busy, missed, some, strict=True)], False
+        rows = zip(busy, missed, some, strict=True)
+        return self.follow(drafter, [(row, r, r.length - n + m) for (row, r), n, m in rows], mode), False
 
-    def round_plan(self, drafter: int, busy: Sequence[tuple[int, Request]]) -> Plan:
-        """Return what the drafter follows in a round: the entries of the target's rows, or on the host all tokens."""
+    def follow_round(self, drafter: int, busy: Busy, mode: str) -> None:
+        """Let a drafter follow the tokens of all rows before a round: on the host also the current token."""
         n_ahead = isinstance(self._drafters[drafter], HostDrafter)
-        return [(row, request, request.length + n_ahead) for row, request in busy]
+        self.follow(drafter, [(row, request, request.length + n_ahead) for row, request in busy], mode)

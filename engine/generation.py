@@ -33,7 +33,7 @@ class GenerateOutput:
 
 
 class Generation:
-    """The prompts of one `generate` call, decoded in parts: `run` goes on where the last `run` ended."""
+    """The prompts of a `generate` call, decoded in parts: `run` goes on where the last `run` ended."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ def generate(
 
     Args:
         prompts: token ids.
-        max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): one value, or one per prompt.
+        max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): a single value, or a value
+            per prompt.
         drafter, verification: see `Decoder`.
         options: other arguments of `Decoder`, and `request_ids`, which key each prompt's random numbers beside its
             seed (default: its index). In coupled mode a prompt with the same id and seed gets the same tokens,

@@ -101,7 +101,7 @@ class Captured:
 
 
 def _agree(found: Any, expected: Any) -> bool:
-    """Return whether tensors are equal, floating-point ones up to sums in another order."""
+    """Return whether tensors are equal, up to rounding where they are of floating point."""
     for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         if isinstance(x, Tensor):
             finite = y[y.isfinite()]

@@ -1,4 +1,4 @@
-"""Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
+"""Requests: a prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
 from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -156,7 +156,7 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         outside = next(token for token in prompt if not 0 <= token < vocab_size)
-        fix = "encode the prompt with the model's own tokenizer"
+        fix = "encode the prompt with the model's tokenizer"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,28 +22,7 @@ from engine.runner import ModelRunner, finite_rows
 from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
 
-
-def captured_part(
-    result: str | None, verifies: bool = False
-) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
-    """Make a method a part of a round, which is called, or captured and replayed (see `engine.graphs`).
-
-    result: the attribute that takes what the method returns. verifies: the part runs the target, so its first replay is
-    compared with a call, and rounds in which the drafter observes are captured apart.
-    """
-
-    def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
-        @wraps(method)
-        def run(self: Round) -> None:
-            kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
-            part = partial(method, self)
-            outputs = self._captured(method.__name__, kind, part, verifies) if self._captured else part()
-            if result is not None:
-                setattr(self, result, outputs)
-
-        return run
-
-    return decorate
+Result = TypeVar("Result")
 
 
 class Round:
@@ -76,22 +55,24 @@ class Round:
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
+    def _part(self, name: str, part: Callable[[], Result], verifies: bool = False) -> Result:
+        """Call a part of a round, or capture and replay it (see `engine.graphs`). verifies: the part runs the target,
+        so its first replay is compared with a call, and rounds in which the drafter observes are captured apart."""
+        if self._captured is None:
+            return part()
+        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+        return self._captured(name, kind, part, verifies)
+
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh"."""
         assert self.drafter is not None
         self.drafter.n_rounds += 1
         if self.drafter.is_due():
             with phase("refresh"):
-                self.refresh()
-        self.draft()
+                self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
+        self.proposed = self._part("draft", self._draft)
 
-    @captured_part(None)
-    def refresh(self) -> None:
-        assert self.drafter is not None
-        self.drafter.refresh(self.batch, self.gamma)
-
-    @captured_part("proposed")
-    def draft(self) -> tuple[Drafts, Verification]:
+    def _draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
         verification = self._new_verification()
         return self.drafter.propose(self.batch, verification, self.gamma), verification
@@ -101,9 +82,11 @@ class Round:
         """True if the drafter observes this verification, since its next round begins with `refresh`."""
         return self.drafter is not None and self.drafter.is_due(ahead=1)
 
-    @captured_part("logits", verifies=True)
-    def verify(self) -> Tensor:
+    def verify(self) -> None:
         """Run the target once over each row's current token and its drafts."""
+        self.logits = self._part("verify", self._verify, verifies=True)
+
+    def _verify(self) -> Tensor:
         return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
@@ -112,10 +95,10 @@ class Round:
             return self.batch.verify(self.runner, block, self.gamma)
         return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
 
-    @captured_part("decided", verifies=True)
-    def accept(self) -> Tensor:
+    def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
-        return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
+        shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
+        self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
 
     @property
     def n_drafts(self) -> int:
@@ -128,9 +111,11 @@ class Round:
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
-    @captured_part(None)
     def roll_back(self) -> None:
         """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
+        self._part("roll_back", self._forget_rejected)
+
+    def _forget_rejected(self) -> None:
         self.batch.view_of(self.runner.cache).rollback(self.batch.lengths)
         if self.drafter is not None:
             self.drafter.rollback(self.batch)

@@ -12,7 +12,7 @@ from engine.runner import ModelRunner
 IDLE = Request(prompt=(), limit=0)
 
 
-class State(NamedTuple):
+class RowState(NamedTuple):
     """A row's length, which is the number of its entries, and the last two tokens of its text. The cache has no entry
     for `current` yet."""
 
@@ -30,8 +30,8 @@ class Rows:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.requests: list[Request | None] = [None] * runner.max_batch
-        self._state = [State() for _ in self.requests]
-        self._left_at, self._clock = [0] * runner.max_batch, 0
+        self._state = [RowState() for _ in self.requests]
+        self._by_leaving = [*range(runner.max_batch)]  # the row that was left longest ago comes first
         self.computed: list[tuple[int, Request | None]] = []
         self._batch: Batch | None = None
 
@@ -41,29 +41,29 @@ class Rows:
     def place_for(self, prompt: Sequence[int], reuses: bool) -> int:
         """Return a free row. If prefixes are reused, this is the row that holds most of the prompt, if that is at least
         half of it; else the row that was left longest ago, since recent texts are the likeliest to go on."""
-        free = [row for row, request in enumerate(self.requests) if request is None]
+        free = [row for row in self._by_leaving if self.requests[row] is None]
         if not reuses:
-            return free[0]
+            return min(free)
 
-        def worth(row: int) -> tuple[int, int]:
+        def n_worth(row: int) -> int:
             n_shared = self._runner.shared_prefix(row, prompt)
-            return n_shared if 2 * n_shared >= len(prompt) else 0, -self._left_at[row]
+            return n_shared if 2 * n_shared >= len(prompt) else 0
 
-        return max(free, key=worth)
+        return max(free, key=n_worth)
 
     def leave(self, row: int, request: Request) -> None:
         """Free a row, which still holds the request's text."""
         self.requests[row] = None
         if request.tokens:
             self._state[row] = _state_of(request)
-        self._clock += 1
-        self._left_at[row] = self._clock
+        self._by_leaving.remove(row)
+        self._by_leaving.append(row)
         if request.error is None:
             self._runner.keep_answer(row, request.tokens[:-1])
 
     def begin(self, row: int, n_held: int) -> None:
         """Start another prompt in a row that holds its first `n_held` tokens."""
-        self._state[row], self.computed = State(n_held), []
+        self._state[row], self.computed = RowState(n_held), []
 
     def advance(self, row: int, n_tokens: int) -> int:
         """Add `n_tokens` of the prompt to the row's length, and return it."""
@@ -97,5 +97,5 @@ class Rows:
         batch.set_state(*zip(*(self._state[row] for row, _ in self.computed), strict=True))
 
 
-def _state_of(request: Request) -> State:
-    return State(request.length, *request.text[-2:])
+def _state_of(request: Request) -> RowState:
+    return RowState(request.length, *request.text[-2:])

@@ -89,7 +89,7 @@ class ModelRunner:
         given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
             where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
-            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit one"
+            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit dtype"
             raise ConfigError("the cache does not fit the model", where, given, needed, fix)
 
     @property
@@ -115,7 +115,7 @@ class ModelRunner:
             self.graphs.close()
 
     def prefill_row(self, row: int, prompt: Sequence[int]) -> Prefilled:
-        """Fill one row with `prompt` unless it holds it."""
+        """Fill a row with `prompt` unless it holds it already."""
         return run_through(self.start_prefill(row, prompt)[1])
 
     def start_prefill(

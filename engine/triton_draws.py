@@ -40,7 +40,7 @@ def plan_draw(
 
 @triton.jit
 def filter_row(scaled, top_k, top_p, n_id, n_step, BLOCK: tl.constexpr):
-    """Write -inf over what the filters `r // n_step` exclude of row r of `scaled [R, n_id]`, the largest of which is 0.
+    """Write -inf over ids of row r of `scaled [R, n_id]`, whose largest is 0, that the filters `r // n_step` exclude.
 
     Searches for the smallest value that both keep, between the values `lower` and `upper` of the row, until these are
     equal. All `n` ids above `upper`, of that mass, are kept, and the lowest ids at `upper`. The first step sums up the

@@ -51,11 +51,11 @@ def verify_rejection(
     arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 
     Draft d is accepted iff `u * q(d) < p(d)`; the first rejection is replaced by a draw from the normalised
-    `max(p - q, 0)`, and a row without one adds a draw from p.
+    `max(p - q, 0)`, and a row without a rejection adds a draw from p.
 
     draft_probs: `[B, g, V]`, the very distributions that the drafts were drawn from; None for a drafter without
     probabilities, each of whose drafts counts as a point mass. accept_uniform: `[B, g]` in [0, 1), independent of the
-    numbers that drew the drafts. resample_gumbel: `[B, V]`, independent of both; each row spends it on one draw.
+    numbers that drew the drafts. resample_gumbel: `[B, V]`, independent of both; each row draws once.
     """
     p_of_draft = target_probs[:, :-1].gather(2, draft_tokens[..., None]).squeeze(2)
     if draft_probs is None:

@@ -53,11 +53,10 @@ class DrafterConfig(ABC):
     needs_option: ClassVar[str | None] = None
 
     gamma: int | Literal["auto"] = 3
-    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
-    chosen before every round"""
+    """tokens drafted per round; auto: 0 to 6, chosen before every round by measured costs and the acceptance so far"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
-    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else one less;
-    confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with --gamma auto)"""
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else a
+    token less; confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with it)"""
 
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
@@ -120,7 +119,7 @@ class HostDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
-    """Options of a drafter that runs a model over its own KV cache."""
+    """Options of a drafter that runs a model over a KV cache of its budget."""
 
     policy: Policy = field(default_factory=Streaming)
     policies: tuple[BudgetedPolicy, ...] = ()
@@ -128,15 +127,15 @@ class ModelDrafterConfig(DrafterConfig):
     """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
     beside a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Literal["auto", "same"] | Scheme = "auto"
-    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is; same: as
+    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
     --draft_dtype says, or a self-draft's as the target's; auto: on a CPU with VNNI int8, or int4 for a
     model that was published in 4 bits, if neither --draft_dtype nor --quantize is given, else same"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
     confidence_threshold: float | Literal["auto"] = THRESHOLD
-    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by what was accepted"""
+    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by acceptance so far"""
     p_min: float = 0.0
-    """--gamma_schedule confidence: a row stops before a token where the most probable one is less than this"""
+    """--gamma_schedule confidence: a row stops before a token if the most probable is below this"""
     texts: tuple[HostDrafterConfig, ...] = ()
     text_match: int = 8
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""

@@ -100,7 +100,7 @@ class MarkovConfig(HostDrafterConfig):
     name: ClassVar[str] = "markov"
     needs_option: ClassVar[str | None] = "markov_table"
     markov_table: str | None = None
-    """what reproduce/markov_table.py counted, or a file of --ngram_cache"""
+    """a file that reproduce/markov_table.py or --ngram_cache wrote"""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""NGram: drafts copied from the row's own text (prompt lookup decoding); it has no probabilities."""
+"""NGram: drafts copied from the row's text (prompt lookup decoding); it has no probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,14 +71,14 @@ def find_ngram(
     size = text.shape[1]
     among = {"longest": available * size + position, "first": size - 1 - position, "last": position}[match]
     rank = matched * (gamma + 1) * size + among
-    place = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
-    found = matched.gather(1, place) > 0
-    return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)
+    best = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, best) > 0
+    return best.squeeze(1), (available.gather(1, best) * found).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig(DrafterConfig):
-    """Copies from the row's own text."""
+    """Copies from the row's text."""
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3

@@ -73,7 +73,7 @@ class NGramCacheConfig(HostDrafterConfig):
     max_ngram: int = 3
     """longest match that is looked for"""
     ngram_cache: str | None = None
-    """file that its n-grams are loaded from, if there is one, and saved to"""
+    """file that its n-grams are loaded from, if it exists, and saved to"""
     ngram_cache_size: int = 1 << 18
     """contexts that it keeps, the latest"""
 

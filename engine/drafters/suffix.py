@@ -50,18 +50,18 @@ class SuffixAutomaton:
                 break
             state.end, state = len(self.text), state.link
 
-    def _added(self, token: int, place: _State | None) -> _State:
+    def _added(self, token: int, state: _State | None) -> _State:
         whole = _State(len(self.text), len(self.text), self._root)
-        while place and token not in place.following:
-            place.following[token], place = whole, place.link
-        if place is None:
+        while state and token not in state.following:
+            state.following[token], state = whole, state.link
+        if state is None:
             return whole
-        found = place.following[token]
-        if found.length > place.length + 1:  # its shorter substrings end here, too: they get a new state
-            longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
+        found = state.following[token]
+        if found.length > state.length + 1:  # its shorter substrings end here, too: they get a new state
+            longer, found = found, _State(state.length + 1, found.end, found.link, dict(found.following))
             longer.link = found
-            while place and place.following.get(token) is longer:
-                place.following[token], place = found, place.link
+            while state and state.following.get(token) is longer:
+                state.following[token], state = found, state.link
         whole.link = found
         return whole
 
@@ -85,7 +85,7 @@ class Suffix(HostDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig(HostDrafterConfig):
-    """Copies from the row's own text, behind the longest match of any length."""
+    """Copies from the row's text, behind the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
 

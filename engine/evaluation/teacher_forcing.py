@@ -37,8 +37,8 @@ def forced_acceptance(
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
         what = "teacher forcing takes a prompt and a continuation per row"
         seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
-        required = f"{n_rows} of each, continuations of one length, {gamma + 2} tokens or more"
-        raise ConfigError(what, "forced_acceptance", seen, required, "give one of each per row, or more text")
+        required = f"{n_rows} of each, continuations of the same length, {gamma + 2} tokens or more"
+        raise ConfigError(what, "forced_acceptance", seen, required, "give as many prompts as rows, or longer texts")
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)

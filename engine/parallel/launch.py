@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError, flag
-from common.exit import readers_may_leave, tell
-from common.process import is_leader, own_rank
+from common.exit import exit_on_user_error, readers_may_leave, tell
+from common.process import is_leader, own_rank, world_size
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 # Ranks wait so long for torchrun to end them; it looks at its processes ten times a second.
@@ -31,6 +31,11 @@ LOST_RANK = re.compile(
 )
 _REPORTED = "foretoken/user_error"
 Answer = TypeVar("Answer")
+
+
+def end_on_ranks(main: Callable[[], None], flags: Mapping[str, str]) -> None:
+    """Run a program's `main` on this rank, or as the only process; user errors become exit codes."""
+    (exit_on_user_error if world_size() == 1 else run_on_ranks)(main, flags)
 
 
 def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
@@ -77,7 +82,7 @@ def _report_lost_rank(error: Exception) -> None:
     if not _on_store(lambda store: store.check([_REPORTED]), False):
         how = f"did not answer in time ({flag('rank_timeout')})" if hangs else "died"
         what = f"rank {own_rank()} lost another rank, which {how}"
-        fix = "see which rank torchrun names as the first to fail, or if it names this one, what the others are doing; "
+        fix = "see which rank torchrun names as the first to fail; if it names this rank, look at the other ranks; "
         fix += f"rows that had finished are in {flag('save_rows')}, if it was given"
         lost = RankError(what, "a collective", error, "an answer of every rank", fix)
         tell(f"\nerror: {lost}")
