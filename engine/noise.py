@@ -30,10 +30,6 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 BLOCKS_PER_PASS = {"cpu": 1 << 17, "cuda": 1 << 22}
 
 
-def blocks_per_pass(device: torch.device) -> int:
-    return BLOCKS_PER_PASS.get(device.type, BLOCKS_PER_PASS["cpu"])
-
-
 class Stream(IntEnum):
     """The purpose of a number. Purposes never share numbers, except where sharing is the method (COUPLED). A round's
     i-th draft has the purpose DRAFT + len(Stream) * i."""
@@ -61,7 +57,7 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
 
     seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
     0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
-    Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
+    Triton kernel draws these and `gumbel`, where there is Triton; else a pass draws BLOCKS_PER_PASS at most.
     """
     if not seed.is_cpu and (kernels := triton_kernels()):
         return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids))
@@ -69,7 +65,8 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
     rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
     purpose = torch.full((1, 1), int(stream), device=seed.device)
-    n_rows, parts = max(1, blocks_per_pass(seed.device) // len(pairs)), []
+    n_blocks = BLOCKS_PER_PASS.get(seed.device.type, BLOCKS_PER_PASS["cpu"])
+    n_rows, parts = max(1, n_blocks // len(pairs)), []
     for position, request, low, high in zip(*(x.split(n_rows) for x in rows), strict=True):
         w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
         # Integers until the last step, which is exact: on every device the bits are the same.
