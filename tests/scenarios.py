@@ -17,7 +17,6 @@ from published_heads import random_eagle, random_medusa
 from witness import cut
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
-from engine.decoding import GenerateOutput
 from engine.drafters.combined import Combined
 from engine.drafters.eagle import Eagle
 from engine.drafters.markov import Markov, NGramTable
@@ -27,6 +26,7 @@ from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.evaluation.reference import decode
+from engine.generation import GenerateOutput
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 
