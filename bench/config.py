@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import require_appendable
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
@@ -202,3 +204,17 @@ class RunConfig(PlainRun):
     def n_replicas(self) -> int:
         """Copies of the models, each with its share of the prompts."""
         return self.ranks.data_parallel if self.ranks else 1
+
+    def check(self) -> None:
+        """Raise ConfigError for sizes and timeouts below 1, and for files that cannot be written."""
+        for name, size in vars(self.sizes).items():
+            if size is not None:
+                require_at_least(name, size, 1)
+        if self.ranks:
+            require_at_least("rank_timeout", self.ranks.rank_timeout, 1)
+        records, rows = self.output.output, self.rows.save_rows
+        require_appendable(records, "output")
+        require_appendable(rows, "save_rows")
+        if records and rows and os.path.realpath(records) == os.path.realpath(rows):
+            where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+            raise ConfigError("rows and records would be mixed", where, records, "two files", fix)

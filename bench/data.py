@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 
+from bench.config import AUTO
 from common.errors import ConfigError, DataError, flag
 from common.say import say
 from models.checkpoints.default_model import DEFAULT_BOOK
+from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 
 # Names of data sets for `--dataset`; any other value is a path.
@@ -25,6 +27,13 @@ PG19_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
 PG19_TEST = "data/test-*.parquet"
 TEXT_KEY = "text"
 PARQUET_ROWS_AT_ONCE = 4
+
+
+def resolve_dataset(name: str, target: ModelSource) -> str | None:
+    """Return a data set's name without `auto`: the book of the built-in model, else PG-19; None for random weights."""
+    if not target.has_text:
+        return None
+    return name if name != AUTO else BUILT_IN if target.is_default else PG19
 
 
 def load_books(dataset: str) -> Iterator[str]:

@@ -12,9 +12,10 @@ import torch
 
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
+from bench.draft_plan import with_draft
 from bench.memory import require_room, require_room_to_run
-from bench.plan import DraftPlan, Plan, PromptText, remarks, resolve, resolve_sampling, with_draft
-from bench.storage import auto_dtype
+from bench.plan import remarks, resolve, resolve_sampling
+from bench.plan_types import DraftPlan, Plan, PromptText
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
 from engine.decoding import GenerateOutput, Generation
@@ -35,6 +36,7 @@ from models.heads.loading import HeadSource
 from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
+from models.storage import auto_dtype
 from models.tensor_parallel import Shard
 
 Value = TypeVar("Value")

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.config import AUTO
 from bench.passes import Passes
-from bench.plan import DraftPlan
+from bench.plan_types import DraftPlan
 from bench.record import make_record
 from bench.session import Session
 from common.jsonl import publish

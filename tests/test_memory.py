@@ -101,7 +101,7 @@ def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: 
         return memory_plan(plan).per_row["draft KV"]
 
     alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
-    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], in_turn)) for in_turn in (False, True)]
+    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], at_once)) for at_once in (None, 1)]
     assert several == [sum(alone), max(alone)]
 
 

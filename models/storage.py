@@ -17,14 +17,14 @@ WIDER = {"float64", "float32", "float16"}
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16 (AMX, AVX-512); oneDNN else emulates them."""
+    """Return whether this CPU has instructions for products of bfloat16 (AVX-512, AMX), which oneDNN else emulates."""
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     """Return the dtype that `--dtype auto` stands for, and why.
 
-    On a CPU it is the fastest one that rounds no more than the publication of the model did.
+    On a CPU it is the fastest dtype that rounds the published weights no further.
     """
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
@@ -33,8 +33,8 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     if not source.has_text:
         return torch.bfloat16, "which this CPU multiplies; random weights"
     published = source.published
-    if wider := WIDER.intersection(published):
-        return torch.float32, f"published in {' and '.join(sorted(wider))}"
+    if wider := sorted(WIDER.intersection(published)):
+        return torch.float32, f"published in {' and '.join(wider)}"
     if not published:
         return torch.float32, "the conversion does not say how the model was published; convert it again"
     return torch.bfloat16, f"which this CPU multiplies; published in {' and '.join(published)}"
@@ -43,14 +43,14 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
 def auto_draft_weights(
     device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]], published: Sequence[str] = ()
 ) -> str | None:
-    """Return the scheme that `--draft_weights auto` stands for: the fastest that costs little acceptance, or None.
+    """Return the scheme that `--draft_weights auto` stands for, or None.
 
-    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance by them.
+    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance.
 
     Args:
-        dtype: the draft's.
-        linears: shapes `(d_out, d_in)` of its linear layers, as ranks hold them; none of a head.
-        published: see `ModelSource.published`.
+        dtype: dtype of the draft.
+        linears: shapes `(d_out, d_in)` of the draft's linear layers, as ranks hold them.
+        published: formats of the published weights (see `ModelSource.published`).
     """
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.cpu._is_vnni_supported():
         return None
@@ -60,10 +60,9 @@ def auto_draft_weights(
 
 
 def resolve_device(name: str) -> str:
-    """Return "cpu" or "cuda:N" for a device's name, N being this process's GPU where a machine runs several processes.
+    """Return "cpu" or "cuda:N", where N is this process's GPU if a machine runs several processes.
 
-    A process that sees a single GPU, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank. Errors:
-    ConfigError.
+    Under Slurm's --gpus-per-task=1 a process sees a single GPU: it is cuda:0 at every local rank. Errors: ConfigError.
     """
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
