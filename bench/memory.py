@@ -20,8 +20,7 @@ from kv_cache import FullKVCache
 from kv_cache.refreshed import RefreshedKVCache
 from models import ModelConfig
 from models.heads.loading import HeadSource
-from models.packed_linear import can_pack
-from models.quantize import linear_bytes
+from models.storage import model_bytes
 from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
@@ -75,17 +74,6 @@ def memory_plan(plan: Plan) -> MemoryPlan:
                 draft_kv += cache.observer(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
     reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
     return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
-
-
-def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
-    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
-    head = config.vocab_size * config.dim
-    if quantize is None:
-        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
-        return (config.n_parameters + repacked_head) * dtype.itemsize
-    linear = config.n_layer * config.n_linear_weights_per_layer
-    others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
-    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 
 
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Resolves the device, dtypes and weight schemes that `auto` stands for."""
+"""How models are stored: the device, dtype and weight scheme that `auto` stands for, and the bytes of weights."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ import torch
 from common.errors import ConfigError, flag
 from common.process import local_rank, local_world_size
 from models.checkpoints.model_source import ModelSource
-from models.quantize import takes_shape
+from models.config import ModelConfig
+from models.packed_linear import can_pack
+from models.quantize import linear_bytes, takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -57,6 +59,17 @@ def auto_draft_weights(
     had_4_bits = any(name.startswith(("Q4", "IQ4")) for name in published)
     scheme = "int4" if had_4_bits and multiplies_bfloat16() else "int8"  # PyTorch's kernel for 4 bits is slower
     return scheme if linears and all(takes_shape(shape, scheme) for shape in linears) else None
+
+
+def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
+    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
+    head = config.vocab_size * config.dim
+    if quantize is None:
+        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
+        return (config.n_parameters + repacked_head) * dtype.itemsize
+    linear = config.n_layer * config.n_linear_weights_per_layer
+    others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
+    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 
 
 def resolve_device(name: str) -> str:

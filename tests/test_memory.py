@@ -14,7 +14,7 @@ from tiny import TINY
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
 from bench.dummy_prefill import randomise
-from bench.memory import MemoryPlan, memory_plan, model_bytes, require_memory
+from bench.memory import MemoryPlan, memory_plan, require_memory
 from bench.plan import resolve, resolve_several
 from bench.session import Session
 from common.errors import OutOfMemoryError
@@ -23,6 +23,7 @@ from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
+from models.storage import model_bytes
 
 CONFIGS = {
     "untied": TINY,
