@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses whose fields are its flags, with their help below them."""
+"""RunConfig: the configuration of a run, in frozen dataclasses whose fields are its flags, with their help below."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Target:
     """on a GPU, do not capture rounds as CUDA graphs"""
 
     def require_trained(self, what: str) -> None:
-        """Raise ConfigError, which says `what` is wrong, for random weights."""
+        """Raise ConfigError with `what` is wrong if the weights are random."""
         if self.load_format == "dummy":
             where = flag("load_format")
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
@@ -59,7 +59,7 @@ class Target:
         return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify)
 
     def with_text(self) -> ModelSource:
-        """Find the model without loading it. Errors: UserError, also for random weights, which have no tokenizer."""
+        """Find the model without loading it. Errors: UserError, also for random weights, which have no text."""
         self.require_trained("random weights have nothing to say")
         return self.source()
 
@@ -83,7 +83,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a batch."""
+    """The sizes of a batch."""
 
     B: BatchSize = 8
     """rows decoded together"""
@@ -127,7 +127,7 @@ class Sampling:
 
     @property
     def mode(self) -> str:
-        """The verification mode; `auto` is resolved by the temperature."""
+        """The verification mode, or `auto`, which the temperature resolves."""
         return self.verification
 
 
@@ -180,7 +180,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A run of plain decoding. ranks: None for a program that runs on one process."""
+    """A run of plain decoding. ranks: None if the program runs in a single process."""
 
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
@@ -195,7 +195,7 @@ class PlainRun:
 
 @dataclass(frozen=True)
 class RunConfig(PlainRun):
-    """A run. draft: None for plain decoding."""
+    """A run, with draft options or, for plain decoding, None."""
 
     draft: DrafterConfig | None = None
     passes: Passes = field(default_factory=Passes)

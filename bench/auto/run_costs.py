@@ -81,9 +81,7 @@ def _key(session: Session) -> dict[str, Any]:
     return {
         **settings_record(session),
         "seed": None,
-        "models": [
-            [asdict(source.config), source.manifest_sha256] for source in (plan.target, plan.draft_source) if source
-        ],
+        "models": [[asdict(source.config), source.manifest_sha256] for source in sources],
         "ranks": [plan.config.n_replicas, plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
         "drafts": [[nested(level.config), nested(level.policies)] for level in plan.draft.levels],
         "gammas": plan.draft.gammas,
