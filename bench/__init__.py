@@ -2,9 +2,9 @@
 
 from bench.auto.run_costs import RunCosts, costs_of
 from bench.config import RunConfig
-from bench.data import load_books, make_prompts
-from bench.passes import Decoded, Passes, decode, make_pacing, prefill, warm_up
-from bench.plan import resolve, resolve_dataset, resolve_several
+from bench.data import load_books, make_prompts, resolve_dataset
+from bench.passes import Decoded, PassResults, decode, make_pacing, prefill, warm_up
+from bench.plan import resolve, resolve_several
 from bench.record import (
     COUNTED,
     cache_of,

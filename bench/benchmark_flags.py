@@ -1,4 +1,4 @@
-"""The command lines of the three benchmarks."""
+"""Flags of the three benchmarks."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,13 +1,15 @@
-"""The configuration of a run: frozen dataclasses whose fields are its flags, with their help below them."""
+"""RunConfig: the configuration of a run, in frozen dataclasses whose fields are its flags, with their help below."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import require_appendable
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
@@ -52,7 +54,7 @@ class Target:
     """on a GPU, do not capture rounds as CUDA graphs"""
 
     def require_trained(self, what: str) -> None:
-        """Raise ConfigError, which says `what` is wrong, for random weights."""
+        """Raise ConfigError with `what` is wrong if the weights are random."""
         if self.load_format == "dummy":
             where = flag("load_format")
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
@@ -63,7 +65,7 @@ class Target:
         return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify, changes)
 
     def with_text(self) -> ModelSource:
-        """Find the model without loading it. Errors: UserError, also for random weights, which have no tokenizer."""
+        """Find the model without loading it. Errors: UserError, also for random weights, which have no text."""
         self.require_trained("random weights have nothing to say")
         return self.source()
 
@@ -87,7 +89,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a batch."""
+    """The sizes of a batch."""
 
     B: BatchSize = 8
     """rows decoded together"""
@@ -131,7 +133,7 @@ class Sampling:
 
     @property
     def mode(self) -> str:
-        """The verification mode; `auto` is resolved by the temperature."""
+        """The verification mode, or `auto`, which the temperature resolves."""
         return self.verification
 
 
@@ -184,7 +186,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A run of plain decoding. ranks: None for a program that runs on one process."""
+    """A run of plain decoding. ranks: None if the program runs in a single process."""
 
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
@@ -199,7 +201,7 @@ class PlainRun:
 
 @dataclass(frozen=True)
 class RunConfig(PlainRun):
-    """A run. draft: None for plain decoding."""
+    """A run, with draft options or, for plain decoding, None."""
 
     draft: DrafterConfig | None = None
     passes: Passes = field(default_factory=Passes)
@@ -208,3 +210,17 @@ class RunConfig(PlainRun):
     def n_replicas(self) -> int:
         """Copies of the models, each with its share of the prompts."""
         return self.ranks.data_parallel if self.ranks else 1
+
+    def check(self) -> None:
+        """Raise ConfigError for sizes and timeouts below 1, and for files that cannot be written."""
+        for name, size in vars(self.sizes).items():
+            if size is not None:
+                require_at_least(name, size, 1)
+        if self.ranks:
+            require_at_least("rank_timeout", self.ranks.rank_timeout, 1)
+        records, rows = self.output.output, self.rows.save_rows
+        require_appendable(records, "output")
+        require_appendable(rows, "save_rows")
+        if records and rows and os.path.realpath(records) == os.path.realpath(rows):
+            where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
+            raise ConfigError("rows and records would be mixed", where, records, "two files", fix)

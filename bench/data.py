@@ -1,4 +1,4 @@
-"""Books to prompts of equal length: PG-19, the built-in book, or .txt, .jsonl and .parquet files."""
+"""Cuts prompts of equal length from books: PG-19, the built-in book, or .txt, .jsonl and .parquet files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 
+from bench.config import AUTO
 from common.errors import ConfigError, DataError, flag
 from common.say import say
 from models.checkpoints.default_model import DEFAULT_BOOK
+from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 
-# Names of data sets for `--dataset`; any other value is a path.
+# Names that `--dataset` takes; any other value is a path.
 BUILT_IN, PG19 = "default", "pg19"
-# Parquet files with the rows of deepmind/pg19, which is a loading script without texts.
+# A copy of deepmind/pg19, which is a loading script without texts, in parquet files.
 PG19_REPOSITORY = "emozilla/pg19"
 PG19_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
 PG19_TEST = "data/test-*.parquet"
@@ -27,12 +29,19 @@ TEXT_KEY = "text"
 PARQUET_ROWS_AT_ONCE = 4
 
 
+def resolve_dataset(name: str, target: ModelSource) -> str | None:
+    """Return a data set's name without `auto`: the book of the built-in model, else PG-19; None for random weights."""
+    if not target.has_text:
+        return None
+    return name if name != AUTO else BUILT_IN if target.is_default else PG19
+
+
 def load_books(dataset: str) -> Iterator[str]:
     """Yield the texts of a data set in a fixed order, each read when it is needed.
 
     dataset: `default`, the built-in book; `pg19`, the test split of PG-19 (arXiv 1911.05507) from the Hugging Face hub;
-    else a .txt file (one book), a .jsonl or .parquet file (key or column `text`), or a folder of these, sorted by name.
-    Errors: DataError, here for files that are not there, on iteration for files that cannot be read.
+    else a .txt file (a single book), a .jsonl or .parquet file (key or column `text`), or a folder of these, sorted by
+    name. Errors: DataError, for missing files at the call, for unreadable files on iteration.
     """
     each = ((file, rows_of(file, [TEXT_KEY], "books")) for file in _book_files(dataset))
     return (_text_of(row, file, number) for file, rows in each for number, row in rows)
@@ -41,8 +50,8 @@ def load_books(dataset: str) -> Iterator[str]:
 def make_prompts(books: Iterable[str], tokenizer: Tokenizer, *, n_prompts: int, prefix_len: int) -> list[list[int]]:
     """Cut prompts of `prefix_len` tokens, BOS included: the first stretch of each book, then the second, and so on.
 
-    Prompts differ, and do not overlap. Books are tokenised until enough of them have given a first stretch. Errors:
-    ConfigError for prompts without text, DataError for too little text.
+    Prompts differ and do not overlap. No more books are tokenised than are needed. Errors: ConfigError for prompts
+    without text, DataError for too little text.
     """
     bos = tokenizer.encode("", add_bos=True)
     length, least = prefix_len - len(bos), f">= {len(bos) + 1}"
@@ -82,9 +91,9 @@ def _book_files(dataset: str) -> list[Path]:
 
 
 def files_of(name: str, field: str, suffixes: Collection[str], names: str) -> list[Path]:
-    """Return a folder's files that end in `suffixes`, sorted by name, or the file itself.
+    """Return a folder's files that end in `suffixes`, sorted by name, or the file that is named.
 
-    names: other values of the field, for the message. Errors: DataError where there is no file to read.
+    names: other values of the field, for the message. Errors: DataError if there is no file to read.
     """
     path = Path(name).expanduser()
     if name and os.path.isdir(path):
@@ -113,10 +122,10 @@ def hub_files(repository: str, revision: str, pattern: str, fix: str) -> list[Pa
 
 
 def rows_of(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
-    """Yield the rows of a file with their numbers: a .txt file is a row, a .jsonl file has a row in each line, and a
-    .parquet file, read a few rows at a time, yields the columns `keys` that it has.
+    """Yield the rows of a file with their numbers.
 
-    what: the content, for messages. Errors: DataError.
+    A .txt file is a single row, and a line of a .jsonl file is a row. Of a .parquet file, the columns `keys` are read,
+    a few rows at a time. what: the content, for messages. Errors: DataError.
     """
     return READERS[path.suffix.lower()](path, keys, what)
 
@@ -136,18 +145,18 @@ def _read_jsonl(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     row = json.loads(line.rstrip().decode("utf-8-sig"))
-                    json.dumps(row, ensure_ascii=False).encode()  # JSON may have half of a surrogate pair
+                    json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                     yield number, row
-    except (OSError, ValueError, RecursionError) as error:  # also an integer too long for Python, or nested too deep
+    except (OSError, ValueError, RecursionError) as error:
         raise unreadable(path, f"line {number}: {error}", "one JSON object per line, in UTF-8", what) from None
 
 
 def _read_parquet(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[int, object]]:
     try:
         with pq.ParquetFile(path) as table:
-            if not (there := [name for name in table.schema_arrow.names if name in keys]):
+            if not (columns := [name for name in table.schema_arrow.names if name in keys]):
                 raise unreadable(path, f"columns {table.schema_arrow.names}", f"one of {', '.join(keys)}", what)
-            batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=there)
+            batches = table.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=columns)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error, "a parquet file", what) from None

@@ -1,4 +1,4 @@
-"""Flags of drafts: one for every option of every drafter and policy, each of which is defined in its file."""
+"""Makes the flags of drafts from the options of all drafters and policies, which their files define."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -16,19 +16,19 @@ from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafte
 from engine.drafters.schedules import OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
-# A budget that stands for the policy that keeps everything.
+# A budget that means the policy `full`.
 FULL_BUDGET = -1
 DEFAULT_POLICY = "streaming"
-# Fields of drafters that have no flag: they are made from other flags.
+# Fields of drafters that are made from other flags.
 NO_OPTIONS = ("policy", "policies", "texts")
-# The name that MagicDec's scripts have for a flag.
+# Names of flags in MagicDec's scripts.
 ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
 TEXTS = {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
 TextName: Any = Literal[tuple(TEXTS)]
 BUDGETED = {name: kind for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
 BudgetedName: Any = Literal[tuple(BUDGETED)]
-# Options that a program leaves out if it goes through several drafts and chooses these itself.
+# Options without a flag in a program that runs several drafts and chooses these options itself.
 CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks", *OF_SCHEDULES)
 
 
@@ -43,19 +43,21 @@ class DraftFlags:
         return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the drafter's options. chosen: options that the program sets. Errors: ConfigError."""
+        """Return the configuration of the drafter. chosen: options that the program sets. Errors: ConfigError."""
         return self.variants(chosen)[0]
 
     def variants(self, *chosen: Mapping[str, Any]) -> list[DrafterConfig]:
-        """Return a drafter for each mapping of options that the program sets, which go before flags.
+        """Return a configuration for each mapping of options that the program sets, which override flags.
 
-        A flag goes to the drafters that have such an option; where none has, a note says so. Errors: ConfigError.
+        A note names the flags that no drafter has an option for. Errors: ConfigError.
         """
         options = [_without_full_budget(self.given() | dict(each)) for each in chosen]
         configs = [_drafter_config(self.KINDS, each) for each in options]
         used = {"draft", *(name for config in configs for name in _used_options(config))}
         if unused := dict.fromkeys(name for each in options for name in each if name not in used):
-            note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(one.name for one in configs))}")
+            note_without_effect(
+                unused, f"not for draft {' and '.join(dict.fromkeys(config.name for config in configs))}"
+            )
         for config in configs:
             config.check()
         return configs
@@ -66,8 +68,8 @@ def draft_flags(
 ) -> type[DraftFlags]:
     """Return a dataclass of flags for some drafters and for all policies.
 
-    kinds: names of drafters; None for all that need no second model. without: options that get no flag. flags: flags
-    of options that are not called by the option's name.
+    kinds: names of drafters; None for all that need no second model. without: options without a flag. flags: names of
+    flags that differ from their option's.
     """
     every = drafters()
     chosen = {name: every[name] for name in kinds or [name for name, kind in every.items() if not _required(kind)]}
@@ -105,10 +107,10 @@ def draft_flags(
 
 
 def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str, Any]) -> DrafterConfig:
-    """Return the drafter that `given["draft"]` names, or the first, with its policy and those options that it has."""
+    """Return the configuration of the drafter `given["draft"]`, or else the first, from the options that it has."""
 
     def made(kind: Any, **others: Any) -> Any:
-        return kind(**{one.name: given[one.name] for one in fields(kind) if one.name in given} | others)
+        return kind(**{option.name: given[option.name] for option in fields(kind) if option.name in given} | others)
 
     kind = kinds[given.get("draft", next(iter(kinds)))]
     given = {"gamma": AUTO, **given} if given.get("gamma_schedule") == AUTO else given
@@ -116,7 +118,7 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
         return made(kind)
     name = given.get("draft_policy", DEFAULT_POLICY)
     # With auto, the first drafts until another policy pays more.
-    several = tuple(map(made, sorted(BUDGETED.values(), key=lambda one: one.name != DEFAULT_POLICY))) * (name == AUTO)
+    several = tuple(map(made, sorted(BUDGETED.values(), key=lambda kind: kind.name != DEFAULT_POLICY))) * (name == AUTO)
     policy = several[0] if several else made(policies()[name])
     texts = tuple(made(TEXTS[text], gamma_schedule=None) for text in given.get("text_drafts", ()))
     return made(kind, policy=policy, policies=several, texts=texts)
@@ -124,22 +126,23 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
 
 def _required(kind: type[DrafterConfig]) -> list[str]:
     """Return the options of a drafter that have no default."""
-    return [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+    options = [option for option in fields(kind) if option.default is MISSING]
+    return [option.name for option in options if option.default_factory is MISSING]
 
 
 def _used_options(config: DrafterConfig) -> list[str]:
     """Return the options that have an effect on a drafter."""
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
-    used = [one.name for one in fields(config) if one.name not in config.unused]
+    used = [option.name for option in fields(config) if option.name not in config.unused]
     if not isinstance(config, ModelDrafterConfig):
         return used
     owners: list[Any] = [*(config.policies or [config.policy]), *config.texts]
-    return ["draft_policy", "text_drafts", *(one.name for owner in owners for one in fields(owner)), *used]
+    return ["draft_policy", "text_drafts", *(option.name for owner in owners for option in fields(owner)), *used]
 
 
 def _without_full_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace a budget of -1 by the policy `full`. Errors: ConfigError beside another policy."""
+    """Return options with the policy `full` for a budget of -1. Errors: ConfigError if another policy is named."""
     if given.get("draft_budget") != FULL_BUDGET:
         return given
     policy = flag("draft_policy")
@@ -157,7 +160,8 @@ def _documented(kind: type, name: str) -> str:
 
 @cache
 def _texts_below_fields(kind: type) -> dict[str, str]:
-    return {one.arg_name: " ".join((one.description or "").split()) for one in parse_from_object(kind).params}
+    params = parse_from_object(kind).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
 def _listed(kinds: Mapping[str, type]) -> str:
@@ -187,14 +191,14 @@ class NamedDraft(EveryDraft):
         return super().variants(*(named | dict(each) for each in chosen))
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the drafter's options. Errors: ConfigError, also where nothing would be drafted."""
+        """Return the configuration of the drafter. Errors: ConfigError, also for a gamma of 0."""
         if self.gamma is not None and self.gamma != AUTO:
             require_at_least("gamma", self.gamma, 1)
         return super().config(**chosen)
 
 
 def _named(name: str) -> dict[str, str]:
-    """Return the options of a draft that is named by a word or a path. Errors: ConfigError for an unknown draft."""
+    """Return the options that a draft's name or path stands for. Errors: ConfigError for an unknown draft."""
     kind, _, path = name.partition(":")
     if path and kind in WITH_MODEL:
         return {"draft": kind, "draft_model": path}

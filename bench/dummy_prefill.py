@@ -1,4 +1,4 @@
-"""Random KV entries in place of a prefill, where only costs are measured."""
+"""Fills a cache with random KV entries in place of a prefill, where only costs are measured."""
 
 from collections.abc import Sequence
 

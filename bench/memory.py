@@ -1,10 +1,10 @@
-"""Checks that a run fits into memory: weights and KV entries before loading, a forward's peak behind it."""
+"""Checks that a run fits into memory: weights and KV entries before loading, activations behind it."""
 
 import math
 import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.plan import Plan
+from bench.plan_types import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.runner import ModelRunner
@@ -20,20 +20,19 @@ from kv_cache import FullKVCache
 from kv_cache.refreshed import RefreshedKVCache
 from models import ModelConfig
 from models.heads.loading import HeadSource
-from models.packed_linear import can_pack
-from models.quantize import linear_bytes
+from models.storage import model_bytes
 from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
-# Kept free on a GPU before anything is loaded: for activations, which are then measured, CUDA and NCCL.
+# Kept free on a GPU before anything is loaded, for activations, CUDA and NCCL: bytes, and a share for small GPUs.
 RESERVE_BYTES, RESERVED_SHARE = 4 * GIB, 0.1
-# A forward's measured peak is taken this many times: sampling, choosing entries and captured rounds come on top of it.
+# Measured activations count this many times, since sampling, choosing entries and captured rounds need memory, too.
 MARGIN = 1.5
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of the rank with the largest shard, by name: independent of the batch, and of each row."""
+    """Bytes by name on the rank with the largest shard. fixed: whatever the batch. per_row: of each row."""
 
     fixed: dict[str, int]
     per_row: dict[str, int]
@@ -50,7 +49,7 @@ class MemoryPlan:
 
 
 def memory_plan(plan: Plan) -> MemoryPlan:
-    """Return the bytes of all weights and KV entries, with a reserve on a GPU."""
+    """Return the bytes of all weights and KV entries, and a reserve on a GPU."""
     target = _largest_shard(plan.target.config, plan.group)
     weights = model_bytes(target, plan.dtype, plan.config.target.quantize, plan.device)
     kv, draft_kv = FullKVCache(target, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes, 0
@@ -63,7 +62,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         elif draft.source is not None:
             config = _largest_shard(draft.source.config, plan.draft_group)
             weights += model_bytes(config, dtype, draft.quantize, plan.device)
-            n_caches *= 2 if plan.chooses else 1  # prompts are kept where costs are measured
+            n_caches *= 2 if plan.chooses else 1  # entries of prompts are kept while costs are measured
         else:
             config = target if draft.layers is None else replace(target, n_layer=len(draft.layers))
             if draft.dtype is not None and not plan.shares_weights and not is_inner:
@@ -77,17 +76,6 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
 
 
-def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
-    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
-    head = config.vocab_size * config.dim
-    if quantize is None:
-        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
-        return (config.n_parameters + repacked_head) * dtype.itemsize
-    linear = config.n_layer * config.n_linear_weights_per_layer
-    others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
-    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
-
-
 def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
     return shard_config(config, Shard(len(group) - 1, len(group)))
 
@@ -95,73 +83,79 @@ def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
 def require_room(plan: Plan) -> None:
     """Raise OutOfMemoryError, before loading, if weights and KV entries do not fit."""
     available, needed = available_bytes(plan.device), memory_plan(plan)
-    reserve = min(needed.fixed["reserve"], int(RESERVED_SHARE * available))  # small GPUs run small models
-    require_memory(replace(needed, fixed=needed.fixed | {"reserve": reserve}), plan.n_rows, available, plan.device)
-
-
-def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
-    """Raise OutOfMemoryError, behind loading, if KV entries and a forward do not fit.
-
-    The forward runs a chunk of a prompt and a block of every row; its measured peak counts MARGIN times.
-    """
-    try:
-        peak = _peak_of_forward(runner, plan.gamma + 1)
-    except torch.OutOfMemoryError:
-        peak = available_bytes(plan.device)
-    # A CPU's pages are taken when they are first written; a GPU's cache is in memory already.
-    per_row = {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or plan.device == "cpu"}
-    needed = MemoryPlan({"activations": math.ceil(MARGIN * peak)}, per_row)
-    require_memory(needed, plan.n_rows, available_bytes(plan.device), plan.device)
+    needed.fixed["reserve"] = min(needed.fixed["reserve"], int(RESERVED_SHARE * available))
+    require_memory(needed, plan.n_rows, available, plan.device)
 
 
 @torch.inference_mode()
-def _peak_of_forward(runner: ModelRunner, n_token: int) -> int:
-    """Return by how many bytes a chunk of a prompt and a block of `n_token` in every row raise the memory in use."""
-    cache, device = runner.cache, runner.device
-    if device.type == "cuda":
+def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
+    """Raise OutOfMemoryError, behind loading, if KV entries and activations do not fit.
+
+    Activations are measured where attention needs most: in the last chunk of the longest prompt, and in a block of
+    every row at the end of its slots.
+    """
+    cache, n_token = runner.cache, plan.gamma + 1
+    longest = cache.capacity - n_token
+    block = torch.zeros((runner.max_batch, n_token), dtype=torch.int64, device=runner.device)
+    positions = torch.arange(longest, cache.capacity, device=runner.device).expand_as(block)
+    last_chunk = max(0, longest - runner.prefill_chunk)
+    of_chunk = _peak_bytes(plan.device, lambda: runner.fill_row(0, [0] * longest, last_chunk))
+    of_rows = _peak_bytes(plan.device, lambda: runner.step(block, positions))
+    for row in range(runner.max_batch):
+        cache.reset_row(row)
+    per_row = {"activations of rows": math.ceil(MARGIN * of_rows / runner.max_batch)}
+    # A CPU's pages are taken when they are first written; a GPU's cache is in memory already.
+    per_row |= {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or plan.device == "cpu"}
+    needed = MemoryPlan({"activations of a prompt": math.ceil(MARGIN * of_chunk)}, per_row)
+    require_memory(needed, plan.n_rows, available_bytes(plan.device), plan.device)
+
+
+def _peak_bytes(device: str, forward: Callable[[], object]) -> int:
+    """Return by how many bytes a forward raises the memory in use; all available bytes if it runs out of memory."""
+    if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # Linux: the peak begins anew at what is resident now
             Path("/proc/self/clear_refs").write_text("5")
-    before = peak_memory_bytes(device)
-    runner.fill_row(0, [0] * min(runner.prefill_chunk, cache.capacity - n_token))
-    block = torch.zeros((runner.max_batch, n_token), dtype=torch.int64, device=device)
-    runner.step(block, torch.arange(n_token, device=device).expand_as(block))
-    for row in range(runner.max_batch):
-        cache.reset_row(row)
-    return peak_memory_bytes(device) - before
+    before = peak_memory_bytes(torch.device(device))
+    try:
+        forward()
+    except torch.OutOfMemoryError:
+        return available_bytes(device)
+    return peak_memory_bytes(torch.device(device)) - before
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of bytes since models were loaded: allocated on a GPU; on a CPU resident, libraries included."""
+    """Return the peak of bytes in use: allocated on a GPU since it was last reset; resident with libraries on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def available_bytes(device: str) -> int:
-    """Return the bytes that this process may take of "cpu", of which each process has a share, or of a CUDA device."""
+    """Return the bytes that this process may take on a CUDA device, or its share of the machine's on "cpu"."""
     if device == "cpu":
         return int(min(psutil.virtual_memory().available, left_in_container())) // local_world_size()
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(torch.device(device))[0] + reserved
 
 
-def left_in_container(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes that control groups (v2) leave to this process, pages of files included; inf without a limit."""
+def left_in_container(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the bytes that control groups (v2) leave to this process, file pages counted as free; inf: no limit."""
     left = math.inf
     with suppress(OSError):
-        path = own.read_text().rpartition("::")[2].strip().lstrip("/")
+        path = membership.read_text().rpartition("::")[2].strip().lstrip("/")
         for group in (groups / path, *(groups / path).parents):
             with suppress(OSError, ValueError):  # ValueError: "max" stands for no limit
                 limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                of_files = re.findall(r"^(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                left = min(left, limit - used + sum(map(int, of_files)))
+                stat = (group / "memory.stat").read_text()
+                file_bytes = re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+                left = min(left, limit - used + sum(map(int, file_bytes)))
     return left
 
 
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
-    """Raise OutOfMemoryError, itemised and with the largest batch that fits, if a plan of memory does not fit."""
+    """Raise OutOfMemoryError, with each item and the largest batch that fits, if a plan of memory does not fit."""
     needed = plan.total(batch)
     if needed <= available:
         return

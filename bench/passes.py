@@ -1,4 +1,4 @@
-"""The passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
+"""Runs the passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
 import math
 import time
@@ -40,9 +40,9 @@ LARGEST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Decoded(GenerateOutput):
-    """The output of a pass, all replicas' rows together.
+    """The output of a pass, with the rows of all replicas.
 
-    usage: of this process's processors. phases: a `PhaseTimer`'s seconds. inner: counts of an inner draft, or None.
+    usage: of processors, by this process. phases: a `PhaseTimer`'s seconds. inner: counts of an inner draft, or None.
     """
 
     usage: Usage
@@ -51,8 +51,9 @@ class Decoded(GenerateOutput):
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The passes that ran. timed: a pass by itself, as timing phases slows it down. costs: that `auto` chose by."""
+class PassResults:
+    """The outputs of the passes that ran. timed: the pass with timed phases, which slow it down. costs: the costs that
+    `auto` chose by."""
 
     prefill_seconds: float
     baseline: Decoded | None = None
@@ -72,7 +73,7 @@ class Passes:
         return self.by_name["speculation" if self.speculative else "baseline"]
 
 
-def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
+def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     """Prefill, then decode plainly (unless --no_baseline), speculatively (with a draft), and with phases timed
     (--benchmark).
 
@@ -80,31 +81,31 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> Passes:
     the default, which displays one pass at a time.
     """
     plan, prefill_seconds, done = session.plan, prefill(session), dict[str, Decoded]()
-    which, draft = plan.config.passes, plan.draft
-    pacings: dict[str, Pacing] = {} if which.no_baseline else {"baseline": Fixed(None)}
+    options, draft = plan.config.passes, plan.draft
+    pacings: dict[str, Pacing] = {} if options.no_baseline else {"baseline": Fixed(None)}
     if pacings:
         warm_up(session)
     if pacings and (draft is None or watch is not bar_of_pass or draft.config.needs_baseline):
         done, pacings = decode_in_turns(session, pacings, watch=watch), {}
     if draft is None:
-        return Passes(prefill_seconds, done.get("baseline"))
+        return PassResults(prefill_seconds, done.get("baseline"))
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
     done |= decode_in_turns(session, pacings | {"speculation": make_pacing(session, drafters, costs)}, watch=watch)
     timed = None
-    if which.benchmark:
+    if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
         pacing = make_pacing(session, drafters, costs)
         timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=watch)
-    return Passes(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
+    return PassResults(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
 
 
 def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:
-    """Return a pacing that chooses by costs, measured at one or several contexts; without costs, by none."""
+    """Return a pacing that chooses by costs, measured at one or several contexts, or a fixed one without costs."""
     draft = session.plan.draft
     assert draft is not None
-    by_context = {one.context: one.by_rows for one in costs if one}
+    by_context = {measured.context: measured.by_rows for measured in costs if measured}
     names = [policy.name for policy in draft.policies]
     return Adaptive(drafters, by_context, draft.gammas, names) if by_context else Fixed(drafters[0])
 
@@ -118,17 +119,16 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     choices += [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
     gamma = max(choice.gamma for choice in choices)
     # Twice as many rounds as a policy has between two refreshes.
-    n_rounds = max([WARM_UP_ROUNDS, *(2 * one.refresh_every for one in drafters)])
+    n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
-        prompts = session.prompts[:n_rows]
-        rehearsal = Rehearsal(runner, drafters, prompts, gamma=gamma, **session.how)
-        for choice in choices:  # one by one, so that a refresh comes with each gamma
+        rehearsal = Rehearsal(runner, drafters, session.prompts[:n_rows], gamma=gamma, **session.how)
+        for choice in choices:  # one after the other, so that a refresh comes with each gamma
             rehearsal.run([choice], n_rounds)
 
 
 @torch.inference_mode()
 def prefill(session: Session) -> float:
-    """Prefill the prompts that start in the slots, with a progress bar. Returns the slowest process's seconds."""
+    """Prefill the first prompt of every row, with a progress bar. Returns the slowest process's seconds."""
     runner, first = session.runner, session.prompts[: session.runner.max_batch]
     if session.plan.config.target.compile:
         # The second length makes the number of tokens a variable, and a single token is special.
@@ -154,7 +154,7 @@ def decode(
 ) -> Decoded:
     """Decode the prompts once from the prefilled state. Replicas start together, and every process gets all rows.
 
-    Errors: UserError naming row and position if logits were not finite.
+    Errors: UserError with row and position if logits were not finite.
     """
     return decode_in_turns(session, {name: pacing or Fixed(drafter)}, phase, watch)[name]
 
@@ -163,7 +163,7 @@ def decode_in_turns(
     session: Session, pacings: Mapping[str, Pacing], phase: Phase | None = None, watch: Watch = bar_of_pass
 ) -> dict[str, Decoded]:
     """Decode the prompts once for each pacing, by name, in turns (see `take_turns`)."""
-    session.processes.gathered(None)
+    session.processes.gathered(None)  # replicas start together
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         if isinstance(drafter, Speculated):
             drafter.inner_counts()  # forgets the counts of earlier passes
@@ -174,8 +174,8 @@ def decode_in_turns(
         }
         usages = take_turns(session.runner, [*passes.values()])
     return {
-        name: _joined(session, name, one, pacings[name], usage, phase)
-        for (name, one), usage in zip(passes.items(), usages, strict=True)
+        name: _joined(session, name, generation, pacings[name], usage, phase)
+        for (name, generation), usage in zip(passes.items(), usages, strict=True)
     }
 
 
@@ -194,18 +194,18 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     sizes = runner.model.config, cache.max_batch, n_tokens, 0, cache.device, cache.entries.dtype
     copies = [] if alone else [StreamingKVCache(*sizes) for _ in generations]
     usages, goal = [Usage() for _ in generations], 0.0
-    while going := [one for one in generations if not one.done]:
-        goal = math.inf if alone or len(going) == 1 else goal + TURN * max(1, *(one.n_unfinished for one in going))
-        for index, one in enumerate(generations):
-            if one.done:
-                continue
+    while unfinished := [index for index, generation in enumerate(generations) if not generation.done]:
+        n_unfinished = max(1, *(generations[index].n_unfinished for index in unfinished))
+        goal = math.inf if alone or len(unfinished) == 1 else goal + TURN * n_unfinished
+        for index in unfinished:
+            generation = generations[index]
             if copies:
-                one.decoder.take_back(copies[index])
+                generation.decoder.take_back(copies[index])
             before = usage_so_far()
-            one.run(goal)
+            generation.run(goal)
             usages[index] += usage_so_far().since(before)
             if copies:
-                one.decoder.set_aside(copies[index])
+                generation.decoder.set_aside(copies[index])
     return usages
 
 
@@ -213,13 +213,13 @@ def _joined(
     session: Session, name: str, generation: Generation, pacing: Pacing, usage: Usage, phase: Phase | None
 ) -> Decoded:
     """Join the outputs of all replicas in a pass."""
-    inner = [one.inner_counts() for one in pacing.drafters if isinstance(one, Speculated)]
+    inner = [drafter.inner_counts() for drafter in pacing.drafters if isinstance(drafter, Speculated)]
     seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
-    outputs, of_phases, inners = zip(*session.of_replicas((generation.output, seconds, inner)), strict=True)
-    of_rows = ("tokens", "finish_reasons", "errors")
-    tokens, reasons, errors = ([*chain(*(getattr(one, field) for one in outputs))] for field in of_rows)
-    phases = {part: [*chain(*(one.get(part, ()) for one in of_phases))] for part in chain(*of_phases)}
-    stats, inner = Stats.joined([one.stats for one in outputs]), [*chain(*inners)]
+    outputs, timed, inners = zip(*session.by_replica((generation.output, seconds, inner)), strict=True)
+    columns = ("tokens", "finish_reasons", "errors")
+    tokens, reasons, errors = ([*chain(*(getattr(output, column) for output in outputs))] for column in columns)
+    phases = {part: [*chain(*(seconds.get(part, ()) for seconds in timed))] for part in chain(*timed)}
+    stats, inner = Stats.joined([output.stats for output in outputs]), [*chain(*inners)]
     decoded = Decoded(tokens, reasons, errors, stats, usage, phases, total(inner) if inner else None)
     decoded.require_finite(name)
     return decoded

@@ -14,14 +14,14 @@ from engine.requests import Progress, Request
 
 
 def progress_bar(name: str, total: int | None, visible: bool = True, unit: str = "tok") -> tqdm:
-    """Return a bar of `total` units; None: unknown, so that only their number is displayed."""
+    """Return a bar of `total` units, or, if the total is None, of a running number."""
     labels = {"desc": f"{name:<12}", "unit": unit}
     return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, disable=not (visible and is_leader()), **labels)
 
 
 @dataclass(frozen=True)
 class BarProgress(Progress):
-    """Moves a bar. With a session it also saves each row that has finished, under the name of the pass."""
+    """Moves a bar, and, with a session, saves each finished row under the name of the pass."""
 
     bar: tqdm
     session: Session | None = None
@@ -45,6 +45,6 @@ class BarProgress(Progress):
 
 @contextmanager
 def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
-    """Watch a pass of a session by a progress bar."""
+    """Display a pass of a session as a progress bar."""
     with progress_bar(name, len(session.prompts) * session.plan.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)

@@ -1,4 +1,4 @@
-"""Prompt sets: conversations with an id and a category, from files or from a known set."""
+"""Reads sets of prompts: conversations with an id and a category, from files or from a known set."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 SPEC_BENCH_FILE = ROOT / "data" / "spec_bench" / "question.jsonl"
 SPEED_BENCH = "nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4"
-# Stands for many texts in SPEED-Bench's public copy; NVIDIA's prepare_data.py fetches them from their sources.
+# Replaces many texts in SPEED-Bench's public copy; NVIDIA's prepare_data.py fetches them from their sources.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
 KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
@@ -29,7 +29,7 @@ FIX = f"fetch it on a connected machine, and name its file: {flag('prompts')} FI
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to have: the user's message in each turn."""
+    """A conversation: the user's message in each turn."""
 
     id: str
     category: str
@@ -39,9 +39,9 @@ class Prompt:
 def load_prompts(name: str) -> list[Prompt]:
     """Return the prompts of a .txt, .jsonl or .parquet file, of a folder of .txt files, or of a known set.
 
-    Sets are `spec-bench`, and `speed-bench` with `/qualitative`, `/throughput_1k` and the like. A row's keys are its
-    format: `prompt`, `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench). Placeholders are left
-    out, with a note. Errors: DataError.
+    Known sets are `spec-bench`, and `speed-bench` with `/qualitative`, `/throughput_1k` and the like. A row has the key
+    `prompt`, or `turns` (Spec-Bench, SPEED-Bench), or `context` and `input` (LongBench). Placeholders are left out,
+    with a note. Errors: DataError.
     """
     each = ((file, rows_of(file, KEYS, "prompts")) for file in _files(name))
     found = [_prompt(row, file, number) for file, rows in each for number, row in rows]
@@ -57,7 +57,7 @@ def load_prompts(name: str) -> list[Prompt]:
 def by_category(
     prompts: Iterable[Prompt], categories: Sequence[str] = (), per_category: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Return the first `per_category` prompts of each category, or of the named ones. Errors: ConfigError."""
+    """Return the first `per_category` prompts of each of `categories`, by default of all. Errors: ConfigError."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category, []).append(prompt)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.auto.costs import Costs
 from bench.memory import peak_memory_bytes
-from bench.passes import Decoded, Passes
+from bench.passes import Decoded, PassResults
 from bench.session import Session
 from bench.settings import nested, settings_record
 from common.provenance import provenance
@@ -91,7 +91,7 @@ def record_of(
     return {"benchmark": benchmark, "config": config, **settings, **measured, **provenance()}
 
 
-def make_record(benchmark: str, session: Session, passes: Passes) -> dict[str, Any]:
+def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[str, Any]:
     """Return the record of a benchmark; every rank has to call this. A figure that was not measured is null."""
     plan, stats = session.plan, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs

@@ -1,4 +1,4 @@
-"""A session: a plan with its models loaded, the target's cache, prompts, and the ranks that run it."""
+"""Session: a plan with its loaded models, the target's cache, prompts, and the ranks that run it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
+from bench.draft_plan import with_draft
 from bench.memory import require_room, require_room_to_run
-from bench.plan import DraftPlan, Plan, PromptText, remarks, resolve, resolve_sampling, with_draft
-from bench.storage import auto_dtype
+from bench.plan import remarks, resolve, resolve_sampling
+from bench.plan_types import DraftPlan, Plan, PromptText
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
 from engine.drafters import Drafter
@@ -35,6 +36,7 @@ from models.heads.loading import HeadSource
 from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
 from models.pointwise_cpp import pointwise_beside
+from models.storage import auto_dtype
 from models.tensor_parallel import Shard
 
 Value = TypeVar("Value")
@@ -46,9 +48,9 @@ Models = dict[tuple[object, ...], Any]
 class Session:
     """A loaded target over its cache, and the prompts of one replica.
 
-    processes: the ranks of all replicas. run: a name for its record and saved rows. numbered_from: the first prompt's
-    index among those of all replicas. models: models and heads that draft. continuations: tokens behind each prompt, if
-    they were cut. put_off: errors that are raised when the run has ended.
+    processes: ranks of all replicas. run: a name for the record and saved rows. numbered_from: the first prompt's index
+    among the prompts of all replicas. models: models and heads that draft. continuations: tokens behind each prompt,
+    where they were cut. put_off: errors to raise when the run has ended.
     """
 
     plan: Plan
@@ -76,7 +78,8 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
         """Open a session. n_continued: tokens to cut behind each prompt of a data set. Errors: UserError."""
         require_room(plan)
-        processes, n_replicas = _join_ranks(plan), plan.config.n_replicas
+        options, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
+        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
@@ -104,8 +107,8 @@ class Session:
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
-        of_ranks = target_ranks, draft_ranks, processes
-        return cls(plan, runner, prompts, tokenizer, *of_ranks, run, first, models, continuations)
+        groups = target_ranks, draft_ranks, processes
+        return cls(plan, runner, prompts, tokenizer, *groups, run, first, models, continuations)
 
     @property
     def ranks(self) -> Ranks:
@@ -117,18 +120,17 @@ class Session:
         return self.plan.target.name
 
     @property
-    def draft_model(self) -> Any:
-        """The model or head that drafts; None if that is the target itself, or if this rank holds no part of it."""
-        return self.models.get(self.plan.draft.weights) if self.plan.draft else None
-
-    @property
     def how(self) -> dict[str, Any]:
-        """Arguments of `generate` for this run, but for those that end a row early."""
-        sampling: dict[str, Any] = {"sampling": self.plan.sampling, "verification": self.plan.verification}
-        return sampling | {"max_new_tokens": self.plan.gen_len, "numbered_from": self.numbered_from}
+        """Arguments of `generate` for this run, without stop tokens."""
+        return {
+            "sampling": self.plan.sampling,
+            "verification": self.plan.verification,
+            "max_new_tokens": self.plan.gen_len,
+            "numbered_from": self.numbered_from,
+        }
 
-    def of_replicas(self, value: Value) -> list[Value]:
-        """Return the values that the replicas' leaders call this with, on every process; all have to call it."""
+    def by_replica(self, value: Value) -> list[Value]:
+        """Return the values of the replicas' leaders, on every process; every process has to call this."""
         return self.processes.gathered(value)[:: self.ranks.size]
 
     def books(self) -> Iterator[str]:
@@ -162,7 +164,7 @@ class Session:
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
     def narrowed(self, n_rows: int, length: int) -> Session:
-        """Return a session over the first rows and slots of the cache, whose entries are forgotten."""
+        """Return a session over the first rows and slots of the cache, and forget its entries."""
         runner = self.runner
         runner.cache.prefilled.clear()
         cache = runner.cache.view(slice(0, n_rows), length)
@@ -171,12 +173,12 @@ class Session:
         return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
-        """Return a drafter for each policy and budget to choose among, those with the largest budgets first."""
+        """Return a drafter for each policy and budget to choose among, largest budget first."""
         assert self.plan.draft is not None, "the session was opened without a draft"
         return [self._build(draft, texts) for draft in self.plan.draft.each()]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """Return the drafter of a configuration, by default of the session's, over an empty cache.
+        """Return the drafter of a configuration (default: the session's) over an empty cache.
 
         texts: the tokens of plain decoding, for a drafter that needs them. Errors: ConfigError, also for `auto`.
         """
@@ -208,20 +210,15 @@ class Session:
         return beside_texts(drafter, draft.config, parts)
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
-        """Continue the prompts. arguments: of `generate`, in place of the configuration's."""
+        """Continue the prompts. arguments: arguments of `generate`, in place of the configuration's."""
         generation = self.generation(drafter=drafter, **arguments)
         generation.run()
         return generation.output
 
     def generation(self, **arguments: Any) -> Generation:
-        """Begin to continue the prompts. arguments: of `generate`, in place of the configuration's."""
+        """Return a decode of the prompts that has not begun. arguments: see `generate`."""
         stop_tokens = self.plan.target.config.eos_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
-
-
-def _join_ranks(plan: Plan) -> Ranks:
-    options = plan.config.ranks or RankOptions()
-    return start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
@@ -243,15 +240,16 @@ def random_prompts(vocab_size: int, n_prompts: int, prefix_len: int) -> list[lis
 
 
 def load_target(plan: Plan, ranks: ModelRanks) -> Transformer:
-    """Return the target, or this rank's shard of it."""
+    """Load the target, or this rank's shard of it."""
     model = _load(plan, plan.target, ranks, dtype=plan.dtype, quantize=plan.config.target.quantize)
-    return _prepared(plan, model, plan.kv_dtype, "attention")
+    _prepare(plan, model, plan.kv_dtype, "attention")
+    return model
 
 
 def load_draft(
     plan: Plan, models: Models, target: Transformer, target_ranks: ModelRanks, draft_ranks: ModelRanks | None
 ) -> None:
-    """Add the models that draft to `models`, but for those that are there and for the target as it is loaded."""
+    """Load the models that draft into `models`, unless they are there or are the target as it is loaded."""
     for draft in plan.draft.levels if plan.draft else ():
         if draft.weights in models or (draft.dtype is None and draft.source is None):
             continue
@@ -262,7 +260,7 @@ def load_draft(
         if draft.quantize and vars(draft.config).get("draft_weights") == AUTO:
             say(f"the draft's weights: {draft.quantize} (--draft_weights auto)")
         if draft.policy is not None:
-            _prepared(plan, getattr(model, "body", model), draft.kv_dtype, "the draft's attention")
+            _prepare(plan, getattr(model, "body", model), draft.kv_dtype, "the draft's attention")
 
 
 def _draft_model(
@@ -286,7 +284,7 @@ def _load(plan: Plan, source: ModelSource, ranks: ModelRanks, **stored: Any) -> 
     return source.load(device=plan.device, attention=plan.config.target.attention, exchange=exchange, **stored)
 
 
-def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, name: str) -> Transformer:
+def _prepare(plan: Plan, model: Transformer, entries: torch.dtype | None, name: str) -> None:
     """Give a model the attention backend for its shape and KV entries, and pointwise kernels that suit the backend."""
     config = model.config
     model.backend, why = plan.attention(config, model.dtype, entries)
@@ -294,4 +292,3 @@ def _prepared(plan: Plan, model: Transformer, entries: torch.dtype | None, name:
     sizes = (config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim)
     compiles = plan.config.target.compile
     use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_beside(model.backend))
-    return model

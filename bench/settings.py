@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from bench.config import AUTO
-from bench.plan import DraftPlan
+from bench.plan_types import DraftPlan
 from bench.session import Session
 from common.say import dtype_name
 from engine.drafters.config import drafters

@@ -6,8 +6,8 @@ from operator import itemgetter
 from typing import Any
 
 from bench.config import AUTO
-from bench.passes import Passes
-from bench.plan import DraftPlan
+from bench.passes import PassResults
+from bench.plan_types import DraftPlan
 from bench.record import make_record
 from bench.session import Session
 from common.jsonl import publish
@@ -26,14 +26,14 @@ COLUMNS = [
 FEW_ROUNDS = 8
 
 
-def finish(benchmark: str, session: Session, passes: Passes) -> None:
+def finish(benchmark: str, session: Session, passes: PassResults) -> None:
     """Print texts, the table, and last the record, which is appended to --output; the leader does.
 
     Errors: ConfigError if printing or appending failed, or that the run put off.
     """
     record = make_record(benchmark, session, passes)
     prompts = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
-    lengths, ends = zip(*chain.from_iterable(session.of_replicas(prompts)), strict=True)
+    lengths, ends = zip(*chain.from_iterable(session.by_replica(prompts)), strict=True)
     put_off = [*chain.from_iterable(session.processes.gathered(session.put_off))]
     session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:

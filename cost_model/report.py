@@ -12,8 +12,9 @@ from bench.auto.measure import measure_costs
 from bench.auto.rehearsal import Rehearsal
 from bench.config import AUTO, RunConfig, Sizes
 from bench.data import make_prompts
+from bench.draft_plan import check_layers
 from bench.dummy_prefill import fill_with_noise
-from bench.plan import check_layers, resolve_several
+from bench.plan import resolve_several
 from bench.record import record_of, rounded
 from bench.session import Session
 from common.errors import ConfigError, flag

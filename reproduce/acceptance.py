@@ -85,7 +85,7 @@ def main(flags: Flags) -> None:
     flags.check()
     drafts = flags.drafts()
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
-    plan = bench.resolve_several(config, drafts, in_turn=True)  # all are checked before anything is loaded
+    plan = bench.resolve_several(config, drafts, at_once=1)  # all are checked before anything is loaded
     session = bench.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
     prefill_seconds = bench.prefill(session)
     rows = []

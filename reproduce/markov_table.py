@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bench
-from bench.config import RunConfig, Target, Text
+from bench.config import Target, Text
 from common import cli
 from common.checkout import ROOT
 from common.errors import require_at_least
@@ -29,9 +29,9 @@ class Flags:
 def main(flags: Flags) -> None:
     require_at_least("max_ngram", flags.max_ngram, 1)
     require_at_least("skip", flags.skip, 0)
-    run, source = RunConfig(flags.target, flags.text), flags.target.with_text()
+    source = flags.target.with_text()
     table, tokenizer = NGramTable(flags.max_ngram), source.tokenizer()
-    for book in bench.load_books(str(bench.resolve_dataset(run, source))):
+    for book in bench.load_books(str(bench.resolve_dataset(flags.text.dataset, source))):
         table.learn(tokenizer.encode(book, add_bos=False)[flags.skip :])
     table.save(flags.markov_table, source.config.vocab_size)
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import count, islice, product
 
 import bench
-from bench.config import Output, RunConfig, Text
+from bench.config import Output, Text
 from common import cli
 from common.errors import DataError, require_at_least
 from common.jsonl import publish, require_appendable
@@ -86,7 +86,7 @@ def main(flags: Flags) -> None:
     serve = cli.read(Serve, words := [f"--{given}" for given in flags.server], "python -m serving")
     source, n_rows = serve.config().target.with_text(), serve.batch.max_batch
     tokenizer = source.tokenizer()
-    book = next(bench.load_books(str(bench.resolve_dataset(RunConfig(text=flags.text), source))))
+    book = next(bench.load_books(str(bench.resolve_dataset(flags.text.dataset, source))))
     n_prompts = flags.repeats * sum(map(flags.n_talks, flags.clients)) + 3
     n_prompts += len(MODES) * n_rows * flags.repeats * len(flags.clients)
     cut = iter([*stretches(tokenizer.encode(book, add_bos=False), n_prompts, flags.longest)])

@@ -6,8 +6,10 @@ from typing import Any
 
 from bench.auto.run_costs import costs_of
 from bench.config import RunConfig
+from bench.draft_plan import with_draft
 from bench.passes import make_pacing, take_turns, warm_up
-from bench.plan import Plan, PromptText, resolve, with_draft
+from bench.plan import resolve
+from bench.plan_types import Plan, PromptText
 from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import ConfigError, flag

@@ -14,11 +14,11 @@ from programs import benchmark
 
 from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
-from bench.storage import auto_draft_weights, auto_dtype, multiplies_bfloat16
 from convert_hf_checkpoint import convert
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
 from models.checkpoints.model_source import find_model
+from models.storage import auto_draft_weights, auto_dtype, multiplies_bfloat16
 
 LINEARS = [(128, 64), (64, 96)]
 

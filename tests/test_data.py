@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from tiny import TINY
 
 from bench import data
-from bench.config import RunConfig, Text
-from bench.data import load_books, make_prompts
-from bench.plan import resolve_dataset
+from bench.data import load_books, make_prompts, resolve_dataset
 from common.errors import DataError
 from models.checkpoints.model_source import ModelSource
 
@@ -111,7 +109,7 @@ def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folde
     for name in ("built-in", "converted", "org/name"):
         (tmp_path / name).mkdir(parents=True)
     source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
-    assert resolve_dataset(RunConfig(text=Text(wanted)), source) == resolved
+    assert resolve_dataset(wanted, source) == resolved
 
 
 @pytest.fixture

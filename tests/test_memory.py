@@ -14,7 +14,7 @@ from tiny import TINY
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
 from bench.dummy_prefill import randomise
-from bench.memory import MemoryPlan, memory_plan, model_bytes, require_memory
+from bench.memory import MemoryPlan, memory_plan, require_memory
 from bench.plan import resolve, resolve_several
 from bench.session import Session
 from common.errors import OutOfMemoryError
@@ -23,6 +23,7 @@ from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
 from models.packed_linear import PackedLinear
+from models.storage import model_bytes
 
 CONFIGS = {
     "untied": TINY,
@@ -101,7 +102,7 @@ def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: 
         return memory_plan(plan).per_row["draft KV"]
 
     alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
-    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], in_turn)) for in_turn in (False, True)]
+    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], at_once)) for at_once in (None, 1)]
     assert several == [sum(alone), max(alone)]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from bench.config import RunConfig, Sizes, Target
-from bench.plan import DraftPlan, remarks, resolve
+from bench.plan import remarks, resolve
+from bench.plan_types import DraftPlan
 from bench.table import FEW_ROUNDS, headline, notes
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming

@@ -10,12 +10,12 @@ from recorded_graph import RecordedGraphs
 from tiny import random_prompts, tiny_runner
 from torch.cuda._utils import _get_device_index
 
-from bench.storage import resolve_device
 from common.errors import ConfigError
 from engine import generate
 from engine.parallel.launch import LOST_RANK
 from engine.parallel.ranks import Ranks, start_ranks
 from engine.timing import PhaseTimer
+from models.storage import resolve_device
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Chooses, before every round, the drafter and gamma that pay best by measured costs and the acceptance seen."""
+"""Chooses before every round the drafter and gamma that pay best, by measured costs and the acceptance so far."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -10,33 +10,33 @@ from engine.counts import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
-# The acceptance rate that is expected without evidence, and its weight in draft positions: high, to be tried at all.
+# The acceptance rate that is expected without evidence, and its weight in draft positions: high, so that it is tried.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
-# The largest weight, in draft positions, of the acceptance that was seen while costs were measured.
+# The largest weight, in draft positions, of the acceptance while costs were measured.
 MOST_MEASURED = 4.0
-# The share of all evidence that is left one round later: texts change.
+# Evidence keeps this share of its weight from round to round, since texts change.
 MEMORY = 0.96
 # A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
 PAID_WITHIN = 1 / 3
-# Another drafter has to promise this much more: a change costs something.
+# Another drafter has to promise this much more, since a change costs something.
 WORTH_A_CHANGE = 1.03
 
 
 class Adaptive:
-    """A `Pacing`: a round takes the drafter and gamma whose tokens are worth most beyond its ms, or is plain.
+    """A `Pacing` that takes the plain step, or the drafter and gamma, with the largest value of tokens less ms.
 
-    costs: `costs[c][n][i]` of drafter i while n rows decode behind c tokens, the largest budgets first; interpolated
-    between the n that were measured at every c. gammas: choices, as far as measured. policies: those of drafters,
-    by name; None if they differ in their budgets alone.
+    costs: `costs[c][n][i]` of drafter i while n rows decode behind c tokens, largest budget first; interpolated between
+    the n that were measured at every c. gammas: gammas to choose among, if they were measured. policies: the name of
+    each drafter's policy; None if drafters differ only in their budgets.
 
-    The acceptance rate of a drafter is expected by discounted counts of verified and accepted draft positions, and by
-    the prior where there are few; but at most that of the same policy with a larger budget, since the best of several
-    small counts is mostly the luckiest. The prior is optimistic, so speculation that gave way is tried again once the
-    evidence against it has faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section
-    2.6). Ranks with the same costs choose alike.
+    A drafter's expected acceptance rate combines discounted counts of verified and accepted draft positions with a
+    prior. It is at most the rate of the same policy with a larger budget, since the best of several small counts is
+    mostly the luckiest. The prior is optimistic, so that speculation is tried again once the evidence against it has
+    faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks with the same
+    costs choose alike.
 
     A token is worth the ms that it would take in the best round with the rows that are about to join: a round that
-    hurries before they are there leaves smaller batches behind, whose tokens cost more each.
+    ends before they join leaves smaller batches behind, whose tokens cost more each.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Adaptive:
         self._contexts = sorted(costs)
         # With little time, few rows or some gammas were not measured at every context.
         self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
-        of_all_rows = costs[self._contexts[-1]][self._rows[-1]]
+        full_batch = costs[self._contexts[-1]][self._rows[-1]]
         largest = min(by_rows[self._rows[-1]][0].at[-1] for by_rows in costs.values())
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
         # Ms of a round of each choice, at each context and number of rows.
@@ -59,11 +59,11 @@ class Adaptive:
         for i, gamma in product(range(len(drafters)), gammas):
             if 0 < gamma <= largest:
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
-        measured = [one.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for one in of_all_rows]
+        measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         self._verified = [min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0
-        self._of_all_rows, self._missed = of_all_rows, [0] * len(drafters)
+        self._full_batch, self._missed = full_batch, [0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
         alphas: list[float] = []
@@ -74,24 +74,24 @@ class Adaptive:
             alphas.append(least[policy])
 
         def tokens(choice: Choice) -> float:
-            """Return the tokens of a row, less the price of catching up and of a change."""
+            """Return the expected tokens of a row, less the price of catching up and of a change."""
             if choice.drafter is None:
                 return 1.0
             expected = tokens_per_round(alphas[choice.drafter], choice.gamma) * (1 - self._catch_up(choice.drafter))
             return expected if choice.drafter == self._last_drafter else expected / WORTH_A_CHANGE
 
-        of_row, n_all = {choice: tokens(choice) for choice in self._ms}, n_busy + n_joining
+        per_row, n_all = {choice: tokens(choice) for choice in self._ms}, n_busy + n_joining
         now, joined = (self._weights(n_rows, context) for n_rows in (n_busy, n_all))
-        ms_per_token = 1 / max(n_all * of_row[choice] / float(joined @ ms) for choice, ms in self._ms.items())
-        return max(self._ms, key=lambda choice: n_busy * of_row[choice] * ms_per_token - float(now @ self._ms[choice]))
+        ms_per_token = 1 / max(n_all * per_row[choice] / float(joined @ ms) for choice, ms in self._ms.items())
+        return max(self._ms, key=lambda choice: n_busy * per_row[choice] * ms_per_token - float(now @ self._ms[choice]))
 
     def _weights(self, n_rows: int, context: float) -> np.ndarray:
-        """Return the weight of each measured size in the costs at this size."""
+        """Return the weight of each measured pair of context and rows in the costs at this pair."""
         return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
 
     def _catch_up(self, drafter: int) -> float:
-        """Return the ms of catching up as a share of the rounds within which they have to pay."""
-        missed, costs = self._missed[drafter], self._of_all_rows[drafter]
+        """Return the ms of catching up as a share of the rounds that have to pay for them."""
+        missed, costs = self._missed[drafter], self._full_batch[drafter]
         n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 

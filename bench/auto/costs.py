@@ -17,8 +17,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of a batch at a context: a plain step, verifications of `at` drafts (ascending), a draft step, the
-    rest of a round, and a round's share of choosing entries anew. acceptance: of real text."""
+    """Milliseconds of a batch at a context: a plain step, verifications of `at` draft tokens (ascending), a draft step,
+    the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -38,7 +38,7 @@ class Costs:
         return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: int) -> float:
-        """Return the ms of a draft model that catches up `n_missed` tokens: draft_ms * verify_ms(n) / plain_ms."""
+        """Return the ms in which a draft model catches up `n_missed` tokens: draft_ms * verify_ms(n) / plain_ms."""
         per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
         return self.draft_ms * (1 + n_missed * per_token)
 
@@ -55,4 +55,4 @@ class Costs:
 
 def interpolating(size: float, measured: Sequence[int]) -> list[float]:
     """Return the weight of each measured size in a value at `size`: linear between neighbours, constant beyond them."""
-    return [float(np.interp(size, measured, only)) for only in np.eye(len(measured))]
+    return [float(np.interp(size, measured, unit)) for unit in np.eye(len(measured))]

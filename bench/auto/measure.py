@@ -9,31 +9,31 @@ from bench.auto.costs import Costs
 from bench.auto.rehearsal import Rehearsal
 from engine.pacing import PLAIN, Choice
 
-# Rounds of each kind that are timed: as many as fit into the seconds for measuring, within these bounds.
+# Bounds of the timed rounds of each choice, as many as fit into MEASURING_SECONDS.
 FEWEST_TIMED, MOST_TIMED = 2, 16
 MEASURING_SECONDS = 12.0
-# Rounds of each kind that are not timed: the first runs; if rounds are captured, it runs, captures and replays.
+# Rounds of each choice before the timed ones; a captured round first runs, is captured, and is replayed.
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 # Measuring for a decode may take this share of the time of its plain steps.
 MOST_SHARE = 0.15
-# Saved costs hold if a check of so many rounds is off by no more than this.
+# Saved costs hold if the ratio that CHECKED_ROUNDS rounds of each choice measure is off by MOST_OFF at most.
 CHECKED_ROUNDS, MOST_OFF = 2, 0.2
 
 
 def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS) -> list[Costs]:
-    """Return the costs of each drafter's rounds, medians of interleaved rounds, while all rows decode.
+    """Return the costs of each drafter: medians of interleaved rounds while all rows decode.
 
-    Of the first drafter, whose rounds cost most, every gamma is measured; of the others, which come in the order of
-    falling costs, only the draft step, at the middle gamma. seconds: limit of all, unless the fewest rounds take
-    longer. Code has to be compiled and captured before. Errors: as of `Rehearsal`.
+    The first drafter, whose rounds cost most, is measured at every gamma. The others only add their draft step, at the
+    middle gamma. seconds: limit of all rounds, unless the fewest take longer. Code has to be compiled and captured
+    before. Errors: UserError if logits are not finite.
     """
     runner = rehearsal.runner
     n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
     others = [Choice(index, middle(gammas)) for index in range(1, len(rehearsal.drafters))]
     choices, fewest = [PLAIN, *(Choice(0, gamma) for gamma in gammas), *others], n_untimed + FEWEST_TIMED
     rehearsal.run(choices, fewest)
-    for index, seen in enumerate(rehearsal.refreshes):  # a policy that has not refreshed its entries yet
-        if not seen and (every := rehearsal.drafters[index].refresh_every):
+    for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
+        if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
             rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every)
     # The leader's clock decides, so that all ranks run the same rounds.
     n_more = runner.ranks.shared(lambda: int((seconds / rehearsal.seconds - 1) * fewest))
@@ -42,9 +42,9 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = 
 
 
 def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
-    """Return the costs of rounds by the number of rows that decode, for a decode of `n_steps` plain steps.
+    """Return the costs of rounds by the number of busy rows, for a decode of `n_steps` plain steps.
 
-    The middle gamma is measured first; then, if the decode is long enough, all gammas, and the fewest rows that are
+    A short decode is measured at the middle gamma; a longer one at all gammas, and with the fewest rows that are
     computed.
     """
     runner, n_rows = rehearsal.runner, len(rehearsal.prompts)
@@ -62,32 +62,33 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
 def has_time(costs: Sequence[Costs], gammas: Sequence[int], n_steps: int) -> bool:
     """Return whether rounds of all gammas and drafters take a small share of a decode of `n_steps` plain steps."""
     plain_ms = costs[0].plain_ms
-    ms = [plain_ms, *(costs[0].round_ms(gamma) for gamma in gammas), *(one.round_ms(middle(gammas)) for one in costs)]
+    ms = [plain_ms, *(costs[0].round_ms(gamma) for gamma in gammas), *(cost.round_ms(middle(gammas)) for cost in costs)]
     return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) <= MOST_SHARE * n_steps * plain_ms
 
 
 def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
-    """Return saved costs, scaled to the speed that this machine has now, with the acceptance seen in a check.
+    """Return saved costs, scaled to the present speed of this machine, with the acceptance of a check.
 
-    The check runs plain steps and rounds of the first drafter, of which the fastest count. None if the ratio of the two
-    has changed by more than MOST_OFF: the choice depends on that ratio alone.
+    The check runs plain steps and rounds of the first drafter; the fastest of each count. Returns None if the ratio of
+    the two, on which choices depend, has changed by more than MOST_OFF.
     """
-    of_all_rows = known[max(known)]
-    drafted = Choice(0, middle(of_all_rows[0].at))
+    saved = known[max(known)][0]
+    drafted = Choice(0, middle(saved.at))
     rehearsal.run([PLAIN, drafted], CHECKED_ROUNDS)
 
     def slower() -> float | None:
-        """Return now over then; None if saved costs do not hold."""
-        plain, round_ = (1e3 * min(sum(parts.values()) for parts in rehearsal.timed[one]) for one in (PLAIN, drafted))
-        then = replace(of_all_rows[0], refresh_ms=0.0).round_ms(drafted.gamma) / of_all_rows[0].plain_ms
-        return plain / of_all_rows[0].plain_ms if abs(round_ / plain / then - 1) <= MOST_OFF else None
+        """Return the present over the saved time of a plain step; None if saved costs do not hold."""
+        timed = (rehearsal.timed[choice] for choice in (PLAIN, drafted))
+        plain, round_ = (1e3 * min(sum(parts.values()) for parts in rounds) for rounds in timed)
+        saved_ratio = replace(saved, refresh_ms=0.0).round_ms(drafted.gamma) / saved.plain_ms
+        return plain / saved.plain_ms if abs(round_ / plain / saved_ratio - 1) <= MOST_OFF else None
 
     if (times := rehearsal.runner.ranks.shared(slower)) is None:
         return None
     rates = rehearsal.acceptance
     return {
-        n_rows: [replace(one.slower(times), acceptance=rate) for one, rate in zip(each, rates, strict=True)]
-        for n_rows, each in known.items()
+        n_rows: [replace(cost.slower(times), acceptance=rate) for cost, rate in zip(costs, rates, strict=True)]
+        for n_rows, costs in known.items()
     }
 
 
@@ -99,28 +100,29 @@ def middle(gammas: Sequence[int]) -> int:
 def costs_of_rounds(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[Costs]:
     """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice.
 
-    A draft step takes no longer than that of the drafter before it, and as long with any policy of the same size.
+    Noise is removed from draft steps: they take as long with any policy of the same size, and no longer than with a
+    larger budget.
     """
 
     def ms(choice: Choice, part: str) -> float:
         times = rehearsal.timed[choice][n_untimed:]
-        return 1e3 * median_low(parts[part] for parts in times)  # of two, the one that nothing held up
+        return 1e3 * median_low(parts[part] for parts in times)  # the faster of two, as nothing held it up
 
     draft_ms, refresh_ms = [], []
-    for drafter, seen in enumerate(rehearsal.refreshes):
+    for drafter, refreshes in enumerate(rehearsal.refreshes):
         drafted = [choice for choice in rehearsal.timed if choice.drafter == drafter]
         draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
         every = rehearsal.drafters[drafter].refresh_every
-        refresh_ms.append(1e3 * median_low(seen) / every if every else 0.0)
-    # KV entries of a row; None of a drafter without a cache.
-    sizes = [getattr(getattr(one, "cache", None), "capacity", None) for one in rehearsal.drafters]
-    of_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
-    draft_ms = [ms if size is None else of_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
+        refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
+    # KV entries of a row; None without a cache.
+    sizes = [getattr(getattr(drafter, "cache", None), "capacity", None) for drafter in rehearsal.drafters]
+    by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
+    draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
     # A plain step has a little of every part but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
     verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, seen, refresh)
-        for draft, seen, refresh in zip(accumulate(draft_ms, min), rehearsal.acceptance, refresh_ms, strict=True)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, acceptance, refresh)
+        for draft, acceptance, refresh in zip(accumulate(draft_ms, min), rehearsal.acceptance, refresh_ms, strict=True)
     ]

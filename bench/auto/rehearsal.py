@@ -1,4 +1,4 @@
-"""Runs and times rounds of named choices while all rows decode; their tokens are dropped."""
+"""Runs and times rounds of given choices while all rows decode; their tokens are dropped."""
 
 import time
 from collections import defaultdict
@@ -15,11 +15,11 @@ from engine.timing import PhaseTimer
 
 
 class Rehearsal:
-    """A `Pacing` by which prompts decode in rounds of given choices; when a row ends, all rows begin anew.
+    """A `Pacing` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
 
-    gamma: the largest of any choice. how: arguments of `generate`. `timed` has, for each choice, the seconds of the
-    parts "draft", "verify" and "other" of every round, without catching up; `refreshes`, for each drafter, the seconds
-    of choosing entries anew. `seconds`: of everything. Errors: UserError if logits are not finite.
+    gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
+    parts "draft", "verify" and "other" of every round, without catching up. `refreshes`: for each drafter, the seconds
+    of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not finite.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class Rehearsal:
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
         assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
-        of_requests = ("max_new_tokens", "sampling", "numbered_from")
-        self._request_options = {name: how.pop(name) for name in of_requests if name in how}
+        names = ("max_new_tokens", "sampling", "numbered_from")
+        self._request_options = {name: how.pop(name) for name in names if name in how}
         self.runner, self._how = runner, how
         self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
         self._requests: list[Request] = []
@@ -45,7 +45,7 @@ class Rehearsal:
         self.seconds += time.perf_counter() - started
 
     def keep(self, n_rows: int) -> None:
-        """Go on with the first prompts only, and forget times and acceptance."""
+        """Continue with the first `n_rows` prompts, and forget times and acceptance."""
         self.prompts = self.prompts[:n_rows]
         for request in self._requests[n_rows:]:
             self._decoder.cancel(request)
@@ -54,7 +54,7 @@ class Rehearsal:
 
     @property
     def acceptance(self) -> list[AcceptanceRate | None]:
-        """The acceptance rate of each drafter; None without rounds."""
+        """The acceptance rate of each drafter; None if it had no rounds."""
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
@@ -77,15 +77,15 @@ class Rehearsal:
             self._requests = make_requests(self.prompts, **self._request_options)
             for request in self._requests:
                 self._decoder.submit(request)
-        chosen_anew = self._phases.seconds["refresh"]
-        n_before = len(chosen_anew)
+        refreshes = self._phases.seconds["refresh"]
+        n_before = len(refreshes)
         round_ = self._decoder.step()
-        if broken := [f"row {one.index}: {one.error}" for one in self._requests if one.error]:
+        if broken := [f"row {request.index}: {request.error}" for request in self._requests if request.error]:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
         parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
-        if self._next.drafter is not None and (refresh := sum(chosen_anew[n_before:])):
+        if self._next.drafter is not None and (refresh := sum(refreshes[n_before:])):
             self.refreshes[self._next.drafter].append(refresh)
             parts["draft"] -= refresh
         self.timed[self._next].append(parts)

@@ -1,4 +1,4 @@
-"""Costs that `auto` chooses by: of this run's rounds, measured before it or kept from an earlier run."""
+"""Costs that `auto` chooses by: measured before a run, or kept from an earlier run."""
 
 import math
 import time
@@ -24,7 +24,7 @@ LENGTHS_PER_OCTAVE = 4
 class RunCosts:
     """Costs of rounds behind `context` tokens.
 
-    by_rows: of each drafter, by the number of rows that decode. seconds: that measuring or checking them took. kept:
+    by_rows: costs of each drafter, by the number of busy rows. seconds: duration of measuring or checking them. kept:
     True if an earlier run measured them.
     """
 
@@ -39,8 +39,8 @@ def costs_of(
 ) -> RunCosts | None:
     """Return the costs of a session's rounds, measured from the prefilled state; None if nothing is to be chosen.
 
-    Every rank has to call this, and gets the leader's costs. whole: measure now, every gamma, while all rows decode.
-    n_steps: of decoding without speculation; None: by the session's prompts.
+    Every rank has to call this, and gets the leader's costs. whole: measure now, at every gamma, with all rows busy.
+    n_steps: plain steps of the decode to come; None: derived from the session's prompts.
     """
     plan = session.plan
     if plan.draft is None or not plan.chooses:
@@ -50,11 +50,12 @@ def costs_of(
     key = _key(session) | {"rows": n_rows}
 
     def known() -> dict[int, list[Costs]] | None:
-        """Return the costs of an earlier run, unless only this one has the time to measure all gammas."""
+        """Return the costs of an earlier run, unless it was too short to measure everything and this one is not."""
         if whole or plan.config.passes.measure_costs or not (found := load_costs(key)):
             return None
-        is_less = len(found[n_rows][0].at) < len(gammas)
-        return None if is_less and has_time(found[n_rows], gammas, n_steps) else found
+        few_rows = min(n_rows, session.runner.n_computed(1))
+        is_partial = len(found[n_rows][0].at) < len(gammas) or few_rows not in found
+        return None if is_partial and has_time(found[n_rows], gammas, n_steps) else found
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
@@ -76,10 +77,11 @@ def _key(session: Session) -> dict[str, Any]:
     """Return everything that the costs of a session's rounds depend on."""
     plan = session.plan
     assert plan.draft is not None
+    sources = [source for source in (plan.target, plan.draft_source) if source]
     return {
         **settings_record(session),
         "seed": None,
-        "models": [[asdict(one.config), one.manifest_sha256] for one in (plan.target, plan.draft_source) if one],
+        "models": [[asdict(source.config), source.manifest_sha256] for source in sources],
         "ranks": [plan.config.n_replicas, plan.group, plan.draft_group, session.target_ranks.all_reduce.name],
         "drafts": [[nested(level.config), nested(level.policies)] for level in plan.draft.levels],
         "gammas": plan.draft.gammas,

@@ -1,4 +1,4 @@
-"""Saved costs: in the user's cache folder, by everything that they depend on."""
+"""Saves costs in the user's cache folder, by everything that they depend on."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ def load_costs(key: Key) -> dict[int, list[Costs]] | None:
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
         if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
-            return {int(n_rows): [_costs(one) for one in each] for n_rows, each in kept["costs"].items()}
+            return {int(n_rows): [*map(_costs, costs)] for n_rows, costs in kept["costs"].items()}
     return None
 
 
 def store_costs(key: Key, costs: Mapping[int, Sequence[Costs]]) -> None:
-    """Store costs for later runs, without the acceptance, which depends on the text. A folder that cannot be written is
-    no error."""
-    kept = {n_rows: [asdict(one) | {"acceptance": None} for one in each] for n_rows, each in costs.items()}
+    """Store costs for later runs, without the acceptance, which depends on the text. Does nothing if the folder cannot
+    be written."""
+    kept = {n_rows: [asdict(cost) | {"acceptance": None} for cost in each] for n_rows, each in costs.items()}
     with suppress(UserError, RuntimeError):
         write_text(_path(key), json.dumps({"key": key, "costs": kept}))
 

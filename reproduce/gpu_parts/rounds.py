@@ -41,7 +41,7 @@ def measure(device: str, words: str) -> Record:
 
     done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": pacing()})
     timed = passes.decode(session, "phase times", pacing=pacing(), phase=PhaseTimer(runner.device))
-    made = passes.Passes(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
+    made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
     record = make_record("gpu", session, made) | {"prefill_seconds": seconds, "asked_B": session.plan.config.sizes.B}
     planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
     again, times, n_node = _profiled(device, lambda: passes.decode(session, "profile", pacing=pacing()))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from bench.dummy_prefill import randomise
-from bench.storage import KV_DTYPES
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK
@@ -18,6 +17,7 @@ from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
 from models.names import SCHEMES
 from models.quantize import quantized_linear
+from models.storage import KV_DTYPES
 from reproduce.helpers.records import Record
 
 

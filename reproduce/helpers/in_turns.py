@@ -82,7 +82,9 @@ class Contender:
             "measured_costs_seconds": [costs.seconds for costs in self.costs] or None,
         }
         if self.plain:
-            passes = [bench.Passes(0.0, plain, output, output if output.phases else None) for plain, output in pairs]
+            passes = [
+                bench.PassResults(0.0, plain, output, output if output.phases else None) for plain, output in pairs
+            ]
             runs = [bench.make_record("", self.session, each) for each in passes]
             row |= {name: runs[0].get(name) for name in ("draft_dtype", "draft_weights")}
             values = {name: [run[name] for run in runs] for name in MEDIANS}

@@ -1,4 +1,4 @@
-"""Resolves the device, dtypes and weight schemes that `auto` stands for."""
+"""How models are stored: the device, dtype and weight scheme that `auto` stands for, and the bytes of weights."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ import torch
 from common.errors import ConfigError, flag
 from common.process import local_rank, local_world_size
 from models.checkpoints.model_source import ModelSource
-from models.quantize import takes_shape
+from models.config import ModelConfig
+from models.packed_linear import can_pack
+from models.quantize import linear_bytes, takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -17,14 +19,14 @@ WIDER = {"float64", "float32", "float16"}
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16 (AMX, AVX-512); oneDNN else emulates them."""
+    """Return whether this CPU has instructions for products of bfloat16 (AVX-512, AMX), which oneDNN else emulates."""
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     """Return the dtype that `--dtype auto` stands for, and why.
 
-    On a CPU it is the fastest one that rounds no more than the publication of the model did.
+    On a CPU it is the fastest dtype that rounds the published weights no further.
     """
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
@@ -33,8 +35,8 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     if not source.has_text:
         return torch.bfloat16, "which this CPU multiplies; random weights"
     published = source.published
-    if wider := WIDER.intersection(published):
-        return torch.float32, f"published in {' and '.join(sorted(wider))}"
+    if wider := sorted(WIDER.intersection(published)):
+        return torch.float32, f"published in {' and '.join(wider)}"
     if not published:
         return torch.float32, "the conversion does not say how the model was published; convert it again"
     return torch.bfloat16, f"which this CPU multiplies; published in {' and '.join(published)}"
@@ -43,14 +45,14 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
 def auto_draft_weights(
     device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]], published: Sequence[str] = ()
 ) -> str | None:
-    """Return the scheme that `--draft_weights auto` stands for: the fastest that costs little acceptance, or None.
+    """Return the scheme that `--draft_weights auto` stands for, or None.
 
-    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance by them.
+    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance.
 
     Args:
-        dtype: the draft's.
-        linears: shapes `(d_out, d_in)` of its linear layers, as ranks hold them; none of a head.
-        published: see `ModelSource.published`.
+        dtype: dtype of the draft.
+        linears: shapes `(d_out, d_in)` of the draft's linear layers, as ranks hold them.
+        published: formats of the published weights (see `ModelSource.published`).
     """
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.cpu._is_vnni_supported():
         return None
@@ -59,11 +61,21 @@ def auto_draft_weights(
     return scheme if linears and all(takes_shape(shape, scheme) for shape in linears) else None
 
 
-def resolve_device(name: str) -> str:
-    """Return "cpu" or "cuda:N" for a device's name, N being this process's GPU where a machine runs several processes.
+def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
+    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
+    head = config.vocab_size * config.dim
+    if quantize is None:
+        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
+        return (config.n_parameters + repacked_head) * dtype.itemsize
+    linear = config.n_layer * config.n_linear_weights_per_layer
+    others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
+    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 
-    A process that sees a single GPU, as by Slurm's --gpus-per-task=1, finds it at 0, whatever its local rank. Errors:
-    ConfigError.
+
+def resolve_device(name: str) -> str:
+    """Return "cpu" or "cuda:N", where N is this process's GPU if a machine runs several processes.
+
+    Under Slurm's --gpus-per-task=1 a process sees a single GPU: it is cuda:0 at every local rank. Errors: ConfigError.
     """
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
