@@ -1,8 +1,8 @@
-"""Acceptance, costs and speedup by the number of tokens that a row has generated: how speculation fares as texts grow."""
+"""Acceptance, costs and speedup by the number of tokens that a row has generated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Stretch:
 
 
 class ByLength(Progress):
-    """Sums of a pass by stretches of `width` generated tokens. shown: the progress to pass everything on to."""
+    """Sums of a pass by stretches of `width` generated tokens, of one replica. shown: gets all callbacks, too."""
 
     def __init__(self, width: int, shown: Progress, timer: PhaseTimer | None = None) -> None:
         self.width, self._shown, self._timer = width, shown, timer
@@ -83,7 +83,7 @@ class ByLength(Progress):
         return new
 
 
-def table(width: int, passes: Mapping[str, ByLength]) -> list[dict[str, Any]]:
+def by_length_rows(width: int, passes: Mapping[str, ByLength]) -> list[dict[str, Any]]:
     """Return a row for each stretch that speculation reached, from the passes by name; None where nothing is known."""
     speculation = passes["speculation"].stretches
     baseline, timed = (passes[name].stretches if name in passes else {} for name in ("baseline", "phase times"))

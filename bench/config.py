@@ -80,11 +80,15 @@ class TargetBesideDraft(Target):
 
 @dataclass(frozen=True)
 class Text:
-    """The text that prompts are cut from."""
+    """The text that prompts are cut from, and where prefilled prompts are kept."""
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
     file, or a folder of these; auto: default for the built-in model, pg19 for every other"""
+    prefix_cache: str | None = None
+    """folder that keeps prefilled prompts, for later runs of the same model and storage"""
+    prefix_cache_gb: float = 20.0
+    """largest size of that folder; the least recently used prompts go first"""
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,8 @@ class Passes:
     """skip plain decoding: no speedup, no comparison of rows"""
     benchmark: bool = False
     """time draft and verification steps, in a pass of their own"""
+    by_length: int | None = None
+    """report acceptance, costs and speedup by so many generated tokens, to see them change as texts grow"""
     measure_costs: bool = False
     """measure the costs that `auto` chooses by, whatever earlier runs have measured"""
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from bench.auto.adaptive import Adaptive
 from bench.auto.rehearsal import Rehearsal
 from bench.auto.run_costs import RunCosts, costs_of
+from bench.by_length import ByLength
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
@@ -43,11 +44,13 @@ class Decoded(GenerateOutput):
     """The output of a pass, with the rows of all replicas.
 
     usage: of processors, by this process. phases: a `PhaseTimer`'s seconds. inner: counts of an inner draft, or None.
+    by_length: sums by generated length, of this replica's rows, with `--by_length`.
     """
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
     inner: Counts | None = None
+    by_length: ByLength | None = None
 
 
 @dataclass(frozen=True)
@@ -167,14 +170,18 @@ def decode_in_turns(
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         if isinstance(drafter, Speculated):
             drafter.inner_counts()  # forgets the counts of earlier passes
+    by_length, width = dict[str, ByLength](), session.plan.config.passes.by_length
     with ExitStack() as watching:
-        passes = {
-            name: session.generation(pacing=pacing, phase=phase, progress=watching.enter_context(watch(session, name)))
-            for name, pacing in pacings.items()
-        }
+        passes = {}
+        for name, pacing in pacings.items():
+            progress = watching.enter_context(watch(session, name))
+            if width is not None:
+                timer = phase if isinstance(phase, PhaseTimer) else None
+                progress = by_length[name] = ByLength(width, progress, timer)
+            passes[name] = session.generation(pacing=pacing, phase=phase, progress=progress)
         usages = take_turns(session.runner, [*passes.values()])
     return {
-        name: _joined(session, name, generation, pacings[name], usage, phase)
+        name: replace(_joined(session, name, generation, pacings[name], usage, phase), by_length=by_length.get(name))
         for (name, generation), usage in zip(passes.items(), usages, strict=True)
     }
 

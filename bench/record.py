@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from bench.auto.costs import Costs
+from bench.by_length import by_length_rows
 from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, PassResults
 from bench.session import Session
@@ -106,6 +107,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "rank_group": session.target_ranks.ranks,
         "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
         "all_reduce": session.target_ranks.all_reduce.name,
+        "prefill_taken_over": session.runner.n_taken_over,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),
         "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
@@ -127,6 +129,9 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
+    if speculative and speculative.by_length:
+        kept = {name: output.by_length for name, output in passes.by_name.items() if output.by_length}
+        record["by_length"] = by_length_rows(speculative.by_length.width, kept)
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
     if plan.draft and any(level.source for level in plan.draft.levels):

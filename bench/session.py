@@ -16,6 +16,7 @@ from bench.draft_plan import with_draft
 from bench.memory import require_room, require_room_to_run
 from bench.plan import remarks, resolve, resolve_sampling
 from bench.plan_types import DraftPlan, Plan, PromptText
+from bench.prefixes import prefix_store
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
 from engine.drafters import Drafter
@@ -102,7 +103,8 @@ class Session:
         load_draft(plan, models, model, target_ranks, draft_ranks)
         new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs)
+        prefixes = prefix_store(plan, model, target_ranks.shard)
+        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
         require_room_to_run(plan, runner)
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)

@@ -22,6 +22,21 @@ COLUMNS = [
     Column(itemgetter(1), "plain decoding"),
     Column(itemgetter(2), "speculation"),
 ]
+BY_LENGTH = [
+    Column(lambda row: "{} to {}".format(*row["generated"]), "generated tokens", align="<"),
+    *(
+        Column(name, title, digits)
+        for name, title, digits in (
+            ("acceptance_rate", "acceptance", ".3f"),
+            ("mean_accepted_length", "tokens per round", ".2f"),
+            ("baseline_step_ms", "plain ms", ".1f"),
+            ("round_ms", "round ms", ".1f"),
+            ("draft_ms", "draft ms", ".1f"),
+            ("verify_ms", "verification ms", ".1f"),
+            ("speedup", "speedup", ".2f"),
+        )
+    ),
+]
 # With fewer rounds, a single round that was interrupted decides the ratio of two passes.
 FEW_ROUNDS = 8
 
@@ -71,6 +86,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
         f"tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
+        f"{f', {n_taken} prompts from the cache' if (n_taken := record['prefill_taken_over']) else ''}"
     )
 
 
@@ -127,7 +143,9 @@ def table(record: dict[str, Any]) -> str:
             ("ms of a round's rest", None, figure("other_ms_per_round")),
         ]
     is_chosen = AUTO in (gamma, record["draft_policy"], record["draft_budget"])
-    return console(rows, COLUMNS) + (f"\n  rounds by choice: {_chosen(record)}" if is_chosen else "")
+    choices = f"\n  rounds by choice: {_chosen(record)}" if is_chosen else ""
+    stretches = f"\n\n{console(record['by_length'], BY_LENGTH)}" if "by_length" in record else ""
+    return console(rows, COLUMNS) + choices + stretches
 
 
 def _chosen(record: dict[str, Any]) -> str:

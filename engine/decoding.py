@@ -257,7 +257,9 @@ class Decoder:
         self._pacing.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
         seconds = time.perf_counter() - started
         self._progress.emitted(n_emitted)
-        return RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
+        stats = RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
+        self._progress.ended(stats)
+        return stats
 
     def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[float]]:
         """Return log-probabilities of each computed row's block: on the leader, and for requests that want them."""

@@ -55,9 +55,7 @@ class PrefixStore:
         cache.positions[row, : len(prompt)] = torch.arange(len(prompt), device=cache.device)
         return stored["logits"].to(cache.device), bad_position
 
-    def save(
-        self, cache: KVCache, row: int, prompt: Sequence[int], logits: Tensor, bad_position: int | None
-    ) -> None:
+    def save(self, cache: KVCache, row: int, prompt: Sequence[int], logits: Tensor, bad_position: int | None) -> None:
         """Write the row of a full cache that holds `prompt`. A folder that cannot be written is noted."""
         parts = {name: part.cpu().contiguous() for name, part in _parts(cache, row, len(prompt)).items()}
         stored = parts | {"logits": logits.cpu().contiguous()}
@@ -91,5 +89,5 @@ def _parts(cache: KVCache, row: int, n: int) -> dict[str, Tensor]:
 def _digest(stored: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(stored):
-        digest.update(stored[name].flatten().view(torch.uint8).numpy())
+        digest.update(stored[name].flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from common.errors import ConfigError, flag
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
-from engine.stats import Counts
+from engine.stats import Counts, RoundStats
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
@@ -107,12 +107,13 @@ class Request:
 
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
-    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; and every request
-    that ends by itself."""
+    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; behind them, the
+    round's times; and every request that ends by itself."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...
+    def ended(self, round_: RoundStats) -> None: ...
     def finished(self, request: Request) -> None: ...
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, UserError, flag
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
+from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
 from kv_cache.entries import largest
@@ -65,8 +66,8 @@ class ModelRunner:
 
     A row that still holds a prompt is rolled back to it instead of running it again, so that a baseline and a
     speculation decode from the same state. ranks: the processes that make the same calls, where the model is sharded.
-    new_graphs: makes `CudaGraphs`, where rounds are captured. Errors: ConfigError if dtype and shape of the cache are
-    not the model's.
+    new_graphs: makes `CudaGraphs`, where rounds are captured. prefixes: prompts that earlier runs have prefilled.
+    Errors: ConfigError if dtype and shape of the cache are not the model's.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class ModelRunner:
         prefill_chunk: int | None = None,
         ranks: Ranks = ALONE,
         new_graphs: Callable[[torch.device], Any] | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
-        self.model, self.cache, self.ranks = model, cache, ranks
+        self.model, self.cache, self.ranks, self._prefixes = model, cache, ranks, prefixes
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
+        self.n_taken_over = 0  # prompts that an earlier run had prefilled
         # Batches and parts that `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
@@ -142,6 +145,9 @@ class ModelRunner:
         if held is not None:
             self._forget_from(row, len(prompt))
             done = replace(held, answer=())
+        elif chunk is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
+            yield len(prompt)
+            done = stored
         else:
             hidden, finite = yield from self.filling(row, prompt, n_shared, chunk)
             logits = self.model.logits(hidden)
@@ -153,8 +159,22 @@ class ModelRunner:
 
             n = int(self.ranks.decided(n_finite, 1))
             done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
+            if self._prefixes and chunk is None and n_shared == 0:
+                self._prefixes.save(self.cache, row, prompt, done.logits, done.bad_position)
         self.cache.prefilled[row] = done
         return done
+
+    def _take_over(self, row: int, prompt: Sequence[int]) -> Prefilled | None:
+        """Fill a row with a prompt that an earlier run has prefilled; None unless every rank has its part."""
+        if self._prefixes is None:
+            return None
+        self.cache.reset_row(row)
+        found = self._prefixes.load(self.cache, row, prompt)
+        is_everywhere = all(self.ranks.gathered(found is not None))
+        if found is None or not is_everywhere:
+            return None
+        self.n_taken_over += 1
+        return Prefilled(self.model, tuple(prompt), *found)
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
         """Return how many first tokens of the prompt the row holds."""
