@@ -177,6 +177,25 @@ def policy_pairs(records: list[Record]) -> Table:
     return rows, columns
 
 
+def contexts(records: list[Record]) -> Table:
+    """Show acceptance apart from the costs of a verification and of a round's drafts, by context and drafter."""
+    rows = [record | {"drafter": record["draft_policy"] or record["draft"]} for record in records]
+    rows.sort(key=lambda row: (row["config"]["target"].get("rope_scaling") or "", row["prefix_len"], row["drafter"]))
+    rope = Column(lambda row: row["config"]["target"].get("rope_scaling"), "context extended", align="<")
+    columns = of("prefix_len drafter acceptance mean_accepted_length plain_ms verify_ratio draft_ratio speedup")
+    return rows, [rope, *columns]
+
+
+def long_generations(records: list[Record]) -> Table:
+    """Show how each policy fares by the number of tokens generated."""
+    rows = [record | row for record in records for row in record["by_length"]]
+    generated = Column(lambda row: "{} to {}".format(*row["generated"]), "generated tokens", align="<")
+    costs = [Column(name, head, ".1f") for name, head in (("round_ms", "round, ms"), ("draft_ms", "drafts, ms"))]
+    columns = [*of("draft_policy"), generated, Column("acceptance_rate", "acceptance", ".3f")]
+    columns += [*of("mean_accepted_length plain_ms"), *costs, Column("verify_ms", "verification, ms", ".1f")]
+    return rows, [*columns, *of("speedup")]
+
+
 def serving(records: list[Record]) -> Table:
     """Show the load of each kind with speculation, beside plain rounds of the same requests."""
     rows = []
@@ -232,6 +251,8 @@ TABLES = {
     "drafters": Source("drafters.jsonl", drafters),
     "policies": Source("policies.jsonl", policies_acceptance),
     "policy_pairs": Source("policy_pairs.jsonl", policy_pairs),
+    "contexts": Source("contexts.jsonl", contexts),
+    "long_generations": Source("long_generations.jsonl", long_generations),
     "serving": Source("serve_load.jsonl", serving),
     "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
 }
