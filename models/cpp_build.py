@@ -1,4 +1,4 @@
-"""Build the C++ kernels, check every build in a separate process, and load the first that is right and fast.
+"""Build the C++ kernels, check each build in a separate process, and load the first that is right and fast.
 
 Libraries, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
 """
@@ -33,10 +33,10 @@ KERNELS = {
     "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
 }
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
-# In the order of preference; PyTorch comes after the last.
+# Flags of each build, in the order of preference; PyTorch comes after the last.
 BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
-FASTER = 1.1  # a build gives way only to a clearly faster alternative: noise must not decide
+FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
 
 Row = dict[str, Any]  # a line that `models.kernel_check` prints
 
@@ -45,7 +45,7 @@ class BuildError(Exception):
     """The reason why there is no kernel, in one line."""
 
 
-class Choice(NamedTuple):
+class BuildChoice(NamedTuple):
     """The build of a kernel that is used."""
 
     build: str | None  # None: PyTorch is used
@@ -72,19 +72,19 @@ def load_library(name: str) -> ctypes.CDLL:
         raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
 
 
-def choose(name: str, again: bool = False) -> Choice:
-    """Return the remembered choice among a kernel's builds, or compare them (anew if `again`). Raises BuildError."""
+def choose(name: str, again: bool = False) -> BuildChoice:
+    """Return the stored choice of a kernel's build, or check builds, anew if `again`. Raises BuildError."""
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
         memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
         title = f"building and checking the {name} kernel for this CPU, once"
-        return remembered(memory, title, lambda: _compare_builds(name), again)
+        return remembered(memory, title, lambda: _first_good_build(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
 
 
-def remembered(memory: Path, title: str, compare: Callable[[], Choice], again: bool = False) -> Choice:
+def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], again: bool = False) -> BuildChoice:
     """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
     if not again and (choice := _read_choice(memory)):
         return choice
@@ -102,15 +102,15 @@ def remembered(memory: Path, title: str, compare: Callable[[], Choice], again: b
         return choice
 
 
-def _read_choice(memory: Path) -> Choice | None:
+def _read_choice(memory: Path) -> BuildChoice | None:
     with suppress(OSError, ValueError, TypeError):
-        return Choice(**json.loads(memory.read_text(encoding="utf-8")))
+        return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
     return None
 
 
-def _compare_builds(name: str) -> Choice:
-    """Choose the first build that is right, then the next while it is clearly faster. Raises BuildError."""
-    best, best_speed, refused, checked = None, 0.0, list[str](), dict[str, list[Row]]()
+def _first_good_build(name: str) -> BuildChoice:
+    """Return the first build that is right and not clearly slower than PyTorch. Raises BuildError."""
+    refused, checked = list[str](), dict[str, list[Row]]()
     for build in BUILDS:
         try:
             library = build_library(name, build)
@@ -118,22 +118,15 @@ def _compare_builds(name: str) -> Choice:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        checked[build], wrong = check(KERNELS[name][1], str(library))
-        speed = 0.0 if wrong else speedup(checked[build])
-        if best and speed < FASTER * best_speed:
-            break
-        if wrong:
-            refused.append(f"{build}: {wrong}")
-            continue
-        if best:
-            refused.append(f"{best}: {build} is {speed / best_speed:.1f} times as fast")
-        best, best_speed = build, speed
+        checked[build], problem = check(KERNELS[name][1], str(library))
+        if not problem and (speed := speedup(checked[build])) < 1 / FASTER:
+            problem = f"PyTorch is {1 / speed:.1f} times as fast"
+        if not problem:
+            return BuildChoice(build, refused, checked)
+        refused.append(f"{build}: {problem}")
     if not checked:
         raise BuildError(refused[0])
-    if best and best_speed * FASTER < 1:
-        refused.append(f"{best}: PyTorch is {1 / best_speed:.1f} times as fast")
-        best = None
-    return Choice(best, refused, checked)
+    return BuildChoice(None, refused, checked)
 
 
 def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
