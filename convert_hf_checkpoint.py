@@ -47,10 +47,10 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
-    dtype: None keeps the dtype of the source (float32 for GGUF).
-    force: convert even if the conversion is up to date, or if files differ from the folder's manifest.
     An earlier conversion is replaced; files that no conversion wrote are not touched.
-    Raises CheckpointError or ConfigError, before anything is written.
+    dtype: None for the dtype of the source (float32 for GGUF).
+    force: convert even if the conversion is up to date, or if files differ from the folder's manifest.
+    Raises CheckpointError or ConfigError before anything is written.
     """
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
         fix = "merge the adapter into the weights (peft: merge_and_unload), then delete it"
@@ -96,7 +96,7 @@ def convert(
     listed = files.read_manifest(out_dir)["files"] if in_place else {}
     entries = {name: entry for name, entry in recipe["files"].items() if name in listed}
     entries |= files.describe(out_dir, written)
-    for name in generated:  # from a GGUF's metadata
+    for name in generated:
         entries[name]["generated"] = True
     files.update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
@@ -123,16 +123,18 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Replace the side files in `out_dir`; return the names of files that were made from a GGUF's metadata."""
     texts = {files.CONFIG: config, "tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
-    made = [name for name, text in texts.items() if text is not None and name not in source.side_files]
+    made = {name: text for name, text in texts.items() if text is not None and name not in source.side_files}
     for name in set(files.SIDE_FILES).intersection(files.read_manifest(out_dir)["files"]).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
-    in_place = out_dir.resolve() == checkpoint_dir.resolve()
-    for name in () if in_place else source.side_files:
-        with files.atomic_path(out_dir / name) as partial:
-            shutil.copyfile(checkpoint_dir / name, partial)
-    for name in made if in_place else {files.CONFIG, *made}:
-        files.write_text(out_dir / name, texts[name] or "")
-    return made
+    written = made
+    if out_dir.resolve() != checkpoint_dir.resolve():
+        for name in source.side_files:
+            with files.atomic_path(out_dir / name) as partial:
+                shutil.copyfile(checkpoint_dir / name, partial)
+        written = made | {files.CONFIG: config}  # with the layers that are left
+    for name, text in written.items():
+        files.write_text(out_dir / name, text)
+    return [*made]
 
 
 def main(flags: Flags) -> None:

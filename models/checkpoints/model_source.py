@@ -13,7 +13,7 @@ from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, read_manifest, sha256_of
-from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
 from models.presets import preset_config, preset_name
@@ -67,9 +67,9 @@ class ModelSource:
         """Raise CheckpointError if the tokenizer made ids that the model does not have. Unused ids are fine."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
-            what, where = "the tokenizer is not this model's", find_tokenizer(_folder(self.path))
+            what, where = "the tokenizer is not this model's", _folder(self.path)
             seen, required = f"token id {largest} in a prompt", f"0 <= id < {vocab_size}, the vocabulary of {self.name}"
-            fix = "copy the model's own tokenizer into this folder, or download and convert it again"
+            fix = "copy the model's tokenizer into this folder, or download and convert the model again"
             raise CheckpointError(what, where, seen, required, fix)
 
     def load(self, **how: Any) -> Transformer:
