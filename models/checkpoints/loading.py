@@ -22,7 +22,7 @@ from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.presets import preset_config
 from models.quantize import check_scheme, quantize_head, quantize_linears
-from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
+from models.tensor_parallel import WHOLE, Exchange, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
 CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
@@ -144,7 +144,6 @@ def load_model(
     if quantize:
         check_scheme(quantize, device)
     shard = exchange.shard if exchange else WHOLE
-    check_count(config, shard.count, f"tensor parallelism of {path}")
     part = shard_config(config, shard)
     with torch.device("meta"):
         model = Transformer(part).eval().requires_grad_(False)
