@@ -86,26 +86,17 @@ def choose(name: str, again: bool = False) -> BuildChoice:
 
 def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], again: bool = False) -> BuildChoice:
     """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
-    if not again and (choice := _read_choice(memory)):
-        return choice
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that start together compare once, and use the same build.
-    with open(memory.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not again and (choice := _read_choice(memory)):
-            return choice
-        say(title)
-        choice = compare()
-        partial = memory.with_suffix(".partial")
-        partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
-        os.replace(partial, memory)
-        return choice
-
-
-def _read_choice(memory: Path) -> BuildChoice | None:
-    with suppress(OSError, ValueError, TypeError):
-        return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
-    return None
+    if again or not memory.exists():
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together compare once, and use the same build.
+        with open(memory.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if again or not memory.exists():
+                say(title)
+                partial = memory.with_suffix(".partial")
+                partial.write_text(json.dumps(compare()._asdict()), encoding="utf-8")
+                os.replace(partial, memory)
+    return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
 
 
 def _first_good_build(name: str) -> BuildChoice:

@@ -86,9 +86,25 @@ struct Prefetch {
     }
 };
 
+// Adds products of R rows of x with a block of outputs: each word of x meets two vectors of weights.
+template <int R, typename Sum, typename Value>
+__attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const char* weights, const Value* x, int64_t x_row,
+                                                     int64_t n_in, Prefetch prefetch) {
+    for (int64_t i = 0; i < n_in; i += 4 / sizeof(Value), weights += 128) {
+        prefetch.step();
+        const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
+        // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const __m512i word = word_at(x + r * x_row + i);
+            add_products(sums[r][0], w0, word);
+            add_products(sums[r][1], w1, word);
+        }
+    }
+}
+
 template <int R, typename Number>
 inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m512 (&sums)[R][2]) {
-    // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t at = output + 16 * half;
@@ -105,19 +121,9 @@ struct Bfloat16Weights {
 
     template <int R>
     static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, Prefetch prefetch) {
-        const char* weights = call.weights + output * call.n_in * 2;
-        const bfloat16* x = call.x + row * call.x_row;
         __m512 sums[R][2] = {};
-        for (int64_t i = 0; i < call.n_in; i += 2, weights += 128) {
-            prefetch.step();
-            const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const __m512i word = word_at(x + r * call.x_row + i);
-                add_products(sums[r][0], w0, word);
-                add_products(sums[r][1], w1, word);
-            }
-        }
+        const char* weights = call.weights + output * call.n_in * 2;
+        add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
         put(call, row, output, sums);
     }
 };
@@ -131,19 +137,9 @@ struct Int8Weights {
 
     template <int R, typename Number>
     static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
-        const char* weights = call.weights + output * call.n_in;
-        const int8_t* bytes = x.bytes.get() + row * call.n_in;
         __m512i sums[R][2] = {};
-        for (int64_t i = 0; i < call.n_in; i += 4, weights += 128) {
-            prefetch.step();
-            const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const __m512i word = word_at(bytes + r * call.n_in + i);
-                add_products(sums[r][0], w0, word);
-                add_products(sums[r][1], w1, word);
-            }
-        }
+        const char* weights = call.weights + output * call.n_in;
+        add_steps(sums, weights, x.bytes.get() + row * call.n_in, call.n_in, call.n_in, prefetch);
         __m512 y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)

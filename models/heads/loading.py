@@ -27,7 +27,6 @@ Tensors = Mapping[str, SourceTensor]
 # Files of weights in a head's folder: the first of these that is there.
 FILES = [Path("medusa_lm_head.safetensors"), Path("medusa_lm_head.pt"), Path("model.safetensors")]
 FILES += [Path("pytorch_model.bin")]
-LAYOUTS = {"medusa": "Medusa's", "eagle": "EAGLE-1's, -2's or -3's"}
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -74,12 +73,10 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     weights, tensors = Path(path), _open(Path(path))
     folder = weights if weights.is_dir() else weights.parent
     where, values = str(folder / CONFIG), read_config(folder / CONFIG)
-    names = tensors.keys()
-    is_medusa = all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in names)
-    layout = "medusa" if is_medusa else "eagle" if {"fc.weight", "layers.0.self_attn.q_proj.weight"} & names else None
-    if layout != kind:
-        seen = f"{LAYOUTS[layout]} layout" if layout else ", ".join(sorted(names)[:4])
-        raise CheckpointError("the head has another layout", weights, seen, f"{LAYOUTS[kind]} layout", FIX)
+    is_medusa = all(re.fullmatch(r"\d+\.\d+\.(linear\.)?(weight|bias)", name) for name in tensors)
+    if is_medusa != (kind == "medusa"):
+        seen, required = "Medusa's layout" if is_medusa else f"tensors such as {min(tensors)}", f"the layout of {kind}"
+        raise CheckpointError("the head has another layout", weights, seen, required, FIX)
     shape = _medusa_shape(where, values, tensors, target) if is_medusa else _eagle_shape(where, values, tensors, target)
     match_parts(weights, tensors, head_parts(shape), NO_WEIGHTS, FIX)
     config, n_head = (target, shape.n_head) if isinstance(shape, MedusaShape) else (shape.config, sys.maxsize)
