@@ -1,6 +1,6 @@
 """Build the C++ kernels, check each build in a separate process, and load the first that is right and fast.
 
-Libraries, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
+Libraries and the results of their checks are kept in the user's cache folder by machine, compiler and source.
 """
 
 import ctypes
@@ -46,11 +46,11 @@ class BuildError(Exception):
 
 
 class BuildChoice(NamedTuple):
-    """The build of a kernel that is used."""
+    """The build of a kernel that is used, and why."""
 
     build: str | None  # None: PyTorch is used
-    refused: list[str]  # why other builds are not
-    checked: dict[str, list[Row]]  # what the check of each build printed
+    refused: list[str]  # reasons against other builds
+    checked: dict[str, list[Row]]  # rows of each build's check
 
 
 def cache_folder() -> Path:
@@ -60,7 +60,7 @@ def cache_folder() -> Path:
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load a kernel of KERNELS; its first use builds and checks it. Raises BuildError."""
+    """Load a kernel of KERNELS, built and checked at its first use. Raises BuildError."""
     choice = choose(name)
     if choice.build is None:
         raise BuildError("; ".join(choice.refused))
@@ -123,7 +123,7 @@ def _first_good_build(name: str) -> BuildChoice:
 def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
     """Compare a candidate with PyTorch on the cases of a module, in a process that may crash.
 
-    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used, if so.
+    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used; None if it can.
     """
     command = [sys.executable, "-m", "models.kernel_check", module, candidate]
     try:
@@ -147,15 +147,15 @@ def speedup(rows: Sequence[Row]) -> float:
 
 
 def build_library(name: str, build: str) -> Path:
-    """Return the library of a build, compiled unless it is there. Raises SubprocessError or OSError."""
+    """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
     library = _cache_file(name, "so", *BUILDS[build])
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled elsewhere, then moved: other processes may read the file.
+    # Compiled in another folder, then moved: other processes may read the file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
-        # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
+        # Linked without -fopenmp: a second OpenMP runtime would compete with PyTorch's for the cores.
         compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
         for words in (compile_, ["-shared", compiled, "-o", linked]):
             command = [*_compiler(), *words]
@@ -172,7 +172,7 @@ def _compiler() -> list[str]:
 
 
 def _cache_file(name: str, ending: str, *about: str) -> Path:
-    """Return a path named by all that machine code depends on: different processors may share a home folder."""
+    """Return a path named by everything that machine code depends on: several processors may share a home folder."""
     digest = hashlib.sha256(KERNELS[name][0].read_bytes())
     digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
     with suppress(OSError):

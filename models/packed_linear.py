@@ -58,8 +58,6 @@ def pack_linears(module: nn.Module) -> None:
 def pack_model(model: Transformer) -> None:
     """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
     embedding = model.tok_embeddings.weight
-    if not can_pack(embedding.device, embedding.dtype):
-        return
-    if model.output is None:
+    if model.output is None and can_pack(embedding.device, embedding.dtype):
         model.output = PackedLinear(embedding, None)
     pack_linears(model)

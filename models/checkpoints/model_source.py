@@ -64,7 +64,7 @@ class ModelSource:
         return load_chat_template(_folder(self.path), self.tokenizer())
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise CheckpointError if the tokenizer made ids that the model does not have. Unused ids are fine."""
+        """Raise CheckpointError if the tokenizer made ids that the model lacks. Ids without a token are fine."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
             what, where = "the tokenizer is not this model's", _folder(self.path)
@@ -72,10 +72,10 @@ class ModelSource:
             fix = "copy the model's tokenizer into this folder, or download and convert the model again"
             raise CheckpointError(what, where, seen, required, fix)
 
-    def load(self, **how: Any) -> Transformer:
-        """Load the model. how: see `load_model`."""
-        config = None if self.has_text else self.config
-        return load_model(self.path, load_format=self.load_format, config=config, verify=self.verify, **how)
+    def load(self, **options: Any) -> Transformer:
+        """Load the model. options: see `load_model`."""
+        source = {"load_format": self.load_format, "config": self.config, "verify": self.verify}
+        return load_model(self.path, **source, **options)
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
@@ -115,6 +115,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
 
 
 def _folder(path: str) -> Path:
-    """Return a checkpoint's folder. A path to nothing is taken for a file if it ends in .pth."""
+    """Return a checkpoint's folder. A path that does not exist counts as a file if it ends in .pth."""
     is_file = os.path.isfile(path) or (path.endswith(".pth") and not os.path.isdir(path))
     return Path(path).parent if is_file else Path(path)

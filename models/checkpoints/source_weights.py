@@ -3,7 +3,6 @@
 import json
 import re
 import zipfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replace
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
 READABLE = (*DTYPES, torch.int64, torch.bool)  # the last two are maps of a trained head's vocabulary
 SAFETENSORS_DTYPES = dict(zip(("F64", "F32", "F16", "BF16", "I64", "BOOL"), READABLE, strict=True))
-# By name: shape, dtype (or the name of another type), and the function that reads the tensor.
-Stored = dict[str, tuple[Sequence[int], Any, Any]]
 
 
 def open_source(folder: Path) -> Source:
@@ -92,32 +89,30 @@ def _open_file(path: Path) -> dict[str, SourceTensor]:
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
         raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
-    for name, (_, dtype, _) in stored.items():
-        if dtype not in READABLE:
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in READABLE:
+            seen, required = f"{name}: {tensor.dtype}", "float64, float32, float16 or bfloat16"
             fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-            required = "float64, float32, float16 or bfloat16"
-            raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
-    return {
-        name: SourceTensor(tuple(shape), dtype, path, read, dtype_name(dtype))
-        for name, (shape, dtype, read) in stored.items()
-    }
+            raise CheckpointError("a tensor has the wrong dtype", path, seen, required, fix)
+    return tensors
 
 
-def _read_safetensors(path: Path) -> Stored:
+def _read_safetensors(path: Path) -> dict[str, SourceTensor]:
     shard = safe_open(str(path), framework="pt", device="cpu")
-    stored: Stored = {}
+    tensors: dict[str, SourceTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a dict)
         view = shard.get_slice(name)
-        dtype = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
-        stored[name] = view.get_shape(), dtype, partial(shard.get_tensor, name)
-    return stored
+        dtype: Any = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+        read = partial(shard.get_tensor, name)
+        tensors[name] = SourceTensor(tuple(view.get_shape()), dtype, path, read, dtype_name(dtype))
+    return tensors
 
 
-def _read_bin(path: Path) -> Stored:
+def _read_bin(path: Path) -> dict[str, SourceTensor]:
     in_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 is no zip, and cannot be mapped
     stored = torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True)
     for name, value in stored.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_sparse:
             raise ValueError(f"{name!r} is no dense tensor under a name")
-    return {name: (x.shape, x.dtype, x.detach) for name, x in stored.items()}
+    return {name: SourceTensor(tuple(x.shape), x.dtype, path, x.detach, dtype_name(x.dtype)) for name, x in stored.items()}

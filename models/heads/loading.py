@@ -48,10 +48,11 @@ class HeadSource(ModelSource):
     def n_weights(self) -> int:
         return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
-    def load(self, **how: Any) -> Any:
-        """Load a MedusaHeads or an EagleHead, whole on every rank. how: device, dtype, prepack and quantize (of an
-        EAGLE head's layers) of `load_model`; the rest is ignored."""
-        device, dtype = how["device"], how["dtype"]
+    def load(
+        self, *, device: str | torch.device, dtype: torch.dtype, prepack: bool = True, quantize: str | None = None
+    ) -> Any:
+        """Load a MedusaHeads or an EagleHead, whole on every rank. Arguments are those of `load_model`; `quantize`
+        applies to an EAGLE head's layers."""
         tensors = _open(Path(self.path))
         head = _on_meta(self.shape).eval().requires_grad_(False)
         matched = match_parts(Path(self.path), tensors, head_parts(self.shape), NO_WEIGHTS, FIX)
@@ -60,9 +61,9 @@ class HeadSource(ModelSource):
         if isinstance(head, EagleHead):
             ids = _target_ids(tensors, self.config.vocab_size, head.shape.draft_vocab_size)
             head.target_ids = None if ids is None else ids.to(device)
-            if how.get("quantize"):
-                quantize_linears(head.body.layers, how["quantize"])
-        if how.get("prepack", True):
+            if quantize:
+                quantize_linears(head.body.layers, quantize)
+        if prepack:
             pack_linears(head)
         return head
 
