@@ -24,9 +24,8 @@ from models.quantize import quantize_linears
 
 Values = Mapping[str, Any]
 Tensors = Mapping[str, SourceTensor]
-# Files of weights in a head's folder: the first of these that is there.
-FILES = [Path("medusa_lm_head.safetensors"), Path("medusa_lm_head.pt"), Path("model.safetensors")]
-FILES += [Path("pytorch_model.bin")]
+# Files of weights in a head's folder, the first of which is read.
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -48,11 +47,10 @@ class HeadSource(ModelSource):
     def n_weights(self) -> int:
         return sum(x.numel() for x in _on_meta(self.shape).parameters())
 
-    def load(
-        self, *, device: str | torch.device, dtype: torch.dtype, prepack: bool = True, quantize: str | None = None
-    ) -> Any:
-        """Load a MedusaHeads or an EagleHead, whole on every rank. Arguments are those of `load_model`; `quantize`
-        applies to an EAGLE head's layers."""
+    def load(self, **options: Any) -> Any:
+        """Load a MedusaHeads or an EagleHead, whole on every rank. options: device, dtype, prepack and quantize (of an
+        EAGLE head's layers) of `load_model`."""
+        device, dtype, quantize = options["device"], options["dtype"], options.get("quantize")
         tensors = _open(Path(self.path))
         head = _on_meta(self.shape).eval().requires_grad_(False)
         matched = match_parts(Path(self.path), tensors, head_parts(self.shape), NO_WEIGHTS, FIX)
@@ -63,7 +61,7 @@ class HeadSource(ModelSource):
             head.target_ids = None if ids is None else ids.to(device)
             if quantize:
                 quantize_linears(head.body.layers, quantize)
-        if prepack:
+        if options.get("prepack", True):
             pack_linears(head)
         return head
 
@@ -113,11 +111,11 @@ def published(head: MedusaHeads | EagleHead) -> dict[str, Tensor]:
 
 def _open(path: Path) -> Tensors:
     """Return tensors by name; `midlayer` (EAGLE-3) and names below `model` are renamed to a common layout."""
-    folder, files = (path, FILES) if path.is_dir() else (path.parent, [path])
-    for file in files if path.exists() else ():
+    folder, names = (path, FILES) if path.is_dir() else (path.parent, (path.name,))
+    for file in map(Path, names if path.exists() else ()):
         if tensors := open_weights(folder, file.stem, file.suffix):
             return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in tensors.items()}
-    required = f"{' or '.join(file.name for file in FILES)}, or the folder of it"
+    required = f"{' or '.join(FILES)}, or the folder of it"
     raise CheckpointError("there is no such head", flag("draft_model"), path, required, FIX)
 
 
