@@ -8,7 +8,14 @@ import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
-from models.checkpoints.manifest import SIDE_FILES, WEIGHT_PATTERNS, WEIGHTS, describe, read_manifest, update_manifest
+from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
+
+# For each format, in the order of preference: the pattern of its weight files, then the name of their index.
+WEIGHT_PATTERNS = (
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+    ("*.gguf",),
+)
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:
@@ -21,8 +28,8 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         info = huggingface_hub.HfApi(token=token).model_info(repo_id, files_metadata=True)
         siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
         names = select_files(siblings)
-        others = sorted(downloaded.difference(names))
-        if names and not others:
+        foreign = sorted(downloaded.difference(names))
+        if names and not foreign:
             huggingface_hub.snapshot_download(
                 repo_id, revision=info.sha, local_dir=out_dir, allow_patterns=names, token=token
             )
@@ -36,8 +43,8 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
         fix = "name a repository of model weights in Hugging Face layout"
         raise CheckpointError(what, repo_id, seen, required, fix)
-    if others:  # weights or a tokenizer of two checkpoints would be mixed
-        what, seen = "the folder has another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
+    if foreign:  # weights or a tokenizer of two checkpoints would be mixed
+        what, seen = "the folder has another checkpoint", f"{', '.join(foreign)}, which {repo_id} does not have"
         required, fix = "another folder for each checkpoint", "choose another folder with --out_dir"
         raise CheckpointError(what, out_dir, seen, required, fix)
     entries = describe(out_dir, names)

@@ -19,17 +19,11 @@ from models.cpp_build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 PARTIAL = ".partial"  # suffix of folders in which files are written
 DAY = 24 * 3600
 REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
-SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
-# For each format of a download: the pattern of its weight files, then the name of their index.
-WEIGHT_PATTERNS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-    ("*.gguf",),
-)
+SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+SIDE_FILES += ("special_tokens_map.json", "generation_config.json")
 
 
 @contextmanager
@@ -134,7 +128,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
             raise CheckpointError(what, path, seen, f"{required} ({MANIFEST})", fix)
 
 
-def own_side_files(folder: Path) -> tuple[str, ...]:
+def downloaded_side_files(folder: Path) -> tuple[str, ...]:
     """Return the side files that came with a folder's weights, without files that a conversion generated."""
     generated = {name for name, entry in read_manifest(folder)["files"].items() if entry.get("generated")}
     return tuple(name for name in SIDE_FILES if name not in generated and (folder / name).is_file())

@@ -25,7 +25,7 @@ class ModelSource:
 
     path: the checkpoint, or the name of a published shape. name: the name in records.
     most_drafts: tokens that it can draft in a round.
-    borrowed: parts of the target that it uses, since it has none of its own.
+    borrowed: parts of the target that it uses because it lacks them.
     """
 
     path: str

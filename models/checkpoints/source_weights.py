@@ -15,7 +15,7 @@ from common.errors import CheckpointError
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor
 from models.checkpoints.gguf_source import open_gguf, read_gguf
-from models.checkpoints.manifest import CONFIG, own_side_files
+from models.checkpoints.manifest import CONFIG, downloaded_side_files
 from models.config import ModelConfig, read_config
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
@@ -34,7 +34,7 @@ def open_source(folder: Path) -> Source:
         files = tuple(sorted({tensor.file for tensor in tensors.values()}))
         hf_config = read_config(folder / CONFIG)
         config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
-        return Source(files, tensors, hf_config, config, own_side_files(folder))
+        return Source(files, tensors, hf_config, config, downloaded_side_files(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) != 1:
         for path in ggufs:
@@ -42,7 +42,7 @@ def open_source(folder: Path) -> Source:
         seen = ", ".join(path.name for path in ggufs) or "no model.safetensors, pytorch_model.bin, index or *.gguf"
         required = "model.safetensors or pytorch_model.bin, or an index with its shards, or exactly one *.gguf"
         raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
-    return open_gguf(ggufs[0], own_side_files(folder))
+    return open_gguf(ggufs[0], downloaded_side_files(folder))
 
 
 def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor]:

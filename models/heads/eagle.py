@@ -22,7 +22,7 @@ class EagleShape:
     draft_vocab_size: token ids of its output layer; None if it uses the target's output layer.
     inputs_of: the target's layers whose inputs the head reads, ascending; empty for EAGLE-1 and -2, which read the last
         hidden state. All are `target_dim` wide.
-    own_embedding: False if it uses the target's embedding.
+    has_embedding: False if it uses the target's embedding.
     norm_before_residual: the residual stream starts normalised.
     norm_before_fc: the inputs are normalised together before `fc`. fc_norm: each input is normalised separately.
     norm_output: the next step reads the normalised state, like the output layer.
@@ -32,7 +32,7 @@ class EagleShape:
     target_dim: int
     draft_vocab_size: int | None = None
     inputs_of: tuple[int, ...] = ()
-    own_embedding: bool = True
+    has_embedding: bool = True
     fc_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -47,7 +47,7 @@ class EagleShape:
     @property
     def borrowed(self) -> tuple[str, ...]:
         """Parts of the target that the head uses."""
-        lacks = {"embedding": not self.own_embedding, "output layer": self.draft_vocab_size is None}
+        lacks = {"embedding": not self.has_embedding, "output layer": self.draft_vocab_size is None}
         return tuple(part for part, is_lacking in lacks.items() if is_lacking)
 
 
@@ -100,7 +100,7 @@ class EagleHead(nn.Module):
         self.body.layers[0] = first
         if shape.draft_vocab_size is not None:
             self.body.output = Head(config.dim, shape.draft_vocab_size, bias=False)
-        if not shape.own_embedding:
+        if not shape.has_embedding:
             del self.body.tok_embeddings
         if not self.is_third:
             del self.body.norm
@@ -129,7 +129,7 @@ class EagleHead(nn.Module):
     def advance(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         """Return the next states `[B, T, dim]` for `states [B, T, dim]` and the tokens `[B, T]` that followed each.
         positions: `[B, T]`, at which the cache keeps them; only their distances count."""
-        embedding = self.body.tok_embeddings if self.shape.own_embedding else self._target[0].tok_embeddings
+        embedding = self.body.tok_embeddings if self.shape.has_embedding else self._target[0].tok_embeddings
         x, embedded = states.flatten(0, 1), embedding(tokens).flatten(0, 1).to(states.dtype)
         if not self.is_third:
             x = self.fc(torch.cat([embedded, x], dim=-1))

@@ -29,12 +29,12 @@ FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors",
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
-# A file with any of these tensors is EAGLE-3's, and needs the others.
+# With any of these tensors, a head is taken for EAGLE-3.
 EAGLE_3_TENSORS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
 # An EAGLE head has layers of Llama without windows, whatever its config.json copies from its target's.
 AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
 AS_LLAMA |= {"attention_bias": False, "sliding_window": None, "layer_types": None}
-FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its own {CONFIG}"
+FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its {CONFIG}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ def _medusa_shape(where: str, values: Values, tensors: Tensors, target: ModelCon
     in_file = 1 + max(int(name.split(".")[0]) for name in tensors)
     n_head = max(positive(values, "medusa_num_heads", where, in_file), in_file)
     n_layer = positive(values, "medusa_num_layers", where, 1)
-    own_output = any(name.count(".") == 2 for name in tensors)
-    return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, own_output)
+    has_output = any(name.count(".") == 2 for name in tensors)
+    return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, has_output)
 
 
 def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConfig) -> EagleShape:
@@ -144,14 +144,14 @@ def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConf
     # A head of another width, or with other ids, cannot borrow the target's embedding or output layer.
     n_draft = positive(values, "draft_vocab_size", where, config.vocab_size)
     is_wide = is_third and config.dim != target.dim
-    own_output = is_wide or n_draft != config.vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
+    has_output = is_wide or n_draft != config.vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
     options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if is_third else ()
     shape = EagleShape(
         config,
         target.dim,
-        draft_vocab_size=n_draft if own_output else None,
+        draft_vocab_size=n_draft if has_output else None,
         inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
-        own_embedding=is_wide or "embed_tokens.weight" in names,
+        has_embedding=is_wide or "embed_tokens.weight" in names,
         fc_bias="fc.bias" in names,
         **{option: bool(values.get(option)) for option in options},
     )

@@ -12,19 +12,19 @@ from models.llama import Head, Linear
 class MedusaShape:
     """The shape of Medusa heads, of `n_layer` residual blocks each.
 
-    dim, vocab_size: the target's. own_output: False if the heads use the target's output layer.
+    dim, vocab_size: the target's. has_output: False if the heads use the target's output layer.
     """
 
     n_head: int
     n_layer: int
     dim: int
     vocab_size: int
-    own_output: bool = True
+    has_output: bool = True
 
     @property
     def borrowed(self) -> tuple[str, ...]:
         """Parts of the target that the heads use."""
-        return () if self.own_output else ("output layer",)
+        return () if self.has_output else ("output layer",)
 
 
 class ResidualBlock(nn.Module):
@@ -45,7 +45,6 @@ class MedusaHeads(nn.ModuleList):
 
     def __init__(self, shape: MedusaShape) -> None:
         blocks = [[ResidualBlock(shape.dim) for _ in range(shape.n_layer)] for _ in range(shape.n_head)]
-        own = shape.own_output
-        outputs = [[Head(shape.dim, shape.vocab_size, bias=False)] if own else [] for _ in blocks]
+        outputs = [[Head(shape.dim, shape.vocab_size, bias=False)] if shape.has_output else [] for _ in blocks]
         super().__init__(nn.Sequential(*head, *output) for head, output in zip(blocks, outputs, strict=True))
         self.shape = shape
