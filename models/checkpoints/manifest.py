@@ -22,7 +22,7 @@ TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 PARTIAL = ".partial"  # suffix of folders in which files are written
 DAY = 24 * 3600
 REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
-SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+SIDE_FILES: tuple[str, ...] = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 SIDE_FILES += ("special_tokens_map.json", "generation_config.json")
 
 

@@ -74,8 +74,7 @@ class ModelSource:
 
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
-        source = {"load_format": self.load_format, "config": self.config, "verify": self.verify}
-        return load_model(self.path, **source, **options)
+        return load_model(self.path, config=self.config, load_format=self.load_format, verify=self.verify, **options)
 
 
 def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
