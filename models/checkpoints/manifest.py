@@ -4,7 +4,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -66,16 +65,12 @@ def remembered_sha256(path: Path) -> str:
     if stat.st_size < REMEMBERED_FROM:
         return sha256_of(path)
     version = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-    with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
-        known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
-        if re.fullmatch("[0-9a-f]{64}", known):
-            return known
-    seen = sha256_of(path)
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
         note = cache_folder() / "sha256" / version
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(seen, encoding="utf-8")
-    return seen
+        if not note.exists():
+            write_text(note, sha256_of(path))
+        return note.read_text(encoding="utf-8")
+    return sha256_of(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
