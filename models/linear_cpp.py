@@ -29,7 +29,7 @@ def _kernel() -> Any:
 
 def function_of(library: ctypes.CDLL) -> Any:
     """Return the function of a built library. Raises BuildError if the build lacks the instructions."""
-    if not library.foretoken_has_linear():
+    if not hasattr(library, "foretoken_linear"):
         raise BuildError("it needs AVX512-BF16 and VNNI")
     library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
     return library.foretoken_linear

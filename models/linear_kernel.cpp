@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)  // else the library has no function
 #include <immintrin.h>
 
 namespace {
@@ -280,11 +280,4 @@ extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_
     };
     return is_bfloat16 ? call(bfloat16{}) : call(float{});
 }
-extern "C" int foretoken_has_linear() { return 1; }
-#else
-extern "C" int foretoken_linear(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, const void*, const float*,
-                                const float*, void*, int) {
-    return 1;
-}
-extern "C" int foretoken_has_linear() { return 0; }
 #endif

@@ -5,17 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
 from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
 
-# For each format, in the order of preference: the pattern of its weight files, then the name of their index.
-WEIGHT_PATTERNS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-    ("*.gguf",),
-)
+WEIGHT_PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # with indices; the first format is used
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:
@@ -58,7 +52,7 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
 def select_files(names: Iterable[str]) -> list[str]:
     """Return the files to fetch: the first weight format present, config and tokenizer; empty without weights."""
     top_level = sorted(name for name in names if "/" not in name)
-    for patterns in WEIGHT_PATTERNS:
-        if fnmatch.filter(top_level, patterns[0]):
-            return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_FILES]))
+    for pattern in WEIGHT_PATTERNS:
+        if weights := fnmatch.filter(top_level, pattern):
+            return sorted({*weights, *SIDE_FILES}.intersection(top_level))
     return []
