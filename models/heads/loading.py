@@ -171,11 +171,8 @@ def _inputs_of(where: str, values: Values, n_layer: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
     layers = values.get(key) or (values.get("eagle_config") or {}).get(key) or [2, n_layer // 2, n_layer - 3]
     if not all(type(i) is int and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
-        what, required = (
-            "the head reads layers that the target lacks",
-            f"different layers of the target, 0 to {n_layer}",
-        )
-        raise CheckpointError(what, f"{where}: {key}", layers, required, FIX)
+        required = f"different layers of the target, 0 to {n_layer}"
+        raise CheckpointError("the head reads layers that the target lacks", f"{where}: {key}", layers, required, FIX)
     return tuple(sorted(layers))
 
 
