@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError, flag
 from models.config import ModelConfig
-from models.llama import Block, Embedding, Head, Transformer
+from models.llama import Block, Embedding, FeedForward, Head, Transformer
 
 Span = tuple[int, int]
 
@@ -86,7 +86,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
     """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
 
-    Every part has the whole of each norm.
+    Every part has the whole of each norm. Biases behind an all-reduce are the first part's, 0 in the others.
     """
     if shard.count == 1:
         return tensor
@@ -97,8 +97,10 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
         n_row = n_kv * config.head_dim
         q_k_v = tensor.split([config.group_size * n_row, n_row, n_row])
         return torch.cat([x.unflatten(0, (n_kv, -1))[heads].flatten(0, 1) for x in q_k_v])
-    if kind == "w13":
-        return torch.cat([x[units] for x in tensor.chunk(2)])
+    if kind == "w13":  # rows of gate and up, of each expert
+        return torch.cat([x[units] for x in tensor.chunk(2 * max(config.n_expert, 1))])
+    if kind in ("wo", "w2") and name.endswith(".bias"):
+        return tensor if shard.index == 0 else torch.zeros_like(tensor)
     if kind == "wo":
         return tensor.unflatten(1, (n_kv, -1))[:, heads].flatten(1)
     if kind == "w2":
@@ -113,8 +115,8 @@ class Joined(nn.Module):
         super().__init__()
         self.inner, self._join = inner, join
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._join(self.inner(x))
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._join(self.inner(*inputs))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -140,7 +142,10 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     for layer in model.layers:
         assert isinstance(layer, Block)
         layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
-        layer.feed_forward.w2 = Joined(layer.feed_forward.w2, exchange.all_reduce)
+        if isinstance(feed_forward := layer.feed_forward, FeedForward):
+            feed_forward.w2 = Joined(feed_forward.w2, exchange.all_reduce)
+        else:  # a token's experts are summed first
+            layer.feed_forward = Joined(feed_forward, exchange.all_reduce)
     weight = model.tok_embeddings.weight
     if (head := model.output) is None:
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ def drop_layers(
             shallower[name] = value
         elif int(rest[0]) in kept:
             shallower[f"layers.{kept.index(int(rest[0]))}.{rest[1]}"] = value
-    return shallower, replace(config, n_layer=len(kept))
+    return shallower, config.with_layers(kept)
 
 
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
@@ -70,7 +70,8 @@ def read_checkpoint(
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth into memory and check it against its config and manifest.
 
-    path: the file, or its folder. config: None for the config.json beside it. verify: see `check_files`.
+    path: the file, or its folder. verify: see `check_files`.
+    config: runs the model instead of the config.json beside it; it must have tensors of the same shapes.
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
     path = Path(path)
@@ -87,7 +88,7 @@ def read_checkpoint(
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
-    if stored != expected:
+    if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
         what = "the weights belong to another config"
@@ -143,6 +144,9 @@ def load_model(
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
         check_scheme(quantize, device)
+        if config.n_expert:
+            what, required = "the weights of experts are not quantised", "a model without experts"
+            raise ConfigError(what, f"--quantize: {path}", f"{config.n_expert} experts", required, "leave it out")
     shard = exchange.shard if exchange else WHOLE
     part = shard_config(config, shard)
     with torch.device("meta"):

@@ -14,9 +14,10 @@ from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, read_manifest, sha256_of
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from models.config import ModelConfig
+from models.config import ModelConfig, read_config
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.llama import Transformer
-from models.presets import preset_config, preset_name
+from models.presets import PRESETS, preset_name
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ModelSource:
     """A model that can be loaded, or a head for one.
 
     path: the checkpoint, or the name of a published shape. name: the name in records.
+    is_changed: True if `config` differs from the checkpoint's.
     most_drafts: tokens that it can draft in a round.
     borrowed: parts of the target that it uses because it lacks them.
     """
@@ -33,6 +35,7 @@ class ModelSource:
     config: ModelConfig
     name: str
     verify: bool = False
+    is_changed: bool = False
     most_drafts: int = sys.maxsize
     borrowed: tuple[str, ...] = ()
 
@@ -74,17 +77,27 @@ class ModelSource:
 
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
-        return load_model(self.path, config=self.config, load_format=self.load_format, verify=self.verify, **options)
+        config = self.config if self.is_changed or not self.has_text else None
+        return load_model(self.path, config=config, load_format=self.load_format, verify=self.verify, **options)
 
 
-def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
+def find_model(
+    path: str,
+    load_format: str,
+    name: str | None,
+    where: str,
+    verify: bool = False,
+    changes: ConfigChanges = NO_CHANGES,
+) -> ModelSource:
     """Find the model that the flag `where` names, and check that its weights are there and whole, without reading them.
     A path to random weights need not exist: its folder may have the name of a published configuration. Raises
     CheckpointError, ConfigError."""
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
-        return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
+        preset = preset_name(name or path)
+        config = ModelConfig.from_hf(changes.apply(PRESETS[preset], preset), where=preset)
+        return ModelSource(path, load_format, config, name or preset)
     weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
         check_files(folder, (weights.name, CONFIG))
@@ -93,9 +106,10 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
             steps = f"download.py --repo_id REPO_ID --out_dir {folder}, then {CONVERT} --checkpoint_dir {folder}"
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
-    config = ModelConfig.from_json(folder / CONFIG)
+    in_file = str(folder / CONFIG)
+    config = ModelConfig.from_hf(changes.apply(read_config(folder / CONFIG), in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
-    return ModelSource(path, load_format, config, name, verify)
+    return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
