@@ -85,6 +85,11 @@ class GenerationSpec(Body):
     def samples(self) -> bool:
         return self.temperature >= MIN_TEMPERATURE
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        return {}
+
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token; greedy decoding has no filters."""
         if not self.samples:
@@ -159,10 +164,15 @@ class Message(Body):
 
 
 class ChatCompletion(OpenAISpec):
-    """The body of /v1/chat/completions."""
+    """The body of /v1/chat/completions. chat_template_kwargs: such as `{"enable_thinking": false}` for Qwen3."""
 
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None
     logprobs: Switch = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs

@@ -180,7 +180,7 @@ class Service(Collector):
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
         try:
-            request.prompt = await self.loop.run_in_executor(self._thread, self._encode, prompt)
+            request.prompt = await self.loop.run_in_executor(self._thread, self._encode, prompt, spec.template_variables)
         except UserError as error:
             raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
         request.prompt = request.prompt[-(spec.truncate or 0) :]
@@ -203,11 +203,11 @@ class Service(Collector):
         if isinstance(prompt[0], dict) and self.template is None:
             raise invalid(spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def _encode(self, prompt: Any, variables: dict[str, Any]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if self.template is not None and isinstance(prompt[0], dict):
-            return self.template.encode(prompt)
+            return self.template.encode(prompt, variables)
         return list(prompt)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:

@@ -37,6 +37,8 @@ class Chat(ModelFlags):
     """what the conversation begins with, before the first message"""
     gen_len: int = 512
     """the most new tokens of an answer"""
+    no_thinking: bool = False
+    """ask a model that thinks before it answers, such as Qwen3, not to"""
     context: int = 4096
     """the most tokens of a conversation, if the model's context has as many"""
 
@@ -58,7 +60,7 @@ class Chat(ModelFlags):
                 say(f"  there is no command {line.split()[0][:40]}: {RESET} begins anew, {EXIT} ends")
             elif line:
                 asked = [*messages, {"role": "user", "content": line}]
-                prompt = template.encode(asked)
+                prompt = template.encode(asked, {"enable_thinking": False} if self.no_thinking else {})
                 room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
                 if room < 1:
                     limit = f"{session.plan.capacity} tokens"
