@@ -1,14 +1,15 @@
-"""The cost model: the formula by hand, interpolation, what pays best, the heat map."""
+"""The cost model: the formula by hand, interpolation, what pays best, and its program."""
 
 import itertools
 import math
 from dataclasses import replace
 
 import pytest
+from programs import COST_MODEL, python
 
 from bench.auto.costs import Costs, tokens_per_round
 from common.errors import ConfigError
-from cost_model import tables
+from cost_model import report, tables
 from cost_model.grid import CostGrid
 from engine.counts import AcceptanceRate
 
@@ -22,13 +23,9 @@ def given(alphas):
     return {context: dict(zip(DRAFTS, each, strict=False)) for context, each in rates.items()}
 
 
-def test_tokens_per_round_is_the_geometric_sum():
-    assert tokens_per_round(0.8, 3) == pytest.approx(2.952)
-    assert tokens_per_round(0.5, 2) == pytest.approx(1.75)
-    assert tokens_per_round(1.0, 4) == 5 and tokens_per_round(0.0, 4) == 1 and tokens_per_round(0.7, 0) == 1
-
-
 def test_a_round_is_drafts_verification_and_the_rest():
+    assert tokens_per_round(0.8, 3) == pytest.approx(2.952)
+    assert tokens_per_round(1.0, 4) == 5 and tokens_per_round(0.0, 4) == 1 and tokens_per_round(0.7, 0) == 1
     costs = Costs(100, (1, 3, 5), (110, 130, 170), 20, 4)
     assert costs.round_ms(3) == 3 * 20 + 130 + 4
     assert costs.round_ms(2) == 2 * 20 + 120 + 4
@@ -39,10 +36,8 @@ def test_a_round_is_drafts_verification_and_the_rest():
 
 def test_the_standard_error_is_that_of_independent_drafts():
     assert AcceptanceRate(0.8, 400).standard_error == pytest.approx(0.02, rel=1e-2)
-    assert AcceptanceRate(0.5, 98).standard_error == pytest.approx(0.05)
-    for alpha in (0.0, 1.0):  # three of three are not certain: they are told as four of five, sqrt(0.8 * 0.2 / 5)
+    for alpha in (0.0, 1.0):  # three of three are not certain: they count as four of five, sqrt(0.8 * 0.2 / 5)
         assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
-        assert AcceptanceRate(alpha, 300).standard_error == pytest.approx(0.0033, abs=1e-4)
 
 
 def test_the_grid_is_interpolated_in_batch_and_context():
@@ -93,3 +88,31 @@ def test_each_context_is_predicted_from_its_own_acceptance():
     at_100, at_200 = tables.heat_map(grid, DRAFTS[0], acceptances).splitlines()[2:]
     assert "0.900" in at_100 and f"{wanted[0]:.2f}" in at_100
     assert "0.300" in at_200 and f"{wanted[2]:.2f}" in at_200
+
+
+GRID = "--batches 1 2 --contexts 40 90 --budgets 16 40 --gammas 1 3 --device cpu --dtype float64 --snapkv_window 8"
+
+
+def test_the_program_measures_costs_and_acceptance_at_every_size(call, monkeypatch):
+    """Each context is as if it were the only one; rates that are given are not measured."""
+    monkeypatch.setattr(report, "ACCEPTANCE_ROWS", 2)
+    monkeypatch.setattr(report, "ACCEPTANCE_TOKENS", 60)
+    ended = call(COST_MODEL, GRID)
+    record, out = ended.record, ended.out
+    assert len(record["best"]) == 4 and len(record["drafts"]) == 4
+    assert len(record["plain_ms"]) == 2 and len(record["draft_ms"][0][0]) == 4
+    assert out.count("predicted speedup,") == 4 and "what pays best" in out
+    rates, errors = (record[f"acceptance_{name}_by_context"] for name in ("rates", "standard_errors"))
+    assert all(len(row) == 2 and 0 <= min(row) <= max(row) <= 1 for row in rates)
+    assert any(short != long for short, long in rates)
+    assert all(error >= 0 for row in errors for error in row) and any(error for row in errors for error in row)
+    alone = call(COST_MODEL, GRID.replace("--contexts 40 90", "--contexts 90")).record
+    assert [row[1:] for row in rates] == alone["acceptance_rates_by_context"]
+    given = call(COST_MODEL, f"{GRID} --alpha 0.9")
+    assert given.record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and "±" not in given.out
+
+
+def test_the_cost_model_is_run_as_a_module_without_a_warning():
+    """It would be imported twice if the package imported it."""
+    ended = python("-m", "cost_model", "--help")
+    assert (ended.code, ended.err) == (0, "") and "--machine" in ended.out

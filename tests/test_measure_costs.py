@@ -143,25 +143,6 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
         assert plain.refresh_ms == 0 and chosen.refresh_ms == pytest.approx(30e3 / refresh, rel=1e-3)
 
 
-def test_a_draft_step_takes_no_longer_than_with_a_larger_budget():
-    rounds = {PLAIN: timed(0), Choice(0, 1): timed(10), Choice(0, 3): timed(30)}
-    rounds |= {Choice(index, 2): timed(2 * ms) for index, ms in enumerate((12, 6, 9, 5), start=1)}
-    rates = [AcceptanceRate(0.8, 20)] * 5
-    found = costs_of_rounds(rehearsed(rounds, rates, [0] * 5, [50, 40, 30, 20, 10]), [1, 3], 0)
-    assert [one.draft_ms for one in found] == pytest.approx([10, 10, 6, 6, 5])
-
-
-@pytest.mark.parametrize("max_new_tokens,seconds,n_timed", [(2, 0.0, FEWEST_TIMED), (2, 1e6, MOST_TIMED), (90, 0.0, 2)])
-def test_costs_take_more_rounds_where_time_allows(runner, decodes, max_new_tokens, seconds, n_timed):
-    """Of each kind at least the fewest and at most the most, however long or short a round is."""
-    drafter = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)
-    rounds = Rehearsal(runner, [drafter], random_prompts([30, 30]), gamma=3, max_new_tokens=max_new_tokens)
-    measure_costs(rounds, [1, 3], seconds)
-    # With two tokens a row, one round a decode; with many, all in one.
-    n_rounds = [*map(len, decodes)]
-    assert sum(n_rounds) == 3 * (1 + n_timed) and len(n_rounds) == (sum(n_rounds) if max_new_tokens == 2 else 1)
-
-
 GAMMAS = [*range(1, 7)]
 
 
