@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from programs import COST_MODEL, python
+from programs import COST_MODEL
 
 from bench.auto.costs import Costs, tokens_per_round
 from common.errors import ConfigError
@@ -110,9 +110,3 @@ def test_the_program_measures_costs_and_acceptance_at_every_size(call, monkeypat
     assert [row[1:] for row in rates] == alone["acceptance_rates_by_context"]
     given = call(COST_MODEL, f"{GRID} --alpha 0.9")
     assert given.record["acceptance_rates_by_context"] == [[0.9, 0.9]] * 4 and "±" not in given.out
-
-
-def test_the_cost_model_is_run_as_a_module_without_a_warning():
-    """It would be imported twice if the package imported it."""
-    ended = python("-m", "cost_model", "--help")
-    assert (ended.code, ended.err) == (0, "") and "--machine" in ended.out

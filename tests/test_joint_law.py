@@ -186,14 +186,11 @@ CONFIGURATIONS = [
     ("rejection", "eagle", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
-    ("coupled", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 124),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("rejection", "ngram: heuristic", 2, 3, (PLAIN, FILTERED), 112),
     ("rejection", "full: confidence", 3, 3, (PLAIN, FILTERED), 113),
-    ("rejection", "full: confidence, p_min", 3, 4, (PLAIN,), 115),
     ("rejection", "streaming: confidence, auto", 3, 25, (PLAIN,), 116),
-    ("coupled", "full: confidence", 3, 3, (PLAIN, FILTERED), 118),
 ]
 
 
