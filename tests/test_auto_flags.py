@@ -72,12 +72,6 @@ def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting
         assert "x verify_topk, " in seen.out
 
 
-def test_what_is_measured_of_policies_that_choose_anew_is_what_that_takes(call):
-    record = call(SELFSPEC, f"{SIZES} --draft_policy auto --draft_budget 50 --measure_costs").record
-    chooses = {one["draft_policy"]: one["refresh_ms"] > 0 for one in record["measured_costs"]}
-    assert chooses == {"streaming": False, "snapkv": False, "verify_topk": True, "retrieval": True}
-
-
 @pytest.mark.parametrize(
     "drafter", ["--draft ngram", "--draft oracle", "--draft_policy full", SNAPKV, f"{SNAPKV} --target"]
 )

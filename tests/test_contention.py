@@ -52,9 +52,3 @@ def test_a_system_without_such_counters_gives_no_verdict(monkeypatch, tmp_path):
 def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
     assert contention([CALM])["contended"] is False
     assert contention([replace(CALM, **what)])["contended"] is True
-
-
-def test_the_rank_that_was_worst_off_counts():
-    seen = contention([CALM, replace(CALM, waits={"7": 8.0}), replace(CALM, stolen=1.0)])
-    expected = {"threads_waiting": 0.8, "stolen_processors": 0.1, "contended": True}
-    assert seen == pytest.approx(expected, rel=0.01)

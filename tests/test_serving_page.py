@@ -30,9 +30,7 @@ ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1)
 PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
 
 
-def events(
-    tokens: Sequence[tuple[str, bool, int]], predicted_ms: float = 50.0, drafted: int = 6
-) -> Iterator[bytes]:
+def events(tokens: Sequence[tuple[str, bool, int]], predicted_ms: float = 50.0, drafted: int = 6) -> Iterator[bytes]:
     """Yield the events of a stream; the last has details."""
     timings = {"predicted_ms": predicted_ms, "cache_n": 3, "draft_n": drafted}
     details = {"finish_reason": "length", "input_length": 4, "timings": timings}

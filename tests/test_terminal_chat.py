@@ -94,12 +94,6 @@ def test_an_interrupted_answer_ends_alone(chat: Chat, talker: Path, monkeypatch:
     assert whole.startswith(cut) and 0 < len(cut) < len(whole)
 
 
-def test_what_is_no_utf8_is_answered(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
-    ended = run("foretoken.py chat", [str(talker), *FLAGS.split()])
-    assert ended.code == 0 and ended.out == printable(continued(talker, ("user", "caf\ufffd"))) + "\n"
-
-
 @pytest.mark.parametrize("flags", ["oracle", "--gamma auto", "--draft_budget auto"])
 def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str) -> None:
     assert "is known of" in chat("Hello", flags=f"{flags} --device cpu").refusal
