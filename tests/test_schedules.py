@@ -44,9 +44,7 @@ def test_a_row_drafts_two_more_where_all_was_accepted_and_one_less_where_not():
     assert schedule.bounds(batch, GAMMA).tolist() == [2, 2, 3, 2, 4], "a row without a request stays as it is"
     end_round(schedule, batch, [2, 2, 3, 2, 4], [[WRONG], [1, 2], [1, 2, 3, WRONG], [1, WRONG], [1, 2, 3, 4]])
     assert schedule.bounds(batch, GAMMA).tolist() == [1, 4, 4, 1, 4], "a stop token cuts the block, and rejects nothing"
-    end_round(schedule, batch, [1, 4, 4, 1, 4], [[WRONG], [WRONG], [WRONG], [1, WRONG], [WRONG]])
-    assert schedule.bounds(batch, GAMMA).tolist() == [1, 3, 3, 3, 3], "never less than one"
-    assert schedule.bounds(batch, 2).tolist() == [1, 2, 2, 2, 2], "a round may draft less than the drafter can"
+    assert schedule.bounds(batch, 2).tolist() == [1, 2, 2, 1, 2], "a round may draft less than the drafter can"
 
 
 def test_limits_are_those_of_the_rows_of_the_cache():
@@ -179,6 +177,3 @@ def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):
     of_requests = [key for key in seen if key[0]]  # rows that idle draw the same numbers round by round
     assert len(of_requests) == len(set(of_requests)) >= out.stats.drafted
     assert out.stats.drafted > out.stats.counts.verified, "drafts that nobody verified"
-
-
-SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"

@@ -36,7 +36,7 @@ def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 @pytest.mark.parametrize("kind", ["ngram", "streaming", "model"])
-@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (4, 1), (1, 2)])
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (1, 2)])
 def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
     """As far as each row came: whole rounds where inner drafts stand, at least one token an inner round."""
     runner, alone, both = drafters(kind, gamma, inner_gamma)
@@ -77,7 +77,7 @@ def test_a_decode_counts_both_levels(kind):
     assert out.stats.accepted > 0.5 * one_level.stats.accepted
 
 
-@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (6, 4)])
 def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
     """Whatever each row's inner rounds accepted, and behind plain rounds: what it would draft of that text alone."""
     model, small = tiny_model(), near_model()
