@@ -1,4 +1,4 @@
-"""What pays best, chosen before every round: the rule on a simulated machine, and that no token changes."""
+"""The pacing chooses before every round what pays best: its rule on a simulated machine."""
 
 import random
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
 
 @pytest.mark.parametrize("n_drafters", [1, 5])
 def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_drafters):
-    """Of budgets only the largest: none is expected to do better."""
+    """Only the largest of several budgets is tried: none is expected to do better."""
     each = [costs(100, 60 - index / 10, (130, 150)) for index in range(n_drafters)]
     choices, speedup = simulate(each, lambda n: [0.2] * n_drafters, 800)
     tried = [choice for choice in choices if choice != PLAIN]

@@ -1,4 +1,4 @@
-"""What is said of passes whose threads waited for processors; clocks and counters are made up."""
+"""Passes whose threads waited for processors count as contended; clocks and counters are made up."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ CALM = Usage(seconds=10.0, waits={"7": 0.3}, stolen=0.1)
 
 
 def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
-    """Of threads that were there all along, and one that came."""
+    """Two threads were there all along, and a third came."""
     clock, steal = {"seconds": 100.0}, {"steal": 3.0}
 
     def count(thread: str, waited: int, n: int) -> None:

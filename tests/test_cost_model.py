@@ -41,7 +41,7 @@ def test_the_standard_error_is_that_of_independent_drafts():
 
 
 def test_the_grid_is_interpolated_in_batch_and_context():
-    """Of costs that are bilinear the interpolation is exact, at the corners and between them."""
+    """The interpolation of bilinear costs is exact, at the corners and between them."""
 
     def true(batch, context, budget):
         plain = 10 + 2 * batch + batch * context / 100

@@ -49,7 +49,7 @@ BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.
 
 
 def write_books(folder: Path, kind: str) -> Path:
-    """What holds BOOKS: a folder or a file."""
+    """Write BOOKS into a folder or a file, and return its path."""
     path = folder if kind.endswith("folder") else folder / f"books.{kind}"
     if kind == "txt folder":
         for name, book in zip("abc", BOOKS, strict=True):
@@ -118,7 +118,7 @@ def snapshot(tmp_path, monkeypatch):
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
-    """As huggingface_hub leaves it there: a blob, a commit, a link between them."""
+    """huggingface_hub leaves a blob, a commit and a link between them."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / f"datasets--{data.PG19_REPOSITORY.replace('/', '--')}"

@@ -72,7 +72,7 @@ CASES = {
 def test_ranks_emit_what_one_process_emits(
     n_ranks: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after another in the same processes. Seven prompts, of which the first of two replicas has three."""
+    """Cases run one after another in the same processes. The first of two replicas has three of seven prompts."""
     cases, folder, alone = CASES[n_ranks], tmp_path / "together", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()

@@ -30,7 +30,7 @@ def witness_runner(n_rows: int) -> ModelRunner:
 
 
 def drafters_of(runner: ModelRunner) -> list:
-    """One that is written through, one that runs a model of its own, one that copies text."""
+    """A drafter that is written through, one that runs a model, and one that copies text."""
     model, n_rows, dtype = runner.model, runner.max_batch, runner.cache.keys.dtype
     own = FullKVCache(model.config, n_rows, ROOM, dtype=dtype)
     return [
@@ -125,7 +125,7 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_round_computes_the_rows_that_decode(captured):
-    """Of five rows that end one by one; captured rounds are made for 1, 2, 4 and all, called ones for 2 or more."""
+    """Five rows end one by one; captured rounds are made for 1, 2, 4 and all, called ones for 2 or more."""
     computed = []
 
     class Counting(ModelRunner):

@@ -32,7 +32,7 @@ def counting(n_rows: int, seed: int = 0) -> Counting:
 
 
 def test_a_row_that_decodes_waits_for_one_chunk_at_most():
-    """Of the target and of a draft model alike, however many long prompts wait."""
+    """Chunks of the target and of a draft model are bounded, however many long prompts wait."""
     target, own = counting(3), counting(3, seed=5)
     decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=8)
     prompts = random_prompts([5, 60, 41])

@@ -59,7 +59,7 @@ def test_stop_at_every_index_of_a_block(gamma, stop_at, samplings):
 
 
 def runner_broken_by(token: int, value: str, n_rows: int = 2) -> ModelRunner:
-    """Of a model that a token makes infinite, or no number at all."""
+    """A runner of a model whose KV of that token is infinite or NaN."""
     model = tiny_model()
     model.tok_embeddings.weight[token] = float(value)
     return ModelRunner(model, full_cache(model, n_rows))

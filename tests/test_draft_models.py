@@ -31,7 +31,7 @@ def standalone(config: ModelConfig, n_rows: int, gamma: int = 3, seed: int = 5) 
 
 @pytest.mark.parametrize("layers", [[0, 3], [1, 2, 3]])
 def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
-    """What the target computed for committed tokens, in the prompt and behind it, is in the draft's cache."""
+    """The draft's cache holds what the target computed for committed tokens, in the prompt and behind it."""
     model, prompts = tiny_model(DEEP), random_prompts(LENGTHS)
     runner, draft = ModelRunner(model, full_cache(model, len(prompts))), select_layers(model, layers)
     cache = StreamingKVCache(draft.config, len(prompts), budget=12, n_sink=2, dtype=torch.float64)
@@ -128,7 +128,7 @@ def followed(policy: str, chunk: int) -> StandaloneDraft:
 @pytest.mark.parametrize("chunk", [1, 2, 512])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk):
-    """What is held and drafted is that of rows which ran token by token as the text went on. More tokens at once evict
+    """Entries and drafts are those of rows which ran token by token as the text went on. More tokens at once evict
     before they attend, so where entries are evicted it is so with one at a time."""
     late, steady = followed(policy, chunk), followed(policy, 1)
     before = late._runner.cache.entries.clone()

@@ -53,7 +53,7 @@ def test_the_lookup_follows_its_rule_in_ragged_rows(match: str):
 
 
 def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
-    """Its text is the row's, round after round: its proposals are those of a lookup in the tokens so far."""
+    """Proposals are those of a lookup in the row's tokens so far, round after round."""
     model = WitnessModel()
     prompts = random_prompts([9, 3, 30, 12], 4)
     runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))

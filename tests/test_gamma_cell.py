@@ -36,7 +36,7 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
 
 
 def test_acceptance_on_three_kinds_of_text(call):
-    """Of which every draft has the same, also where text is sampled."""
+    """Every draft decodes the same texts, also where text is sampled."""
     sizes = "--B 2 --prefix_len 80 --gen_len 24 --device cpu --dtype float64 --snapkv_window 8 --gamma 2"
     lists = "--budgets 16 40 --policies streaming snapkv full"
     record = call("reproduce/acceptance.py", f"{sizes} {lists}").record

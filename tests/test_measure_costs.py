@@ -1,4 +1,4 @@
-"""What rounds cost and accept, measured before they are chosen by it."""
+"""Costs and acceptance of rounds are measured before rounds are chosen by them."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
 
 
 def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes):
-    """One row accepts everything, the other one nothing: rounds of the slow row alone measure nothing."""
+    """A row accepts everything, another nothing: rounds of the slow row alone measure nothing."""
     prompts = random_prompts([30, 11])
     quick, slow = recomputed(runner.model, prompts, 30)
     drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
@@ -126,7 +126,7 @@ def test_choosing_entries_anew_costs_every_round_its_share():
 
 @pytest.mark.parametrize("refresh", [2, 7])
 def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkeypatch):
-    """Also where it comes less often than there are rounds of a kind; a clock of 1 ms a look, 30 s for choosing."""
+    """Choosing may come less often than there are rounds of a kind. The clock moves 1 ms a look and 30 s a choice."""
     model, clock = tiny_model(), Clock()
     runner = ModelRunner(model, full_cache(model, 4))
     cache = VerifyTopK(24, 8, refresh=refresh).new_cache(TINY, 4, 0, "cpu", runner.cache.keys.dtype)

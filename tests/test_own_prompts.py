@@ -13,7 +13,7 @@ SIZES = "--gen_len 12 --dtype float64 --device cpu"
 
 
 def written(folder: Path, kind: str) -> Path:
-    """What holds the texts."""
+    """Write the texts, and return the path of the folder or file."""
     folder.mkdir()
     if kind == "folder":
         for name, text in zip("bca", TEXTS[1:] + TEXTS[:1], strict=True):

@@ -47,7 +47,7 @@ def checkout(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def pg19(checkout: Path, models: Models) -> None:
-    """What huggingface_hub leaves of the test split in its cache: a blob, a commit, a link between them."""
+    """The test split in a hub cache as huggingface_hub leaves it: a blob, a commit, a link between them."""
     repository = checkout / "hub" / f"datasets--{PG19_REPOSITORY.replace('/', '--')}"
     file = write_pg19(repository / "blobs/new", [book.read_text() for book in sorted(models.books.iterdir())])
     blob = file.rename(file.parent / hashlib.sha256(file.read_bytes()).hexdigest())

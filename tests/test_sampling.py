@@ -25,7 +25,7 @@ PARAMS = st.builds(
 
 @st.composite
 def logit_rows(draw) -> list[float]:
-    """One row of at most 9 logits, at least one of them finite."""
+    """Draw a row of at most 9 logits, at least one of them finite."""
     row = draw(st.lists(LOGITS, min_size=1, max_size=9))
     assume(max(row) > -math.inf)
     return row

@@ -48,7 +48,7 @@ def test_a_row_drafts_two_more_where_all_was_accepted_and_one_less_where_not():
 
 
 def test_limits_are_those_of_the_rows_of_the_cache():
-    """Also where a batch has other rows of it, in another order, and one that idles."""
+    """A batch may have some of its rows, in another order, and an idle row."""
     schedule, batch = Heuristic(GAMMA, 3, CPU), Batch(3, Filters())
     batch.set_rows([SamplingParams()] * 3, range(3), [2, 0, 1])
     batch.idle[2] = 1
@@ -161,7 +161,7 @@ def test_a_batch_drafts_as_far_as_its_longest_row(schedule):
 
 
 def test_no_round_draws_its_drafts_from_numbers_that_another_saw(monkeypatch):
-    """What a round drew and did not verify said how far it went, so what the draft's cache forgot, and the next q."""
+    """A draft that was drawn and not verified decided how far a round went, and so the next q."""
     seen: list[tuple[int, ...]] = []
 
     def spied(seed, request, position, stream, *args):

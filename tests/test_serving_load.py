@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_end_a_single_request(served: Served, monkeyp
 
 
 def test_failures_are_counted_by_their_kinds(chat_checkpoint):
-    """Also requests that take too long."""
+    """Requests that take too long are a kind."""
     flags = "--api_key k --request_seconds 0.5 --max_batch 1 --max_body_bytes 900"
     with serving(chat_checkpoint, flags) as server, slow(server, 0.05):
         key, body = {"Authorization": "Bearer k"}, {"inputs": "a", "parameters": LONG}

@@ -182,7 +182,7 @@ def test_what_is_sent(fake, page):
 
 
 def test_a_token_with_markup_stays_text_and_can_be_pointed_at(fake, page):
-    """Of a server that has no chat template and no plain rounds, which are not offered."""
+    """The server has no chat template and no plain rounds, so the page does not offer them."""
     hostile = "<img src=x onerror=document.title='!'><script>document.title='!'</script>"
     fake.info = INFO | {"model_id": hostile, "chat": False, "plain_requests": False}
     page.reload()

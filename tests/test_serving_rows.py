@@ -1,4 +1,4 @@
-"""What a server does with its rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
+"""A server's rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 import json
 from functools import partial

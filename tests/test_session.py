@@ -53,7 +53,7 @@ def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None
 
 
 def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
-    """And there is room for what it keeps of them."""
+    """The plan has room for the prompt states that it keeps."""
     draft = StandaloneConfig(gamma="auto", draft_model=config.target.model, policy=Streaming(16), draft_dtype="same")
     sessions = [Session.open(replace(config, draft=one), TEXTS[:2]) for one in (draft, replace(draft, gamma=6))]
     rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)

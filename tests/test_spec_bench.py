@@ -49,7 +49,7 @@ def bench(talking: Path, tmp_path: Path) -> Callable[..., Ended]:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]], Any, int]]:
-    """What was decoded: the name of the pass, its prompts, its output, and the first request's number."""
+    """A list that grows by each pass: its name, prompts and output, and the number of its first request."""
     calls: list[tuple[str, list[list[int]], Any, int]] = []
     original = passes.decode
 

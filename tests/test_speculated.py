@@ -38,7 +38,7 @@ def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
 @pytest.mark.parametrize("kind", ["ngram", "streaming", "model"])
 @pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (1, 2)])
 def test_it_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
-    """As far as each row came: whole rounds where inner drafts stand, at least one token an inner round."""
+    """Each row proposes whole inner rounds where inner drafts stand, and at least a token an inner round."""
     runner, alone, both = drafters(kind, gamma, inner_gamma)
     samplings = SAMPLINGS if mode == "coupled" else [SamplingParams()] * 3
     prompts = random_prompts(LENGTHS)

@@ -49,7 +49,7 @@ def test_what_cannot_be_read_was_not_stored(costs_folder, text):
     [(300, 450, True), (100, 179, True), (100, 181, False), (100, 121, True), (100, 119, False)],
 )
 def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, plain, round_, holds):
-    """One of gamma 3 took 182 ms, 1.82 times a plain step; whoever is three times as slow has three times the costs."""
+    """A round of gamma 3 took 1.82 plain steps; costs on a machine three times as slow are three times those."""
     ms = {PLAIN: plain, Choice(0, 3): round_ * 1.82 / 1.5}
 
     def run(self: Rehearsal, choices: Any, n_rounds: int) -> None:

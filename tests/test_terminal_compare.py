@@ -42,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 class Recorder(Progress):
-    """What the rounds of each row decided, and how many of its tokens were kept."""
+    """A list per row of what its rounds decided and how many tokens were kept."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, list[tuple[Outcome, int]]] = {}

@@ -32,7 +32,7 @@ from models.checkpoints.tokenizer import Tokenizer
     [(81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611))],
 )
 def test_wilson_gives_published_intervals(right: int, n: int, interval: tuple[float, float]) -> None:
-    """Those of Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3."""
+    """Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3."""
     assert wilson(right, n) == pytest.approx(interval, abs=5e-5)
 
 
@@ -172,7 +172,7 @@ def test_a_broken_verification_is_significant_and_a_right_one_is_not(
     [("--temperature 0", "self --gamma auto"), ("--verification coupled", "DRAFT")],
 )
 def test_reproducible_modes_give_identical_answers(mode: str, draft: str, evaluate: Evaluate, characters: Path) -> None:
-    """Also of a model that never is right, which is no error."""
+    """A model that never is right is no error."""
     record = evaluate(f"{draft.replace('DRAFT', str(characters))} --draft_budget 24 --nb_prompts 6 --B 4 {mode}").record
     assert (record["identical_answers"], record["plain"]["right"], record["mcnemar_p"]) == (6, 0, 1)
     assert record["plain"]["interval"][0] == 0 < record["plain"]["interval"][1] and not record["significant"]

@@ -90,14 +90,14 @@ def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
 
 
 def decoded(*rounds: tuple[float, int, int]) -> GenerateOutput:
-    """Of rounds with so many seconds, rows and emitted tokens."""
+    """An output of rounds, given as seconds, rows and emitted tokens."""
     stats = tuple(RoundStats(seconds, busy, emitted, PLAIN) for seconds, busy, emitted in rounds)
     counts = Counts(rounds=sum(one.busy for one in stats), emitted=sum(one.emitted for one in stats))
     return GenerateOutput([], [], [], Stats((counts,), (stats,), 0.0))
 
 
 def test_percentiles_are_of_prompts_and_tokens_per_second_of_all() -> None:
-    """One prompt in 11 is slow; between values, percentiles are interpolated."""
+    """A prompt in 11 is slow; between values, percentiles are interpolated."""
     row = figures([decoded((0.002 * place, 1, 2)) for place in (10, *range(1, 10), 100)])
     assert row["ms_per_token"] == pytest.approx([10, *range(1, 10), 100])
     assert (row["median_ms"], row["p90_ms"], row["spread_ms"]) == pytest.approx((6, 10, 8))

@@ -59,7 +59,7 @@ def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
 
 
 def plainly_counted(text: list[int], order: int, context: list[int]) -> int | None:
-    """What most often followed the longest end of the context that has stood before; among equals the latest."""
+    """Return the token that most often followed the longest known end of the context; among equals the latest."""
     for n in range(min(order, len(context)), 0, -1):
         places = [i for i in range(n, len(text)) if text[i - n : i] == context[-n:]]
         if places:
@@ -118,7 +118,7 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
 
 @pytest.mark.parametrize("kind", ["cache", "combined"])
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
-    """The same requests twice, in rejection mode: the second time, the drafter has all of their tokens."""
+    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
     drafter = NGramCache(runner, 2, max_ngram=6)
