@@ -96,7 +96,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     assert rounds_without(copies, (120, 300)) == [7, 7] and rounds_without(runs, (120, 300)) == [300, 300]
 
 
-def test_what_was_seen_while_costs_were_measured_is_where_it_begins():
+def test_the_first_choice_is_that_of_the_acceptance_seen_while_costs_were_measured():
     """The best gamma of the best drafter, or a plain round."""
     for alpha in (0.6, 0.9):
         best = max(GAMMAS[1:], key=lambda gamma, alpha=alpha: CHEAP.speedup(tokens_per_round(alpha, gamma), gamma))

@@ -78,7 +78,7 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
     assert nothing["gamma"] == 0 and nothing["draft_policy"] is None and nothing["predicted_speedup"] == 1
 
 
-def test_each_context_is_predicted_from_its_own_acceptance():
+def test_each_context_is_predicted_from_its_acceptance():
     grid = CostGrid.of(DRAFTS, {(1, context): [CHEAP, CHEAP] for context in (100, 200)})
     acceptances = given({100: (0.9, 0.2), 200: (0.3, 0.8)})
     best = tables.best_of_each(grid, acceptances)

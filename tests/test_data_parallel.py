@@ -129,7 +129,7 @@ def rounds(*each: tuple[float, int, int], choice: Choice = PLAIN) -> tuple[Round
     return tuple(RoundStats(*one, choice) for one in each)
 
 
-def test_what_replicas_did_at_the_same_time() -> None:
+def test_stats_of_replicas_add_up() -> None:
     """Throughputs add up, over the rounds in which all rows of that replica are busy; the slowest ends the pass."""
     fast = Stats((Counts(2, 6, 5, [2], [1]),), (rounds((0.5, 1, 3), (0.5, 1, 2), choice=Choice(0, 1)),), 4.0, 0.25)
     slow = Stats((Counts(3, 0, 6), Counts(2, 0, 5)), (rounds((1, 2, 6), (1, 2, 4), (2, 1, 1)),), 3.0, 0.5)

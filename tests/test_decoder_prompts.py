@@ -169,7 +169,7 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_logprobs_are_the_models_own(sampling, drafts):
+def test_logprobs_are_those_of_the_model(sampling, drafts):
     """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
     runner = tiny_runner(2)
     drafter = self_draft(runner, Streaming(12, n_sink=2), 3) if drafts else None

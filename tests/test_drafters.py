@@ -103,7 +103,7 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     assert drafts.lengths.tolist() == [0, 0, 0]
 
 
-def test_drafters_draft_for_their_own_runner_alone():
+def test_a_drafter_of_another_runner_is_refused():
     model = tiny_model()
     runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
     for drafter in (NGram(runner, 2), SavedText(runner, {}, 2)):

@@ -39,7 +39,7 @@ def test_records_of_older_versions_and_of_sweeps_are_read(tmp_path: Path):
         read_records(file)
 
 
-def test_a_table_of_your_own_records_has_the_published_number_of_the_same_run(tmp_path: Path):
+def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):
     record = {"model": "meta-llama/Meta-Llama-3.1-8B", "B": 32, "prefix_len": 32768, "gamma": 3, "draft_budget": 512}
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")

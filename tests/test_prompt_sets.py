@@ -119,7 +119,7 @@ def test_categories_are_chosen_and_cut() -> None:
         by_category(prompts, ["b", "maths"])
 
 
-def test_the_projects_own_set_is_what_its_page_says() -> None:
+def test_the_projects_set_repeats_no_text() -> None:
     """80 conversations in 11 categories, no text twice."""
     prompts = load_prompts(str(OWN))
     turns = [turn for prompt in prompts for turn in prompt.turns]

@@ -80,7 +80,7 @@ def test_a_better_machine_is_never_slower(name):
         assert max(after) <= before and min(after) < before
 
 
-def test_a_draft_has_its_budget_and_a_model_of_its_own_its_shape():
+def test_a_draft_has_its_budget_and_a_draft_model_its_shape():
     machine, target = find_machine("8xA100"), ModelStorage(LLAMA_3)
     sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
     short, long, beyond = (

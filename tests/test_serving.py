@@ -83,7 +83,7 @@ def test_the_root_answers_a_list_or_a_stream(served: Served):
         ({"top_k": 9}, True),
     ],
 )
-def test_what_asks_for_samples(served: Served, alone: Alone, parameters, samples):
+def test_sampling_parameters_turn_sampling_on(served: Served, alone: Alone, parameters, samples):
     details = served.generate("sample", max_new_tokens=12, seed=21, **parameters)["details"]
     params = {"temperature": 1.0, "seed": 21} | {key: value for key, value in parameters.items() if key != "do_sample"}
     sampling = SamplingParams(**params) if samples else SamplingParams()
@@ -183,7 +183,7 @@ def test_a_model_without_a_chat_template_or_a_draft(chat_checkpoint, alone: Alon
         assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)
 
 
-def test_what_a_server_says_of_itself(served: Served, openai):
+def test_a_server_describes_itself(served: Served, openai):
     info = served.get("/info").json
     assert (info["max_total_tokens"], info["max_batch_size"], info["max_concurrent_requests"]) == (316, 4, 68)
     assert info["speculation"] == {"draft": "self", "gamma": 3, "auto": False}

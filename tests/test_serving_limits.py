@@ -125,7 +125,7 @@ def test_a_chat_template_that_refuses(served: Served, monkeypatch):
     served.until_idle()
 
 
-def test_a_key_is_wanted(chat_checkpoint, monkeypatch):
+def test_a_key_is_required(chat_checkpoint, monkeypatch):
     monkeypatch.setenv(API_KEY, "sécret")
     with serving(chat_checkpoint) as server:
         body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
@@ -158,7 +158,7 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         "--text_match 2 --text_drafts cache --no_prefix_reuse",
     ],
 )
-def test_servers_that_cannot_be(chat_checkpoint, words):
+def test_impossible_servers_are_refused(chat_checkpoint, words):
     flags = cli.read(Serve, [f"--model={chat_checkpoint}", *PLAIN.split(), *words.split()], prog="serving")
     with pytest.raises(ConfigError):
         flags.config()

@@ -158,7 +158,7 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
 
 
-def test_what_is_sent(fake, page):
+def test_the_page_sends_the_chosen_parameters(fake, page):
     fake.answers = [list(events(ANSWER)) for _ in range(3)]
     page.fill("#prompt", "<img src=x onerror=alert(1)>")
     page.click("#send")

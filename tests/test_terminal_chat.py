@@ -99,7 +99,7 @@ def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str) -> No
     assert "is known of" in chat("Hello", flags=f"{flags} --device cpu").refusal
 
 
-def test_a_full_conversation_is_told(chat: Chat, talker: Path) -> None:
+def test_a_full_conversation_is_refused_with_a_note(chat: Chat, talker: Path) -> None:
     """An unknown command is no part of a conversation."""
     ended = chat("Hello", "x" * 60, "/reste", "/reset", "Hello", flags=f"{FLAGS} --context 80")
     whole = printable(continued(talker, ("user", "Hello")))
