@@ -61,6 +61,25 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     assert speedup > 0.96 * best
 
 
+def test_the_pacing_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():
+    """The oracle knows the acceptance rate of each stretch of a text; a score is its ms per token over the rule's."""
+    pacing, rng, stretches = adaptive({8: [CHEAP]}), random.Random(0), [(200, 0.95), (200, 0.2), (200, 0.75)]
+    round_ms = [CHEAP.plain_ms, *(CHEAP.round_ms(gamma) for gamma in GAMMAS[1:])]
+    ms = oracle_ms = 0.0
+    fixed = dict.fromkeys(GAMMAS, 0.0)
+    for n_rounds, alpha in stretches:
+        tokens = [tokens_per_round(alpha, gamma) for gamma in GAMMAS]
+        best = min(ms_of / n for ms_of, n in zip(round_ms, tokens, strict=True))
+        for _ in range(n_rounds):
+            choice = pacing.choose(8)
+            accepted = [next(n for n in GAMMAS if n == choice.gamma or rng.random() >= alpha) for _ in range(8)]
+            pacing.observe(choice, accepted)
+            ms, oracle_ms = ms + round_ms[choice.gamma], oracle_ms + best * (1 + sum(accepted) / 8)
+        for gamma in GAMMAS:
+            fixed[gamma] += best * tokens[gamma] / round_ms[gamma] / len(stretches)
+    assert oracle_ms / ms > 0.95 > max(fixed.values())
+
+
 @pytest.mark.parametrize("n_drafters", [1, 5])
 def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_drafters):
     """Only the largest of several budgets is tried: none is expected to do better."""
