@@ -20,7 +20,7 @@ from tiny import TINY, full_cache, tiny_model
 
 from engine.evaluation.certificate import MAX_FLIP_SHARE, certify, replay
 from kv_cache import FullKVCache
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import Transformer
 from models.attention import select_backend
 from models.llama import attention_spec
@@ -65,7 +65,7 @@ class StaleScales(FullKVCache):
         scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
 
 
-@pytest.mark.parametrize("kv_dtype", largest())
+@pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
     model = tiny_model(dtype=torch.float32)
 
@@ -83,7 +83,7 @@ WIDE = replace(TINY, vocab_size=64, dim=64, n_head=2, n_kv_head=1, head_dim=64, 
 
 
 @needs_vnni
-@pytest.mark.parametrize("kv_dtype", [torch.float32, *largest()])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *LARGEST])
 def test_cpp_attention_and_int8_weights_give_the_same_bits_in_blocks(kv_dtype):
     model = tiny_model(WIDE, dtype=torch.float32)
     quantize_linears(model, "int8")

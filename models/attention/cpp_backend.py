@@ -107,10 +107,10 @@ class CppAttention(SelectionOps):
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
-        assert chosen.is_contiguous() and chosen.shape[-1] == to.held.shape[-1]
+        assert chosen.is_contiguous() and chosen.shape[-1] == to.source_slots.shape[-1]
         read_rows, written_rows = source.row_indices.contiguous(), to.row_indices.contiguous()
         sizes = [*chosen.shape, source.capacity]
-        self._run("keep_chosen", sizes, (to.held[to_layer], written_rows, chosen, is_new))
+        self._run("keep_chosen", sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
         pairs = [(source.entries[from_layer], to.entries[to_layer])]
         if source.scales is not None and to.scales is not None:
             pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]

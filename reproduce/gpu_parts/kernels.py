@@ -19,11 +19,10 @@ from common.launch import Launch
 from common.say import dtype_name
 from engine import triton_draws
 from kv_cache.choosing import plan_choice
-from kv_cache.entries import KV, SCORE_CHUNK, Packed, largest
+from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, Packed
 from kv_cache.full import Full
 from kv_cache.packing import plan_packing
 from kv_cache.quantized import QuantizedKVCache
-from kv_cache.refreshed import Choice
 from kv_cache.verify_topk import VerifyTopK
 from models import triton_quantize
 from models.attention import triton_backend
@@ -64,7 +63,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
     stored = empty(BATCH, N_KV_HEAD, n_slot, head_dim, dtype=entries).transpose(1, 2)
-    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in largest() else None
+    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in LARGEST else None
     spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, window, dtype)
     positions = empty(BATCH, n_slot, dtype=torch.int64)
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
@@ -121,9 +120,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
         cache, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
-        choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
-        shares = empty(BATCH, 4, N_KV_HEAD, n_slot // SCORE_CHUNK)
-        launch = plan_choice(cache, 0, full, 0, shares, choice)
+        launch = plan_choice(cache, 0, full, 0, empty(BATCH, N_KV_HEAD, n_slot // SCORE_CHUNK), positions)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
