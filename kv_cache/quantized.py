@@ -22,8 +22,8 @@ FILLED_AT_ONCE = 512
 
 
 class QuantizedKVCache(FullKVCache):
-    """Keeps all tokens in the order of their positions in 4 bits, and a ring of recent tokens in `dtype` (Tiwari et al.,
-    "QuantSpec", arXiv 2502.10424, section 4).
+    """Keeps all tokens in 4 bits, in the order of their positions, and a ring of recent tokens in `dtype` (Tiwari et
+    al., "QuantSpec", arXiv 2502.10424, section 4).
 
     The numbers of a group share their smallest number and a step, both in bfloat16. Keys are grouped along tokens, by
     channel; values along channels, by token. `group` tokens are quantised at once, when all of them lie `window` or
@@ -112,8 +112,8 @@ class QuantizedKVCache(FullKVCache):
     def _quantize(
         self, layer: int, source: KVCache, from_layer: int, rows: Tensor, groups: Tensor, packing: Any
     ) -> None:
-        """Quantise `groups [B, n]` of `rows [B, 1]` of a layer of `source`; only groups that are due if that is this cache.
-        packing: the module that `kernel_for` returned."""
+        """Quantise `groups [B, n]` of `rows [B, 1]` of a layer of `source`; if that is this cache, only those that are
+        due. packing: the module that `kernel_for` returned."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()

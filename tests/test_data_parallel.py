@@ -158,4 +158,4 @@ def test_an_error_is_told_by_another_process_as_by_its_own() -> None:
         check_replicas(3, 4)
     error = pickle.loads(pickle.dumps(refused.value))
     flags = {"data_parallel": "--replicas"}
-    assert type(error) is ConfigError and error.told(flags) == refused.value.told(flags) != str(error)
+    assert type(error) is ConfigError and error.with_flags(flags) == refused.value.with_flags(flags) != str(error)
