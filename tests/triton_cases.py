@@ -23,7 +23,7 @@ from kv_cache.refreshed import SelectionOps
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention
-from models.attention.triton_backend import Block, TritonAttention, unsupported
+from models.attention.triton_backend import TritonAttention, TritonPrepared, unsupported
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Small enough for a few hundred slots to make several chunks; a multiple of every tile.
@@ -35,7 +35,7 @@ def check(case: Case, min_chunk: int = CHUNK) -> None:
     """The Triton backend gives what attention in float64 over the same entries gives."""
     backend = TritonAttention(sm_count=1000, min_chunk=min_chunk)
     prepared = backend.prepare(case.spec, case.queries, case.slots)
-    assert isinstance(prepared, Block)
+    assert isinstance(prepared, TritonPrepared)
     as_in_a_model = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     out = backend.attend(as_in_a_model, case.kv, prepared)
     assert out.is_contiguous() and out.dtype == case.spec.dtype
