@@ -68,20 +68,20 @@ def choose(
     tl.debug_barrier()
     n_copied = tl.full([], 0, tl.int32)
     for start in tl.range(0, n_chunk, TILE):
-        some = start + tl.arange(0, TILE)
-        their_rank = tl.load(ranks + some, mask=some < n_chunk, other=-1)
-        known = tl.load(marks + some, mask=some < n_chunk, other=0)
-        their_size = tl.minimum(end - some * CHUNK, CHUNK)
-        equal = tl.where(their_rank == lowest, their_size, 0)  # of equal chunks, the first are chosen
+        tile = start + tl.arange(0, TILE)
+        tile_rank = tl.load(ranks + tile, mask=tile < n_chunk, other=-1)
+        known = tl.load(marks + tile, mask=tile < n_chunk, other=0)
+        tile_size = tl.minimum(end - tile * CHUNK, CHUNK)
+        equal = tl.where(tile_rank == lowest, tile_size, 0)  # of equal chunks, the first are chosen
         taken = tl.minimum(tl.maximum(left - tl.cumsum(equal, 0) + equal, 0), equal)
         left -= tl.sum(equal, 0)
-        taken = tl.where(their_rank > lowest, their_size, taken)
+        taken = tl.where(tile_rank > lowest, tile_size, taken)
         n_new = tl.maximum(taken - known, 0)
         first = n_copied + tl.cumsum(n_new, 0) - n_new
         n_copied += tl.sum(n_new, 0)
         for i in tl.range(0, CHUNK):
-            tl.store(fresh + first + i, some * CHUNK + known + i, mask=i < n_new)
-        tl.store(marks + some, taken, mask=some < n_chunk)
+            tl.store(fresh + first + i, tile * CHUNK + known + i, mask=i < n_new)
+        tl.store(marks + tile, taken, mask=tile < n_chunk)
     tl.debug_barrier()
     stays = (entry >= 0) & (in_chunk < tl.load(marks + of_chunk))
     is_free = (place < n_chosen) & (stays == 0)

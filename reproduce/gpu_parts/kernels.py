@@ -37,14 +37,14 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # (tokens, group) by the number of query rows per KV head.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
-SCORING = "in order, by name, scoring chunks"
+NOTING = "in order, by name, noting"
 # Kinds of slots that compile to different code: whether in order, a sliding window, how many.
 CACHES = {
     "in order": (True, None, 32768),
     "in order, window": (True, 4096, 32768),
     "positions": (False, None, 32768),
     "one chunk": (False, None, 256),
-    SCORING: (True, None, 32768),
+    NOTING: (True, None, 32768),
     IN_4_BITS: (True, None, 32768),
 }
 
@@ -69,7 +69,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
     block = triton_backend.TritonPrepared(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
-    if cache == SCORING:
+    if cache == NOTING:
         scores = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
         kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=scores)
     if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
@@ -109,8 +109,8 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     """Return launches, by name, of the kernels that score chunks, choose entries, pack 4 bits, and quantise."""
     empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
     for n_row in (16, 128):
-        launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, SCORING)[-1]
-        yield f"score chunks, {launch.arguments['GROUP']} heads of a group", launch
+        launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]
+        yield f"note, {launch.arguments['GROUP']} heads of a group", launch
     x, sums, scales = empty(64, 14336, dtype=torch.bfloat16), empty(64, 4096, dtype=torch.int32), empty(4096)
     yield "round activations", triton_quantize.plan_rows(x, 17)[0]
     yield "scale products", triton_quantize.plan_products(sums, scales, scales[:64], x.dtype)[0]
