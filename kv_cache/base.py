@@ -63,6 +63,8 @@ class KVCache(ABC):
     in_order = False
     # True if a policy selects entries of a prompt longer than the cache by content, with `selected`.
     selects = False
+    # The longest context that a row can follow; None: no bound.
+    max_length: int | None = None
     # The number of a prompt's last queries that `selected` needs.
     n_queries = 0
     # True in a view if the block that runs over it takes its last slots, in order, in every row.
@@ -136,11 +138,6 @@ class KVCache(ABC):
     def prefill_block(self) -> int:
         """The most tokens of a prompt that should run in one forward."""
         return self.max_block
-
-    @property
-    def max_length(self) -> int | None:
-        """The longest context that a row can follow; None: no bound."""
-        return None
 
     def begin(self, positions: Tensor) -> Tensor:
         """Claim slots for a forward over `positions [B, T]`, and return them, `[B, T]`."""

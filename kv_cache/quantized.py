@@ -52,7 +52,8 @@ class QuantizedKVCache(FullKVCache):
         # A group begins at most `window + 2 * group` tokens before the block that causes it to be quantised, which has
         # at most `group` tokens: none of the group is overwritten before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
-        self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
+        self.ring, self.group, self.window = self.capacity, group, window
+        self.capacity = self.max_length = max_len
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)

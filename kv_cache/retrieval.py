@@ -32,13 +32,9 @@ class RetrievalKVCache(RefreshedKVCache):
         # Every token before the window is then in a whole chunk.
         require_at_least("snapkv_window", policy.snapkv_window, policy.chunk)
         super().__init__(config, max_batch, policy, device, dtype)
-        self._longest = longest
+        self.max_length = longest
         shape = (config.n_layer, max_batch, config.n_kv_head, longest // policy.chunk, config.head_dim)
         self.means = torch.zeros(shape, device=device, dtype=torch.float32 if dtype in LARGEST else dtype)
-
-    @property
-    def max_length(self) -> int:
-        return self._longest
 
     @property
     def n_bytes(self) -> int:

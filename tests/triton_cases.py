@@ -22,7 +22,7 @@ from kv_cache.quantized import QuantizedKVCache
 from kv_cache.refreshed import SelectionOps
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
-from models.attention import MAX_BLOCK, TorchAttention
+from models.attention import MAX_BLOCK, TorchAttention, triton_backend
 from models.attention.triton_backend import TritonAttention, TritonPrepared, unsupported
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -31,9 +31,15 @@ CHUNK = 64
 over_both_caches = pytest.mark.parametrize("ring", [False, True], ids=["in order", "ring"])
 
 
-def check(case: Case, min_chunk: int = CHUNK) -> None:
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    for name, value in (("DEFAULT_SM_COUNT", 1000), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
+        monkeypatch.setattr(triton_backend, name, value)
+
+
+def check(case: Case) -> None:
     """The Triton backend gives what attention in float64 over the same entries gives."""
-    backend = TritonAttention(sm_count=1000, min_chunk=min_chunk)
+    backend = TritonAttention()
     prepared = backend.prepare(case.spec, case.queries, case.slots)
     assert isinstance(prepared, TritonPrepared)
     as_in_a_model = case.q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -95,7 +101,7 @@ def test_queries_that_do_not_follow_each_other(in_order):
 def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group, storage, dtype):
     """Read as they are, of rows by name: groups within a tile, larger ones, and of one token in a run; the longest
     block takes two tiles of query rows."""
-    backend = TritonAttention(sm_count=1000, min_chunk=CHUNK)
+    backend = TritonAttention()
     for n_token, sliding_window in ((1, None), (2, 100), (min(MAX_BLOCK, quant_group), None)):
         kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window}
         case = packed_case(n_token, head_dim, quant_group, **kind)

@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
 PROGRAMS_PER_WAVE, WAVES = 2, 4
-MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipeline
+MIN_CHUNK = 256  # slots; a shorter chunk would spend its time filling its pipeline
 # Slots of a chunk for each query row: writing and reading float32 results then moves about an eighth of the bytes of KV
 # entries of 16 bits.
 SLOTS_PER_ROW = 16
@@ -79,11 +79,6 @@ def packed_tile_config(n_row: int) -> TileConfig:
     return TileConfig(rows, 32, 4, num_stages=3 if rows == MIN_ROWS else 5)
 
 
-def min_chunk_length(n_row: int) -> int:
-    """Return the least number of slots of a chunk for `n_row` query rows: shorter chunks cost more than they gain."""
-    return max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
-
-
 def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, min_chunk: int) -> int:
     """Return the slots per chunk, a multiple of the tile's, if a chunk of all rows takes `n_program` programs.
 
@@ -120,22 +115,22 @@ class TritonPrepared:
         return TorchAttention().prepare(self.spec, self.queries, self.slots)
 
 
-def plan(
-    q: Tensor, kv: KV, block: TritonPrepared, sm_count: int = DEFAULT_SM_COUNT, min_chunk: int | None = None
-) -> tuple[list[Launch], Tensor]:
+def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor]:
     """Plan the launches that attend `q [B, T, H, D]` to `kv`; return them and the output `[B, T, H, D]`."""
     batch, n_token, n_head, head_dim = q.shape
     n_slot, n_kv_head = kv.keys.shape[1:3]
     group = n_head // n_kv_head
     n_row = n_token * group
+    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
     sources = [(_stored(q, kv, block), tile_config(n_row, head_dim, kv.keys.element_size()))]
     if kv.packed is not None:
         sources.append((_packed(kv.packed), packed_tile_config(n_row)))
     chunks, counts = [], []
     for source, tile in sources:
         n_program = triton.cdiv(n_row, tile.rows) * batch * n_kv_head
-        shortest = min_chunk or min_chunk_length(n_row)
-        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, shortest))
+        # Chunks below the minimum cost more than the balance that they bring is worth.
+        min_chunk = max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
+        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, min_chunk))
         counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
     n_chunk = sum(counts)
     is_split, is_scored = n_chunk > 1, kv.chunk_scores is not None
@@ -209,32 +204,25 @@ def _packed(packed: Packed) -> dict[str, Any]:
 
 
 class TritonAttention:
-    """Attention of blocks of up to MAX_BLOCK tokens in the shapes that the kernel takes; torch runs all others.
-
-    sm_count: multiprocessors to fill; None: the device's. min_chunk: the least slots of a chunk; None:
-    `min_chunk_length`.
-    """
+    """Attention of blocks of up to MAX_BLOCK tokens in the shapes that the kernel takes; torch runs all others."""
 
     name = "triton"
-
-    def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
-        self.torch, self.sm_count, self.min_chunk = TorchAttention(), sm_count, min_chunk
+    fallback = TorchAttention()
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
-            return self.torch.prepare(spec, queries, slots)
+            return self.fallback.prepare(spec, queries, slots)
         return TritonPrepared(spec, queries.contiguous(), slots)
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
         if not isinstance(prepared, TritonPrepared):
-            return self.torch.attend(q, kv, prepared)
+            return self.fallback.attend(q, kv, prepared)
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
-            return self.torch.attend(q, kv, prepared.for_torch)
+            return self.fallback.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
-        launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
+        launches, out = plan(q, kv, prepared)
         launch_on(q.device, launches)
         return out
