@@ -97,8 +97,8 @@ def plan_packing(
     """Plan the launch that packs `groups [n]` of `rows [n]` of a layer's entries into codes and grids, of keys and of
     values. entries: `[2, rows, n_kv_head, ring, head_dim]`.
 
-    checks: None, or tensors by which groups are left out that are packed already, or whose tokens the ring lacks: the
-    last packed group of each row, `[n]`, and the positions in the rings, `[rows, ring]`.
+    checks: the last packed group of each row, `[n]`, and the positions in the rings, `[rows, ring]`; then groups that
+    are packed already, or whose tokens the ring lacks, are left out. None: all groups are packed.
     """
     (_, _, n_head, n_ring, head_dim), group = entries.shape, packed[0].shape[-1]
     scales_or_any = entries[..., 0] if scales is None else scales  # a pointer that is not followed needs a tensor, too

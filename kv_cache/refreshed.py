@@ -119,8 +119,8 @@ class RefreshedKVCache(ScoredKVCache):
     """Selects from a prompt like SnapKV, and anew with `choose`, which a self-draft calls every `refresh_every` rounds.
 
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and the best chunks of `chunk`
-    tokens between them. A policy defines `new_scores`, what verifications record, and `chunk_shares`, how chunks are
-    ranked by that. Errors: ConfigError from ScoredKVCache, or if `refresh` or `n_sink` is too small.
+    tokens between them. A subclass defines `new_scores`, buffers for what verifications record, and `chunk_shares`, by
+    which chunks are ranked. Errors: ConfigError from ScoredKVCache, or if `refresh` or `n_sink` is too small.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
