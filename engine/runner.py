@@ -16,7 +16,7 @@ from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import ModelConfig, Transformer
 from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
@@ -89,7 +89,7 @@ class ModelRunner:
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
-        given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
+        given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
             where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
             fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit dtype"

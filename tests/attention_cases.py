@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import FullKVCache
-from kv_cache.entries import KV, SCORE_CHUNK, largest, quantize
+from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, quantize
 from kv_cache.quantized import QuantizedKVCache
 from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention
@@ -120,7 +120,7 @@ def make_case(
     unseen = ((positions < 0) | (positions > queries.amax(1, keepdim=True)))[:, None, :, None]
     keys, values = keys.masked_fill(unseen, 50.0), values.masked_fill(unseen, 1e4)
     key_scales = value_scales = None
-    if storage in largest():
+    if storage in LARGEST:
         keys, key_scales = quantize(keys, storage)
         values, value_scales = quantize(values, storage)
         key_scales, value_scales = key_scales.transpose(1, 2), value_scales.transpose(1, 2)

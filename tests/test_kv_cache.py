@@ -1,4 +1,4 @@
-"""Views of named rows, entries in 8 bits, and noted queries. For retained positions see test_cache_positions.py."""
+"""Views over rows by name, entries in 8 bits, and recorded queries. See test_cache_positions.py for positions."""
 
 import pytest
 import torch

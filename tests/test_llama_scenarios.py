@@ -9,7 +9,7 @@ from policies import OF_SELF_DRAFTS, WITHOUT_QUERIES
 from scenarios import run_scenarios
 from tiny import TINY, recomputing, tiny_model
 
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 
 SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
 QUERYING = tuple(name for name in OF_SELF_DRAFTS if name not in WITHOUT_QUERIES)
@@ -36,7 +36,7 @@ def test_speculation_equals_recomputation(shape: str, record_property) -> None:
     run_scenarios(LlamaWorld(shape), seeds, "float64 Llama", record_property)
 
 
-@pytest.mark.parametrize("kv_dtype", largest())
+@pytest.mark.parametrize("kv_dtype", LARGEST)
 @pytest.mark.parametrize("shape", ["three queries a group, tied", "sliding window"])
 def test_speculation_equals_recomputation_with_entries_of_8_bits(shape, kv_dtype, record_property) -> None:
     """Entries of 8 bits are the target's own: what is plain decoding with them comes out, to the last token."""

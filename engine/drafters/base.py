@@ -70,8 +70,8 @@ class Drafter(ABC):
         return
 
     def is_due(self, ahead: int = 0) -> bool:
-        """True if the current round, or the round `ahead` rounds later, begins with `refresh`: the second round, which
-        is the first behind a verification, and every `refresh_every`-th from there."""
+        """True if the current round, or the round `ahead` rounds later, begins with `refresh`: the drafter's second
+        round, since a verification precedes it, and every `refresh_every`-th round after that."""
         return self.refresh_every > 0 and (self.n_rounds + ahead - 2) % self.refresh_every == 0
 
 

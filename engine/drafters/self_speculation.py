@@ -51,12 +51,11 @@ class SelfSpeculation(ModelDrafter):
             fix = "build the cache with rotate_on_read=False: the draft sees the target's positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers = runner, cache, layers
-        self.refresh_every = cache.refresh_every
         self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
         self._scores, self._ops = None, SelectionOps()
         if isinstance(cache, RefreshedKVCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
-            self._scores = cache.observer(gamma + 1, *sizes)
+            self.refresh_every, self._scores = cache.refresh_every, cache.new_scores(gamma + 1, *sizes)
             if triton_reads(cache.entries):
                 from kv_cache.choosing import TritonSelectionOps
 

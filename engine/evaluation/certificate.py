@@ -17,14 +17,14 @@ from engine.noise import Stream, gumbel
 from engine.runner import ModelRunner, not_finite
 from engine.sampling import Distribution, SamplingParams, greedy
 from kv_cache import KVCache
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import Transformer
 
 # The share of calibrated positions that may flip, by the model's dtype; well above the default model's share
 # (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
 # For a float32 model over 8-bit entries.
-MAX_FLIP_SHARE |= dict.fromkeys(largest(), 0.02)
+MAX_FLIP_SHARE |= dict.fromkeys(LARGEST, 0.02)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def calibrate(
         columns.append((apart, greedy(single) != greedy(blocks)))
     worst, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(worst, lengths, "calibration")
-    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in largest()
+    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
     return Calibration(
         eps=float(worst.max()),
         flips=int(flipped.sum()),

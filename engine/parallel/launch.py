@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import RankError, UserError, flag
 from common.exit import exit_on_user_error, readers_may_leave, tell
-from common.process import is_leader, own_rank, world_size
+from common.process import is_leader, rank, world_size
 
 USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 # Ranks wait so long for torchrun to end them; it looks at its processes ten times a second.
@@ -46,7 +46,7 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
         with readers_may_leave():
             main()
     except UserError as error:
-        _report_user_error(error, error.told(flags or {}))
+        _report_user_error(error, error.with_flags(flags or {}))
         code = USER_ERROR_CODE
     except Exception as error:
         of_ranks = isinstance(error, RuntimeError) and (dist.is_initialized() or isinstance(error, dist.DistError))
@@ -71,7 +71,7 @@ def _report_user_error(error: UserError, message: str) -> None:
         time.sleep(LINGER_SECONDS)  # until the leader has the error, too, and torchrun ends this rank
     if _on_store(lambda store: store.add(f"{_REPORTED}/{message}", 1) == 1, True):
         _on_store(lambda store: store.set(_REPORTED, message), None)
-        tell(f"error: {message}" if is_leader() else f"\nerror on rank {own_rank()}: {message}")
+        tell(f"error: {message}" if is_leader() else f"\nerror on rank {rank()}: {message}")
     # Without the traceback: torchrun's summary repeats the message, and our frames are nobody's business.
     get_error_handler().record_exception(error.with_traceback(None))
 
@@ -81,7 +81,7 @@ def _report_lost_rank(error: Exception) -> None:
     hangs = "timed out" in str(error).lower()
     if not _on_store(lambda store: store.check([_REPORTED]), False):
         how = f"did not answer in time ({flag('rank_timeout')})" if hangs else "died"
-        what = f"rank {own_rank()} lost another rank, which {how}"
+        what = f"rank {rank()} lost another rank, which {how}"
         fix = "see which rank torchrun names as the first to fail; if it names this rank, look at the other ranks; "
         fix += f"rows that had finished are in {flag('save_rows')}, if it was given"
         lost = RankError(what, "a collective", error, "an answer of every rank", fix)

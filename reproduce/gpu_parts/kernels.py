@@ -19,11 +19,10 @@ from common.launch import Launch
 from common.say import dtype_name
 from engine import triton_draws
 from kv_cache.choosing import plan_choice
-from kv_cache.entries import KV, SCORE_CHUNK, Packed, largest
+from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, Packed
 from kv_cache.full import Full
 from kv_cache.packing import plan_packing
 from kv_cache.quantized import QuantizedKVCache
-from kv_cache.refreshed import Choice
 from kv_cache.verify_topk import VerifyTopK
 from models import triton_quantize
 from models.attention import triton_backend
@@ -64,15 +63,15 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
     stored = empty(BATCH, N_KV_HEAD, n_slot, head_dim, dtype=entries).transpose(1, 2)
-    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in largest() else None
+    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in LARGEST else None
     spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, window, dtype)
     positions = empty(BATCH, n_slot, dtype=torch.int64)
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
-    block = triton_backend.Block(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
+    block = triton_backend.TritonPrepared(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
     if cache == NOTING:
-        noted = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
-        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=noted)
+        scores = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
+        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=scores)
     if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
@@ -107,7 +106,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def other_variants() -> Iterator[tuple[str, Launch]]:
-    """Return launches, by name, of the kernels that note attention, choose entries, pack 4 bits, and quantise."""
+    """Return launches, by name, of the kernels that score chunks, choose entries, pack 4 bits, and quantise."""
     empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
     for n_row in (16, 128):
         launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]
@@ -121,9 +120,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
         cache, full = (policy.new_cache(config, BATCH, n_slot, "meta", stored) for policy in (VerifyTopK(), Full()))
-        choice = Choice(positions, empty(BATCH, 4), positions, empty(BATCH, dtype=torch.bool))
-        shares = empty(BATCH, 4, N_KV_HEAD, n_slot // SCORE_CHUNK)
-        launch = plan_choice(cache, 0, full, 0, shares, choice)
+        launch = plan_choice(cache, 0, full, 0, empty(BATCH, N_KV_HEAD, n_slot // SCORE_CHUNK), positions)
         yield f"choose, {head_dim}, {dtype_name(stored)}, {n_slot} entries", launch
     for (head_dim, stored), group in itertools.product(kinds, (16, 64)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, 9999)
