@@ -110,7 +110,7 @@ def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts 
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
-    """Run a few rounds from the prefilled state where something is compiled or captured, so that no measured one is."""
+    """Run a few rounds from the prefilled state where something is compiled or captured: no measured round does that."""
     runner, draft = session.runner, session.plan.draft
     if session.plan.gen_len < 2 or (not session.plan.config.target.compile and runner.graphs is None):
         return

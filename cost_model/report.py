@@ -65,7 +65,7 @@ def report_predicted(flags: CostFlags) -> None:
     cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
     grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
-    published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
+    published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
     said = published if flags.alpha is None else "given"
     record = {
         "benchmark": "cost_prediction",
