@@ -110,7 +110,7 @@ def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts 
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
-    """Run a few rounds from the prefilled state where something is compiled or captured: no measured round does that."""
+    """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
     runner, draft = session.runner, session.plan.draft
     if session.plan.gen_len < 2 or (not session.plan.config.target.compile and runner.graphs is None):
         return
