@@ -1,6 +1,7 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
+def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
     of_model = {
         "context_length": config.max_context,
         "embedding_length": config.dim,
@@ -63,17 +64,11 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
     }
-    of_tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges}
-    of_tokenizer["eos_token_id"] = config.eos_tokens[0]
-    of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
+    of_tokenizer = {"model": "gpt2", "tokens": TOKENS, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
+    of_tokenizer["bos_token_id"] = TOKENS.index("<|im_start|>")
+    of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in TOKENS]
     named = {f"{arch}.{key}": value for key, value in of_model.items()}
     return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-
-
-def value_type(value: object) -> gguf.GGUFValueType:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return gguf.GGUFValueType.UINT32 if value >= 0 else gguf.GGUFValueType.INT32
-    return gguf.GGUFValueType.get_type(value)
 
 
 def write_gguf(
@@ -85,18 +80,16 @@ def write_gguf(
     quantization: Quantization = Quantization.F32,
     extra_tensor: str = "",
     extra_values: Sequence[float] = (1.0,) * 8,
-    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> None:
-    """Weights have Hugging Face names; those of more than one dimension are quantised. A key that is None is left
-    out."""
-    writer = gguf.GGUFWriter(path, arch, endianess=endianess)
+    """Write weights by Hugging Face name, quantised where they have more than one dimension."""
+    writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        if value is None:
-            continue
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            writer.add_key_value(key, value, value_type(value))
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            kind = gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
     for name, tensor in weights.items():
         stored = tensor.numpy()
         kind = quantization if stored.ndim > 1 else Quantization.F32
@@ -106,10 +99,6 @@ def write_gguf(
         writer.add_tensor(gguf_name(name), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
     if extra_tensor:
         writer.add_tensor(extra_tensor, np.array(extra_values, np.float32))
-    finish(writer)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,31 +106,18 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def write_tiny_gguf(
-    folder: Path,
-    *,
-    arch: str = "llama",
-    tied: bool = True,
-    pre: str | None = "smollm",
-    metadata: dict[str, Any] | None = None,
-    n_tokens: int = 0,
-    **options: Any,
+    folder: Path, arch: str = "llama", tied: bool = True, pre: str = "smollm", metadata: Any = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Write `tiny.gguf` of TINY's shape; return its weights by Hugging Face name.
-
-    With only the last `n_tokens` tokens it is quickly read, but its tokenizer is none.
-    """
+    """Write `tiny.gguf` of TINY's shape; return its weights by Hugging Face name."""
     folder.mkdir(exist_ok=True)
-    tokens = TOKENS[-n_tokens:]
-    special = {"eos_tokens": (tokens.index("<|im_end|>"),), "tie_embeddings": tied, "qkv_bias": arch == "qwen2"}
-    config = ModelConfig(**vars(TINY) | {"vocab_size": len(tokens)} | special)
+    config = replace(TINY, tie_embeddings=tied, qkv_bias=arch == "qwen2")
     random = np.random.default_rng(0)
     weights = {
         name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
         for stacked in source_parts(config).values()
         for name, shape in stacked
     }
-    usual = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
-    values = metadata_of(config, arch, tokens, MERGES) | usual | (metadata or {})
+    values = metadata_of(config, arch) | {"tokenizer.ggml.pre": pre} | (metadata or {})
     write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)
     return weights
 

@@ -1,4 +1,4 @@
-"""ModelConfig: what a Hugging Face config.json comes to, under old and new keys, and the ones that are refused."""
+"""ModelConfig: a Hugging Face config.json with old or new keys, and configs that are refused."""
 
 import json
 from dataclasses import replace
@@ -15,8 +15,6 @@ from models import ModelConfig
 from models.rope import inverse_frequencies
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
-MISTRAL = SHAPE | {"architectures": ["MistralForCausalLM"]}
-QWEN2 = SHAPE | {"architectures": ["Qwen2ForCausalLM"]}
 LLAMA3 = LLAMA3_CORNERS | {"factor": 8.0}
 
 
@@ -45,23 +43,14 @@ def test_old_and_new_keys_give_equal_configs(old: dict[str, Any], new: dict[str,
     assert ModelConfig.from_hf(theirs) == ModelConfig.from_hf(LLAMA | new | {"eos_token_id": 2})
 
 
-# `...` takes a key away. test_config_cases.py has far more; these are refused by name.
+# test_config_cases.py has far more cases; these are refused by name.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ...}, "architectures"),
     ({"architectures": 5}, "architecture"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-    ({"rope_theta": 0}, "rope_theta"),
-    ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
-    ({"attention_bias": True}, "attention_bias"),
-    ({"model_type": "mistral"}, "model_type"),
     ({"sliding_window": 4096}, "sliding_window"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
     ({"num_key_value_heads": 8}, "n_kv_head"),
-    ({"head_dim": 15}, "15"),
-    *(({key: "4"}, key) for key in SHAPE),
     ({"eos_token_id": [2, N_TOKENS]}, "eos_token_id"),
 ]
 
@@ -69,16 +58,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("changes, named", REFUSED, ids=[str(changes) for changes, _ in REFUSED])
 def test_config_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({key: value for key, value in (LLAMA | changes).items() if value is not ...}))
+    path.write_text(json.dumps(LLAMA | changes))
     with pytest.raises(ConfigError) as refusal:
         ModelConfig.from_json(path)
     assert named in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[1, 2]", b"\xff\xfe", b"[" * 10**5, b'{"vocab_size": ' + b"9" * 5000 + b"}"]
-)
-def test_config_that_is_not_a_json_object(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"[1, 2]", b"\xff\xfe", b"[" * 10**5, b'{"a": ' + b"9" * 5000 + b"}"])
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="JSON") as refusal:
