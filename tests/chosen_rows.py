@@ -1,4 +1,4 @@
-"""Ragged rows of a self-draft whose entries are chosen anew behind rounds, for either policy that does so."""
+"""Ragged rows of a self-draft whose policy, verify_topk or retrieval, chooses entries anew after rounds."""
 
 import torch
 from tiny import TINY, full_cache, random_prompts, tiny_model
@@ -28,7 +28,7 @@ def retrieval_cache(config=TINY, dtype=torch.float64, **options) -> RetrievalKVC
 
 
 class Rows:
-    """Ragged rows of a self-draft, and rounds over some of them, behind which entries are chosen anew."""
+    """Ragged rows of a self-draft, and rounds over some of them, after which entries are chosen anew."""
 
     choosing = True
 
@@ -39,7 +39,7 @@ class Rows:
         self.drafter = SelfSpeculation(self.runner, cache, GAMMA, *draft)
         for row in range(len(LENGTHS)):
             self.fill(row)
-        # What each row's last token's KV is for is not in the cache yet.
+        # The KV of each row's last token is not in the cache yet.
         self.current = [5, 6, 7, 8]
 
     def fill(self, row: int) -> None:
@@ -47,7 +47,7 @@ class Rows:
         self.drafter.follow([RowUpdate(row, row, self.texts[row], 0)])
 
     def round(self, n_accepted: list[int], rows: list[int] | None = None, gamma: int = GAMMA) -> None:
-        """Verify a block behind those rows, of which so many drafts stand."""
+        """Verify a block in each row; `n_accepted` drafts are accepted, and entries are chosen anew."""
         rows = list(range(len(LENGTHS))) if rows is None else rows
         batch = self.batch.first(len(rows))
         batch.rows.copy_(torch.tensor(rows))

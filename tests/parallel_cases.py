@@ -1,4 +1,4 @@
-"""Tiny runs that a sharded model has to repeat token for token, and the program that torchrun runs them with."""
+"""Tiny runs that a sharded model repeats token for token, and the program that torchrun starts for them."""
 
 import json
 import random
@@ -38,10 +38,8 @@ from models.llama import select_layers
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
-OF_CACHES = (
-    *(f"self, {policy}" for policy in OF_SELF_DRAFTS if policy != "full"),
-    *(f"standalone, {policy}" for policy in POLICIES),
-)
+STANDALONE = ("streaming, positions in the cache", "snapkv", "quantized")
+OF_CACHES = *(f"self, {name}" for name in OF_SELF_DRAFTS if name != "full"), *(f"standalone, {x}" for x in STANDALONE)
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
 DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
@@ -55,10 +53,10 @@ DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards.
+    """A run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards.
 
-    is_captured: on several ranks its rounds are recorded and replayed, collectives too; on one as well where rounds
-    that are called may draft less.
+    is_captured: rounds and their collectives are recorded and replayed on several ranks, and on a single rank where
+    called rounds may draft less.
     """
 
     group_size: int
@@ -93,14 +91,14 @@ def cases_of(selection: str) -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every group size in every mode with every drafter, each captured in some modes and called in others; subsets and
-    orders of ranks are drawn."""
+    """Return every group size in every mode with every drafter, captured in some modes and called in others; subsets
+    and orders of ranks are random."""
     rng = random.Random(0)
 
     def case(group_size: int, mode: str, draft: str) -> Case:
         subset, reverse = rng.randrange(4), rng.random() < 0.3
         is_captured = (MODES.index(mode) + DRAFTS.index(draft)) % 2 == 0
-        # Where rounds are captured, a model beside a text always drafts: it counts more drafts than one process.
+        # In captured rounds a model beside text drafts always drafts, so it counts more drafts than a single process.
         is_captured = is_captured and draft != "combined"
         return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
 
@@ -117,7 +115,7 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
-    """The tokens and counts of a case, by all ranks together."""
+    """Return the tokens and counts of a case, run by all ranks together."""
     order = tuple(range(ranks.size))
     holders = model_ranks(ranks, order[::-1] if case.reverse else order)
     model = _load(folder / str(case.group_size), case.config(), holders)
@@ -187,10 +185,10 @@ def main() -> None:
     ranks = start_ranks("cpu", timeout_seconds=120)
     # Comparing digests takes longer than the rest of so small a round.
     checked = replace(ranks, check=True)
-    own = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
-    by_rank = ranks.gathered(own)
+    here = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
+    by_rank = ranks.gathered(here)
     results = {
-        "cases": {name: [theirs[name] for theirs in by_rank] for name in own},
+        "cases": {name: [theirs[name] for theirs in by_rank] for name in here},
         "all_reduce": ranks.gathered(all_reduce_choices(ranks)),
         "logits": {size: packed_logits(size, folder, model_ranks(ranks, range(ranks.size))) for size in GROUP_SIZES},
     }

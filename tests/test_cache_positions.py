@@ -1,11 +1,10 @@
-"""Positions inside the cache: the streaming cache against a StreamingLLM that keeps plain lists of tokens."""
+"""Positions inside the cache: the streaming cache against a StreamingLLM on lists of tokens."""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from streaming_llm import StreamingLLM
 from tiny import TINY, random_prompts, tiny_model, tiny_runner
 from torch import Tensor
 
@@ -28,8 +27,73 @@ MODELS = {
 }
 
 
+class StreamingLLM:
+    """One row of StreamingLLM (arXiv 2309.17453, section 3.2): lists of un-rotated keys, places by list order.
+
+    Before a block runs, the oldest entries that are no sinks leave until the block fits into the budget.
+    """
+
+    def __init__(self, model: Transformer, budget: int, n_sink: int) -> None:
+        self.model, self.budget, self.n_sink = model, budget, n_sink
+        self.positions: list[int] = []
+        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
+
+    @property
+    def length(self) -> int:
+        return self.positions[-1] + 1 if self.positions else 0
+
+    def forget(self, length: int) -> None:
+        """Drop the positions from `length` on; what a longer text evicted does not come back."""
+        kept = sum(position < length for position in self.positions)
+        for held in (self.positions, *self.entries):
+            del held[kept:]
+
+    def run(self, tokens: list[int]) -> Tensor:
+        """Return the logits `[T, V]` of a block of tokens behind the text."""
+        start = self.length
+        n_evicted = max(0, len(self.positions) + len(tokens) - self.budget)
+        for held in (self.positions, *self.entries):
+            del held[self.n_sink : self.n_sink + n_evicted]
+        self.positions += range(start, start + len(tokens))
+        assert len(self.positions) <= self.budget
+        x = self.model.tok_embeddings.weight[torch.tensor(tokens)]
+        for entries, block in zip(self.entries, self.model.layers, strict=True):
+            x = x + self._attention(block.attention_norm(x), entries, block.attention)
+            gate, up = (block.ffn_norm(x) @ block.feed_forward.w13.weight.T).chunk(2, dim=-1)
+            x = x + (gate * gate.sigmoid() * up) @ block.feed_forward.w2.weight.T
+        head = self.model.output or self.model.tok_embeddings
+        return self.model.norm(x) @ head.weight.T
+
+    def _attention(self, x: Tensor, entries: list[tuple[Tensor, Tensor]], weights) -> Tensor:
+        config, n_token = self.model.config, len(x)
+        stacked = x @ weights.wqkv.weight.T
+        if weights.wqkv.bias is not None:
+            stacked = stacked + weights.wqkv.bias
+        n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
+        entries += zip(k, v, strict=True)
+        frequencies = self.model._frequencies
+        keys = [rotated(key, place, frequencies) for place, (key, _) in enumerate(entries)]
+        out = []
+        for i in range(n_token):
+            n_seen = len(entries) - n_token + i + 1
+            query = rotated(q[i], n_seen - 1, frequencies)
+            for head in range(config.n_head):
+                group = head // (config.n_head // config.n_kv_head)
+                scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
+                out.append(scores.softmax(0) @ torch.stack([value[group] for _, value in entries[:n_seen]]))
+        return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
+
+
+def rotated(x: Tensor, place: int, frequencies: Tensor) -> Tensor:
+    """Rotate heads `x [H, D]` to a place: pair i, (x[i], x[i + D/2]), as a complex number."""
+    first, second = x.chunk(2, dim=-1)
+    pairs = torch.complex(first, second) * torch.exp(1j * place * frequencies.double())
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
 class Both:
-    """A batch in the streaming cache, and each of its rows in the reference; every logit is compared."""
+    """A batch in the streaming cache, with each row in the reference as well; every logit is compared."""
 
     def __init__(self, model: Transformer, n_rows: int, budget: int, n_sink: int, prefill_chunk: int = 512) -> None:
         cache = StreamingKVCache(model.config, n_rows, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
@@ -55,7 +119,7 @@ class Both:
         starts = [length - rewritten for length in self.lengths]
         tokens = torch.tensor(blocks)
         positions = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
-        # As in the engine, one extent for all rows, which may lie beyond the longest.
+        # The engine, too, uses a common extent for all rows, which may lie beyond the longest.
         logits = self.runner.step(tokens, positions, self.cache.view(extent=int(positions.max()) + 1 + self.spare))
         for i, row in enumerate(self.rows):
             row.forget(starts[i])

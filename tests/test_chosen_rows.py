@@ -21,7 +21,7 @@ def means(rows: Rows) -> torch.Tensor:
 
 @of_both_policies
 def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
-    """Some of the rows, in another order and with fewer drafts, of which queries of a longer block are left over."""
+    """Some of the rows, in another order, with fewer drafts than the block whose queries were noted before."""
     together, apart = Rows(new_cache()), Rows(new_cache())
     for one in (together, apart):
         one.round([0, 0, 0, 0])
@@ -37,7 +37,7 @@ def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
 
 @of_both_policies
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_entries_of_8_bits_are_chosen_by_what_they_stand_for(new_cache, stored):
+def test_entries_of_8_bits_are_chosen_by_their_values(new_cache, stored):
     """Entries are copied as they are between equal storages, and converted between others."""
     model = tiny_model(dtype=torch.float32)
     same, wide = (Rows(new_cache(dtype=dtype), model, stored) for dtype in (stored, torch.float32))

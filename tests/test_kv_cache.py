@@ -1,4 +1,4 @@
-"""Views of named rows, entries in 8 bits, and noted queries. For retained positions see test_cache_positions.py."""
+"""Views of named rows, entries in 8 bits, and noted queries. test_policies.py has the retained positions."""
 
 import pytest
 import torch

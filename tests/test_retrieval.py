@@ -1,4 +1,4 @@
-"""The chunks that a query retrieves, against a selection on plain lists, round by round as texts grow."""
+"""Retrieval: the chunks that a query retrieves equal a selection on plain lists, round by round as texts grow."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
 
 
 def require_retrieved(rows: Rows, row: int) -> None:
-    """Whole chunks are held, best first, as far as they fit; of the last one a part; and nothing that is recent."""
+    """Require whole chunks, best first, as far as they fit, a part of the last, and none of the recent entries."""
     text, source = rows.texts[row], rows.runner.cache
     recent = [p for p in rows.cache.positions[row, CHOSEN:].tolist() if p != EMPTY]
     assert max(recent) == len(text) - 1
@@ -55,7 +55,7 @@ def require_retrieved(rows: Rows, row: int) -> None:
     "config", [TINY, replace(TINY, n_kv_head=1), replace(TINY, n_head=6)], ids=["group 2", "group 4", "group 3"]
 )
 def test_rounds_retrieve_what_lists_do(config):
-    """Ragged rows, of which one grows out of the capacity, and one takes another prompt on the way."""
+    """A ragged row outgrows the capacity, and another gets a new prompt."""
     rows = Rows(retrieval_cache(config), tiny_model(config))
     for row in (0, 2, 3):
         require_retrieved(rows, row)
@@ -70,8 +70,8 @@ def test_rounds_retrieve_what_lists_do(config):
     assert len(rows.texts[1]) > rows.cache.capacity
 
 
-def test_means_are_those_of_all_chunks_that_texts_fill():
-    """Kept up while nothing is chosen as well, and over several rounds without a choice."""
+def test_every_full_chunk_has_the_mean_of_its_keys():
+    """Means are kept up in rounds without a choice, too."""
     rows = Rows(retrieval_cache(refresh=3))
     for number, n_accepted in enumerate(ROUNDS):
         rows.choosing = number % 3 == 2
