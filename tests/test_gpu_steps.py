@@ -16,7 +16,7 @@ from serving.serve import Serve
 WORDS = {step.name: step.given["words"] for step in STEPS if step.run in ("rounds.measure", "checks.ranks")}
 
 
-def test_every_function_takes_what_its_step_gives():
+def test_every_function_takes_the_arguments_of_its_step():
     names = [step.name for step in STEPS]
     assert len({*names}) == len(names)
     for place, step in enumerate(STEPS):
@@ -30,7 +30,7 @@ def test_every_function_takes_what_its_step_gives():
 
 
 class Planned(Exception):
-    """A session was planned, and is not made."""
+    """A session was planned."""
 
 
 @pytest.mark.parametrize("name", WORDS)
