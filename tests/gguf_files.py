@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from byte_tokenizer import ALPHABET
+from checkpoint_folders import ALPHABET
 from gguf import GGMLQuantizationType as Quantization
 
 from convert_hf_checkpoint import convert

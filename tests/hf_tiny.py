@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from byte_tokenizer import ALPHABET, BOS, save_tokenizer
+from checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 

@@ -30,7 +30,7 @@ from kv_cache.streaming import Streaming
 from kv_cache.verify_topk import VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
-LIMITS = [15, 9, 12, 24, 8]
+LIMITS = [25, 9, 18, 32, 12]
 SAMPLED = [
     SamplingParams(temperature=0.7, seed=3),
     SamplingParams(temperature=1.1, top_k=9, seed=4),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import ALPHABET, BOS, save_tokenizer
+from checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from gguf_files import write_tiny_gguf
 from test_tokenizer import write_sentencepiece
 from tokenizers import Tokenizer as Backend

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from bench.memory import GIB, memory_plan, require_room
+from bench.memory import GIB, require_room
 from bench.session import Session
 from common import cli
 from reproduce.gpu_parts import rounds
@@ -51,13 +51,3 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
         rounds.open_fitting(f"{words} --device cuda")
     wanted = plans[0].config.sizes.B
     assert 0.6 * wanted <= plans[0].n_rows <= wanted and (plans[0].n_rows == wanted or name.startswith("costs"))
-
-
-def test_rows_that_do_not_fit_are_left_out(monkeypatch):
-    words, plans = f"{DUMMY} JackFram/llama-68m --B 2 --prefix_len 64 --gen_len 8 --draft_budget 32 --device cpu", []
-    monkeypatch.setattr(Session, "of_plan", plans.append)
-    rounds.open_fitting(words)
-    needed = memory_plan(plans[0]).total(2)
-    monkeypatch.setattr("bench.memory.available_bytes", lambda device: needed - 1)
-    rounds.open_fitting(words)
-    assert [plan.n_rows for plan in plans] == [2, 1]

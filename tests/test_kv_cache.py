@@ -1,12 +1,11 @@
-"""Views of named rows, entries in 8 bits, and noted queries. test_policies.py has the retained positions."""
+"""Views of named rows, and entries in 8 bits. test_policies.py has the retained positions."""
 
 import pytest
 import torch
 from tiny import TINY
 
-from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import pack
-from kv_cache.refreshed import ObservingKVCache, VerificationScores
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
@@ -52,14 +51,3 @@ def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
     plain.fill_row(1, target, 9)
     assert torch.equal(plain.read(1).keys[1, plain.slots(kept)], stored_keys[1, kept])
     assert target.n_bytes == 2 * 2 * 2 * 20 * 2 * (8 + 4)
-
-
-def test_queries_of_rows_by_name_are_noted_in_those():
-    target, draft = FullKVCache(TINY, 3, 8), FullKVCache(TINY, 3, 8)
-    observed = VerificationScores((2, 3, 4, TINY.n_head, TINY.head_dim), "cpu", torch.float32, as_shares=False)
-    through = ObservingKVCache(WriteThroughKVCache(target, draft), observed).view(torch.tensor([2, 0]))
-    through.begin(torch.tensor([[5, 6], [3, 4]]))
-    queries = torch.randn(2, 2, TINY.n_head, TINY.head_dim)
-    through.read(1, queries)
-    assert torch.equal(observed.seen[1, [2, 0], :2], queries) and not observed.seen[:, 1].any()
-    assert observed.starts[[2, 0]].tolist() == [5, 3] and observed.starts[1] > 8

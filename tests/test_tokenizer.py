@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from byte_tokenizer import ALPHABET, BOS, save_tokenizer
+from checkpoint_folders import ALPHABET, BOS, save_tokenizer
 
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import load_tokenizer

@@ -40,7 +40,7 @@ def heads_and_rows(model, windows) -> tuple[torch.nn.ModuleDict, Tensor]:
 
 
 def test_examples_are_the_targets_states_behind_what_it_wrote(model, tmp_path):
-    """Against a pass over the whole text; and a file that is there is not made again."""
+    """Examples equal a pass over the whole text, and a file that exists is not written again."""
     runner = ModelRunner(model, full_cache(model, 2))
     assert examples.write_examples(runner, PROMPTS[:3], 20, LAYERS, tmp_path, lambda seconds: True) > 0
     files = sorted(tmp_path.iterdir())
@@ -69,7 +69,7 @@ def test_windows_come_once_an_epoch_and_by_the_step_alone(windows):
 
 
 def test_losses_are_those_of_a_head_that_drafts(model, windows):
-    """The unrolled steps at one position, against the head over a cache, which goes on from its own states there."""
+    """The unrolled steps at each position equal the head over a cache, which goes on from its own states."""
     heads, rows = heads_and_rows(model, windows)
     eagle, medusa, known = heads["eagle"], heads["medusa"], heads["eagle"].target_ids
     for parameter in heads.parameters():
