@@ -1,4 +1,4 @@
-"""Tiny heads as people publish them, in files, and what they compute, written down as plainly as can be."""
+"""Tiny heads in the layouts in which they are published, and plain code for what they compute."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny import rotated
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,10 +17,11 @@ from models.heads.medusa import MedusaHeads, MedusaShape
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
+FREQUENCIES = 1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # in float32, as everywhere
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Norms around 1, the rest large enough that every part matters."""
+    """Return random tensors: norms around 1, the rest large enough that every part matters."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in shapes.items()}
     return {name: 1 + 0.3 * x if "norm" in name else 0.3 * x for name, x in tensors.items()}
@@ -37,7 +39,7 @@ def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed:
 def eagle_tensors(
     target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """n_draft: ids of the head's vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
+    """Return an EAGLE head's tensors. n_draft: ids of its vocabulary; options: of its config, or `bias` of `fc`."""
     dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
     first = "midlayer" if version == 3 and n_layer == 1 else "layers.0"
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (target.vocab_size, dim)}
@@ -79,7 +81,7 @@ def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **opti
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
-    """The folder, with those files in it."""
+    """Write a head's files; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -119,16 +121,8 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def turned(x: Tensor, position: int) -> Tensor:
-    """Heads `[n, HEAD_DIM]` as complex pairs (i, i + half), turned."""
-    half = HEAD_DIM // 2
-    angles = position * (1 / THETA ** (torch.arange(half) / half)).double()  # frequencies in float32, as everywhere
-    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
-
-
 class PlainEagle:
-    """One head over one text: it keeps the keys and values of every step in lists, and is run token by token."""
+    """A head over a single text: it runs token by token, and keeps keys and values in lists."""
 
     def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1, **options: Any) -> None:
         self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
@@ -145,7 +139,7 @@ class PlainEagle:
         return self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
-        """The next state, with the token that followed the one of `state`."""
+        """Return the next state, from a state and the token behind it."""
         tensors, embedded = self.tensors, self.tensors["embed_tokens.weight"][token]
         x = state
         if self.version == 1:
@@ -166,8 +160,8 @@ class PlainEagle:
                 for n in "qkv"
             )
             at = len(held)
-            held.append((turned(k, at), v))
-            queries, group = turned(q, at), N_HEAD // N_KV_HEAD
+            held.append((rotated(k, at, FREQUENCIES), v))
+            queries, group = rotated(q, at, FREQUENCIES), N_HEAD // N_KV_HEAD
             heads = []
             for h in range(N_HEAD):
                 scores = torch.stack([key[h // group] @ queries[h] for key, _ in held]) / HEAD_DIM**0.5

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import TINY, random_prompts, tiny_model, tiny_runner
+from tiny import TINY, random_prompts, rotated, tiny_model, tiny_runner
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -83,13 +83,6 @@ class StreamingLLM:
                 scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
                 out.append(scores.softmax(0) @ torch.stack([value[group] for _, value in entries[:n_seen]]))
         return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
-
-
-def rotated(x: Tensor, place: int, frequencies: Tensor) -> Tensor:
-    """Rotate heads `x [H, D]` to a place: pair i, (x[i], x[i + D/2]), as a complex number."""
-    first, second = x.chunk(2, dim=-1)
-    pairs = torch.complex(first, second) * torch.exp(1j * place * frequencies.double())
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
 class Both:

@@ -96,7 +96,7 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     return [generate(runner, prompts, **how) for _ in range(times)]
 
 
-@pytest.mark.parametrize("kind,mode", zip(DRAFTERS, cycle(["coupled", "rejection"]), strict=False))
+@pytest.mark.parametrize("kind,mode", [*zip(DRAFTERS, cycle(["coupled", "rejection"]), strict=False)])
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows, twice: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []

@@ -1,29 +1,18 @@
 """ModelConfig: a Hugging Face config.json with old or new keys, and configs that are refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, llama3_rope, rope
+from hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, rope
 from transformers import LlamaConfig
 
 from common.errors import ConfigError
 from models import ModelConfig
-from models.rope import inverse_frequencies
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
 LLAMA3 = LLAMA3_CORNERS | {"factor": 8.0}
-
-
-def test_llama3_rope_has_its_three_branches() -> None:
-    config = ModelConfig.from_hf(LlamaConfig(**LLAMA | llama3_rope(8.0)).to_dict())
-    slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
-    assert slowed[0] == 1
-    assert 1 < slowed[1] < 8
-    torch.testing.assert_close(slowed[2:], torch.full((6,), 8.0))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ def backend() -> CppAttention:
     try:
         return CppAttention()
     except cpp_build.BuildError as error:
+        if "wrong results" in str(error):
+            raise
         pytest.skip(str(error))
 
 

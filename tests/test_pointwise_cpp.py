@@ -26,6 +26,8 @@ def kernel() -> Pointwise:
     try:
         return cpp()
     except BuildError as error:
+        if "wrong results" in str(error):
+            raise
         pytest.skip(str(error))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chosen_rows import CHOSEN, CHUNK, N_FIRST, WINDOW, Rows, retrieval_cache
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, full_cache, random_prompts, tiny_model, weights_by_lists
 
 from engine import ModelRunner
 from kv_cache.base import EMPTY
@@ -22,12 +22,10 @@ def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
     queries = again.last_queries(0, text, 1)[layer][:, 0]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     starts, ordered = range(0, len(text) - WINDOW, CHUNK), []
-    for head, own_keys in enumerate(keys):
-        means = [sum(own_keys[start + i] for i in range(CHUNK)) / CHUNK for start in starts]
-        received = [0.0] * len(means)
-        for query in queries[head * group : (head + 1) * group]:
-            weights = [math.exp(float(query @ mean) / math.sqrt(len(query))) for mean in means]
-            received = [sum_ + weight / sum(weights) for sum_, weight in zip(received, weights, strict=True)]
+    for head, head_keys in enumerate(keys):
+        means = [sum(head_keys[start + i] for i in range(CHUNK)) / CHUNK for start in starts]
+        heads = (weights_by_lists(query, means) for query in queries[head * group : (head + 1) * group])
+        received = [sum(weights) for weights in zip(*heads, strict=True)]
         order = sorted(range(len(means)), key=lambda i: -math.inf if i * CHUNK < N_FIRST else -received[i])
         ordered.append([range(starts[i], min(starts[i] + CHUNK, len(text) - WINDOW)) for i in order])
     return ordered

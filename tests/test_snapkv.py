@@ -1,11 +1,11 @@
 """SnapKV: the selected entries equal a selection on plain lists, also of some layers and in 8 bits."""
 
-import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model
+from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, weights_by_lists
 
 from engine import ModelRunner
 from engine.drafters import RowUpdate
@@ -23,18 +23,13 @@ SHAPES = {
 
 
 def received_by_lists(queries, keys):
-    """Return the attention that entries receive, by loops over the softmax of scaled scores."""
-    n_head, n_query, head_dim = queries.shape
-    n_kv_head, n_token, _ = keys.shape
-    group = n_head // n_kv_head
-    received = [[0.0] * n_token for _ in range(n_kv_head)]
-    for head in range(n_head):
-        for i in range(n_query):
-            last = n_token - n_query + i
-            scores = [float(queries[head, i] @ keys[head // group, j]) / math.sqrt(head_dim) for j in range(last + 1)]
-            weights = [math.exp(score - max(scores)) for score in scores]
-            for j, weight in enumerate(weights):
-                received[head // group][j] += weight / sum(weights) / group
+    """Return the attention that entries receive from the last queries, averaged over the heads of a group."""
+    n_query, n_token, group = queries.shape[1], keys.shape[1], len(queries) // len(keys)
+    received = [[0.0] * n_token for _ in keys]
+    for head, i in product(range(len(queries)), range(n_query)):
+        visible = keys[head // group, : n_token - n_query + i + 1]
+        for j, weight in enumerate(weights_by_lists(queries[head, i], visible)):
+            received[head // group][j] += weight / group
     return received
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chosen_rows import CHOSEN, GAMMA, LENGTHS, WINDOW, Rows, topk_cache
-from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
+from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner, weights_by_lists
 
 from engine import ModelRunner, SelfSpeculation, generate
 from kv_cache.entries import SCORE_CHUNK
@@ -22,13 +22,13 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     queries = again.last_queries(0, text, len(text))[layer]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     chosen = []
-    for head, own_keys in enumerate(keys):
+    for head, head_keys in enumerate(keys):
         received = [0.0] * -(-len(text) // SCORE_CHUNK)
         for i in which:
             for query in queries[head * group : (head + 1) * group, i]:
-                weights = [math.exp(float(query @ own_keys[j]) / math.sqrt(len(query))) for j in range(i + 1)]
+                weights = weights_by_lists(query, head_keys[: i + 1])
                 for first in range(0, i + 1, SCORE_CHUNK):
-                    received[first // SCORE_CHUNK] += max(weights[first : first + SCORE_CHUNK]) / sum(weights)
+                    received[first // SCORE_CHUNK] += max(weights[first : first + SCORE_CHUNK])
         best = [0, *sorted(range(1, len(received)), key=lambda chunk: -received[chunk])]
         entries = [SCORE_CHUNK * chunk + i for chunk in best for i in range(SCORE_CHUNK)]
         chosen.append({*[entry for entry in entries if entry < len(text) - WINDOW][:CHOSEN]})
