@@ -11,7 +11,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
-from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 from pacings import SCHEDULES, Scripted, scheduled
 from policies import OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
@@ -49,6 +48,48 @@ N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
 # 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
 DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab_size=64)
+
+
+STEPS = ("empty", "rendezvous", "one-shot", "two-shot")
+
+
+class FakeSymmetricMemory:
+    """PyTorch's symmetric memory without a GPU: a workspace that sums over all ranks by the process group.
+
+    `fails` is the step that raises; `error` is added to every sum.
+    """
+
+    def __init__(self, error: float = 0.0, fails: str = "") -> None:
+        self.error, self.fails = error, fails
+        self.joined: list[tuple[torch.Tensor, str]] = []
+        self.calls: list[str] = []
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._call("empty")
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: torch.Tensor, group_name: str) -> None:
+        self._call("rendezvous")
+        self.joined.append((tensor, group_name))
+
+    def one_shot_all_reduce(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        return self._sum("one-shot", x.clone(), x, op, group_name)
+
+    def two_shot_all_reduce_(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        return self._sum("two-shot", x, x, op, group_name)
+
+    def _sum(self, name: str, into: torch.Tensor, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        (workspace, joined_under), *_ = self.joined
+        assert (op, group_name) == ("sum", joined_under)
+        assert x.untyped_storage().data_ptr() == workspace.untyped_storage().data_ptr(), "not in symmetric memory"
+        dist.all_reduce(into)
+        self._call(name)
+        return into.add_(self.error)
+
+    def _call(self, step: str) -> None:
+        self.calls.append(step)
+        if step == self.fails:
+            raise RuntimeError("no multicast support")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ No GPU is needed: one gloo rank stands for the group, and a fake for PyTorch's s
 import pytest
 import torch
 import torch.distributed as dist
-from fake_symmetric_memory import FakeSymmetricMemory
+from parallel_cases import FakeSymmetricMemory
 
 from engine.parallel.all_reduce import (
     ONE_SHOT_BYTES,

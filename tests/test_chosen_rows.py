@@ -1,16 +1,77 @@
-"""Policies that choose anew: rows by name, entries of 8 bits, and drafts of some layers."""
+"""Policies that choose entries anew after rounds: verify_topk and retrieval equal selections on plain lists."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from chosen_rows import CHOSEN, GAMMA, LENGTHS, LONGEST, Rows, retrieval_cache, topk_cache
-from tiny import TINY, tiny_model, tiny_runner
+from tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner, weights_by_lists
 
 from common.errors import ConfigError
-from engine import SelfSpeculation, generate
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.batch import Batch
+from engine.drafters import RowUpdate
+from engine.round import Round
+from engine.sampling import Filters
+from kv_cache.base import EMPTY
+from kv_cache.entries import SCORE_CHUNK
+from kv_cache.refreshed import SelectionOps
+from kv_cache.retrieval import Retrieval, RetrievalKVCache
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import select_layers
 
+GAMMA, WINDOW, BUDGET, N_FIRST, CHUNK = 3, 6, 16, 2, 3
+CHOSEN, LONGEST = BUDGET - WINDOW, 100
+LENGTHS = [40, 9, 29, 53]
+
+
+def topk_cache(config=TINY, n_rows: int = len(LENGTHS), dtype=torch.float64, **options) -> VerifyTopKCache:
+    options = {"snapkv_window": WINDOW, "n_sink": N_FIRST, "refresh": 1} | options
+    return VerifyTopKCache(config, n_rows, VerifyTopK(BUDGET, **options), "cpu", dtype)
+
+
+def retrieval_cache(config=TINY, dtype=torch.float64, **options) -> RetrievalKVCache:
+    options = {"snapkv_window": WINDOW, "n_sink": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
+    policy = Retrieval(BUDGET, **options)
+    return RetrievalKVCache(config, len(LENGTHS), LONGEST, policy, "cpu", dtype)
+
+
+class Rows:
+    """Ragged rows of a self-draft, and rounds over some of them, after which entries are chosen anew."""
+
+    def __init__(self, cache: VerifyTopKCache, model=None, kv_dtype=None, draft=(None, None)) -> None:
+        self.model, self.texts = model or tiny_model(), random_prompts(LENGTHS)
+        self.runner = ModelRunner(self.model, full_cache(self.model, len(LENGTHS), kv_dtype=kv_dtype))
+        self.cache, self.batch = cache, Batch(len(LENGTHS), Filters())
+        self.drafter = SelfSpeculation(self.runner, cache, GAMMA, *draft)
+        for row in range(len(LENGTHS)):
+            self.fill(row)
+        # The KV of each row's last token is not in the cache yet.
+        self.current = [5, 6, 7, 8]
+
+    def fill(self, row: int) -> None:
+        self.runner.prefill_row(row, self.texts[row])
+        self.drafter.follow([RowUpdate(row, row, self.texts[row], 0)])
+
+    def round(self, n_accepted: list[int], rows: list[int] | None = None, gamma: int = GAMMA) -> None:
+        """Verify a block in each row; `n_accepted` drafts are accepted, and entries are chosen anew."""
+        rows = list(range(len(LENGTHS))) if rows is None else rows
+        batch = self.batch.first(len(rows))
+        batch.rows.copy_(torch.tensor(rows))
+        batch.set_state([len(self.texts[row]) for row in rows], [0] * len(rows), [self.current[row] for row in rows])
+        drafts = torch.arange(gamma) + torch.tensor(rows)[:, None] * 3
+        block = torch.cat([batch.current[:, None], drafts], dim=1)
+        Round(self.runner, batch, self.drafter, gamma, "greedy").forward(block)
+        for place, row in enumerate(rows):
+            self.texts[row] = [*self.texts[row], *block[place, : 1 + n_accepted[place]].tolist()]
+        batch.set_state([len(self.texts[row]) for row in rows], [0] * len(rows), [1] * len(rows))
+        self.runner.cache.rollback(torch.tensor([len(text) for text in self.texts]))
+        self.drafter.rollback(batch)
+        self.drafter.refresh(batch, gamma)
+
+
+GROUPS = [TINY, replace(TINY, n_kv_head=1), replace(TINY, n_head=6)]
+over_group_sizes = pytest.mark.parametrize("config", GROUPS, ids=["group 2", "group 4", "group 3"])
 of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache])
 
 
@@ -69,3 +130,148 @@ def test_a_text_beyond_the_longest_is_refused():
     drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)
     with pytest.raises(ConfigError):
         generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)
+
+
+def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
+    """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
+    text, model = rows.texts[row], rows.model
+    again = ModelRunner(model, full_cache(model, 1))
+    again.prefill_row(0, text)
+    queries = again.last_queries(0, text, len(text))[layer]
+    keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
+    chosen = []
+    for head, head_keys in enumerate(keys):
+        received = [0.0] * -(-len(text) // SCORE_CHUNK)
+        for i in which:
+            for query in queries[head * group : (head + 1) * group, i]:
+                weights = weights_by_lists(query, head_keys[: i + 1])
+                for first in range(0, i + 1, SCORE_CHUNK):
+                    received[first // SCORE_CHUNK] += max(weights[first : first + SCORE_CHUNK])
+        best = [0, *sorted(range(1, len(received)), key=lambda chunk: -received[chunk])]
+        entries = [SCORE_CHUNK * chunk + i for chunk in best for i in range(SCORE_CHUNK)]
+        chosen.append({*[entry for entry in entries if entry < len(text) - WINDOW][:CHOSEN]})
+    return chosen
+
+
+def held(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
+    """Return the positions of the target's entries that the chosen slots hold."""
+    return [int((source[head] == key).all(-1).nonzero()) for key in rows.cache.keys[layer, row, head, :CHOSEN]]
+
+
+@over_group_sizes
+@pytest.mark.parametrize("score_queries", ["ends", "all"])
+def test_rounds_choose_what_lists_do(config, score_queries):
+    """Entries of ragged rows are chosen by the queries of accepted tokens; a short row keeps its whole text."""
+    rows = Rows(topk_cache(config, score_queries=score_queries), tiny_model(config))
+    short = rows.cache.entries[:, :, 1, :, : LENGTHS[1]].clone()
+    heads_differ = False
+    for n_accepted in ([1, 3, 3, 2], [3, 0, 1, 2]):
+        lengths = [len(text) for text in rows.texts]
+        rows.round(n_accepted)
+        assert torch.equal(rows.cache.entries[:, :, 1, :, : LENGTHS[1]], short)
+        for row in (0, 2, 3):
+            first, last = lengths[row], lengths[row] + n_accepted[row]
+            # The last accepted token's query counts once more for each rejected one.
+            all_of_them = [*range(first, last), *[last] * (GAMMA + 1 - n_accepted[row])]
+            for layer in range(config.n_layer):
+                expected = chosen_by_lists(rows, row, layer, [first, last] if score_queries == "ends" else all_of_them)
+                source = rows.runner.cache.entries[layer, :, row, :, : len(rows.texts[row])]
+                heads_differ |= len(set(map(frozenset, expected))) > 1
+                for head, wanted in enumerate(expected):
+                    now = held(rows, row, layer, head, source[0])
+                    assert set(now) == wanted and len(now) == CHOSEN
+                    assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
+    assert heads_differ or config.n_kv_head == 1
+
+
+@pytest.mark.parametrize("n_chosen", [8, 9, 80])
+def test_of_equal_chunks_the_first_are_chosen_and_a_last_one_in_part(n_chosen):
+    chunk, ends, share = 4, [80, 41, 42, 43, 16], torch.randint(4, (5, 2, 20)) / 4
+    share[:, :, 10], share[4, :, 4:] = 1, 1
+    chosen = SelectionOps().best_chunks(share, chunk, torch.tensor(ends), chunk, n_chosen)
+    for row, end in enumerate(ends):
+        for head, own in enumerate(share[row].tolist()):
+            best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -own[i])]
+            entries = [entry for i in best for entry in range(chunk * i, min(chunk * (i + 1), end))]
+            assert chosen[row, head].tolist()[: len(entries)] == entries[:n_chosen]
+
+
+def test_scores_of_the_last_request_in_a_row_are_forgotten():
+    """Scores of the last request may be NaN, and its blocks shorter."""
+    chosen = []
+    for left in (0.0, math.nan):
+        rows = Rows(topk_cache())
+        rows.round([1, 1, 1, 1])
+        rows.drafter._scores.seen[:, 2] = left
+        rows.fill(2)
+        rows.round([1, 1, 1, 1], gamma=1)
+        chosen.append(rows.cache.entries[:, :, 2].clone())
+    assert torch.equal(*chosen)
+
+
+@pytest.mark.parametrize("refresh,n_choices", [(1, 12), (7, 2)])
+def test_entries_are_chosen_anew_every_refresh_rounds(refresh, n_choices, monkeypatch):
+    runner, chosen = tiny_runner(1), []
+    drafter = SelfSpeculation(runner, topk_cache(n_rows=1, refresh=refresh), GAMMA)
+    choose = VerifyTopKCache.choose
+    monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: chosen.append(1) or choose(*given))
+    rounds = 0
+    while rounds < 12:
+        out = generate(runner, random_prompts([40], seed=rounds), max_new_tokens=2, drafter=drafter)
+        rounds += len(out.stats.rounds)
+    assert rounds == 12 and len(chosen) == n_choices
+
+
+ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], [1, 3, 2, 3])
+
+
+def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
+    """Return for each KV head the chunks before the window: sinks, then by the last query's attention."""
+    text, model = rows.texts[row], rows.model
+    again = ModelRunner(model, full_cache(model, 1))
+    again.prefill_row(0, text)
+    queries = again.last_queries(0, text, 1)[layer][:, 0]
+    keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
+    starts, ordered = range(0, len(text) - WINDOW, CHUNK), []
+    for head, head_keys in enumerate(keys):
+        means = [sum(head_keys[start + i] for i in range(CHUNK)) / CHUNK for start in starts]
+        heads = (weights_by_lists(query, means) for query in queries[head * group : (head + 1) * group])
+        received = [sum(weights) for weights in zip(*heads, strict=True)]
+        order = sorted(range(len(means)), key=lambda i: -math.inf if i * CHUNK < N_FIRST else -received[i])
+        ordered.append([range(starts[i], min(starts[i] + CHUNK, len(text) - WINDOW)) for i in order])
+    return ordered
+
+
+def require_retrieved(rows: Rows, row: int) -> None:
+    """Require whole chunks, best first, as far as they fit, a part of the last, and none of the recent entries."""
+    text, source = rows.texts[row], rows.runner.cache
+    recent = [p for p in rows.cache.positions[row, CHOSEN:].tolist() if p != EMPTY]
+    assert max(recent) == len(text) - 1
+    for layer in range(rows.model.config.n_layer):
+        for head, chunks in enumerate(attended_chunks(rows, row, layer)):
+            own = rows.cache.entries[layer, :, row, head, :CHOSEN]
+            keys, values = source.entries[layer, :, row, head, : len(text)]
+            now = [int((keys == key).all(-1).nonzero()) for key in own[0]]
+            assert torch.equal(own[1], values[now]) and len({*now, *recent}) == len(now) + len(recent)
+            left = CHOSEN
+            for chunk in chunks:
+                held = len({*now} & {*chunk})
+                assert held == min(left, len(chunk))
+                left -= held
+
+
+@over_group_sizes
+def test_rounds_retrieve_what_lists_do(config):
+    """A ragged row outgrows the capacity, and another gets a new prompt."""
+    rows = Rows(retrieval_cache(config), tiny_model(config))
+    for row in (0, 2, 3):
+        require_retrieved(rows, row)
+    for number, n_accepted in enumerate(ROUNDS):
+        rows.round(n_accepted)
+        if number == 2:
+            rows.texts[2] = random_prompts([44], seed=7)[0]
+            rows.fill(2)
+        for row in range(4):
+            if len(rows.texts[row]) > rows.cache.capacity:
+                require_retrieved(rows, row)
+    assert len(rows.texts[1]) > rows.cache.capacity

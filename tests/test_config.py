@@ -1,18 +1,69 @@
-"""ModelConfig: a Hugging Face config.json with old or new keys, and configs that are refused."""
+"""ModelConfig: presets, and a config.json that is refused or has the logits of transformers."""
 
 import json
+import math
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, rope
-from transformers import LlamaConfig
+import torch
+import transformers
+from hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, random_model, rope, save_folder
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from common.errors import ConfigError
-from models import ModelConfig
+from common.errors import ConfigError, UserError
+from convert_hf_checkpoint import convert
+from kv_cache import FullKVCache
+from models import ModelConfig, load_model
+from models.config import RopeScaling
+from models.presets import PRESETS, preset_config
+
+# Parameters; what their number does not see: heads, KV heads, head_dim, rope_theta, context.
+LLAMA_2, TINYLLAMA, SMOLLM = (32, 32, 128, 1e4, 4096), (32, 4, 64, 1e4, 2048), (9, 3, 64, 1e5, 8192)
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": (6_738_415_616, LLAMA_2),
+    "togethercomputer/LLaMA-2-7B-32K": (6_738_415_616, (*LLAMA_2[:-1], 32768)),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (1_100_048_384, TINYLLAMA),
+    "TinyLlama/TinyLlama_v1.1": (1_100_048_384, TINYLLAMA),
+    "JackFram/llama-68m": (68_030_208, (12, 12, 64, 1e4, 2048)),
+    "meta-llama/Meta-Llama-3-8B": (8_030_261_248, (32, 8, 128, 5e5, 8192)),
+    "meta-llama/Meta-Llama-3.1-8B": (8_030_261_248, (32, 8, 128, 5e5, 131072)),
+    "meta-llama/Meta-Llama-3.1-70B": (70_553_706_496, (64, 8, 128, 5e5, 131072)),
+    "meta-llama/Llama-3.2-1B": (1_235_814_400, (32, 8, 64, 5e5, 131072)),
+    "meta-llama/Llama-3.2-3B": (3_212_749_824, (24, 8, 128, 5e5, 131072)),
+    "HuggingFaceTB/SmolLM2-135M": (134_515_008, SMOLLM),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (134_515_008, SMOLLM),
+    "mistralai/Mistral-7B-v0.1": (7_241_732_096, (32, 8, 128, 1e4, 32768)),
+    "mistralai/Mistral-7B-v0.3": (7_248_023_552, (32, 8, 128, 1e6, 32768)),
+    "01-ai/Yi-1.5-6B": (6_061_035_520, (32, 4, 128, 5e6, 4096)),
+    "Qwen/Qwen2.5-7B": (7_615_616_512, (28, 4, 128, 1e6, 131072)),
+    "Qwen/Qwen2.5-0.5B": (494_032_768, (14, 2, 64, 1e6, 32768)),
+}
+
+
+def test_presets_are_what_is_published():
+    presets = {name: preset_config(name) for name in PRESETS}
+    shapes = {name: (c.n_head, c.n_kv_head, c.head_dim, c.rope_theta, c.max_context) for name, c in presets.items()}
+    assert {name: (config.n_parameters, shapes[name]) for name, config in presets.items()} == PUBLISHED
+
+
+def test_context_extensions_windows_and_biases():
+    assert preset_config("togethercomputer/LLaMA-2-7B-32K").rope_scaling == RopeScaling("linear", 8.0)
+    assert preset_config("meta-llama/Meta-Llama-3.1-8B").rope_scaling == RopeScaling("llama3", 8.0)
+    assert preset_config("meta-llama/Llama-3.2-1B").rope_scaling == RopeScaling("llama3", 32.0)
+    assert preset_config("meta-llama/Meta-Llama-3-8B").rope_scaling is None
+    assert preset_config("mistralai/Mistral-7B-v0.1").sliding_window == 4096
+    assert preset_config("mistralai/Mistral-7B-v0.3").sliding_window is None
+    assert preset_config("Qwen/Qwen2.5-7B").qkv_bias
+    assert not preset_config("meta-llama/Meta-Llama-3.1-8B").qkv_bias
+
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
-LLAMA3 = LLAMA3_CORNERS | {"factor": 8.0}
+CORNERS = LLAMA3_CORNERS | {"factor": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -22,8 +73,8 @@ LLAMA3 = LLAMA3_CORNERS | {"factor": 8.0}
         ({"rope_theta": 5e5, "rope_scaling": None}, rope(5e5)),
         ({}, rope(1e4)),
         ({"rope_scaling": {"type": "linear", "factor": 8.0}}, rope(1e4, "linear", factor=8.0)),
-        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, rope(5e5, "llama3", **LLAMA3)),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}, rope(5e5, "llama3", **LLAMA3)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **CORNERS}}, rope(5e5, "llama3", **CORNERS)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **CORNERS}}, rope(5e5, "llama3", **CORNERS)),
     ],
 )
 def test_old_and_new_keys_give_equal_configs(old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -32,7 +83,7 @@ def test_old_and_new_keys_give_equal_configs(old: dict[str, Any], new: dict[str,
     assert ModelConfig.from_hf(theirs) == ModelConfig.from_hf(LLAMA | new | {"eos_token_id": 2})
 
 
-# test_config_cases.py has far more cases; these are refused by name.
+# The changed configs below are far more cases; these are refused by name.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": 5}, "architecture"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
@@ -60,3 +111,131 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: 
     with pytest.raises(ConfigError, match="JSON") as refusal:
         ModelConfig.from_json(path)
     assert str(path) in str(refusal.value)
+
+
+TOLERANCE = 1e-5  # of logits of order 1, in float32
+LENGTHS, PREFILLED, BLOCK = (27, 48), 15, 11
+DROP = ...
+BASES = {
+    "llama": LlamaConfig(**SHAPE, **rope(10000.0)),
+    "mistral": MistralConfig(**SHAPE, **rope(10000.0), sliding_window=11),
+    "qwen2": Qwen2Config(**SHAPE, **rope(10000.0)),
+}
+LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_CORNERS}
+FULL, SLIDING = "full_attention", "sliding_attention"
+VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.5,),
+    "architectures": (DROP, None, ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["LlamaModel"]),
+    "model_type": (DROP, None, "llama", "mistral", "qwen3"),
+    "vocab_size": (DROP, 64, float(N_TOKENS)),
+    "hidden_size": (DROP, 32, 66, "64", True),
+    "num_hidden_layers": (DROP, 1, 3),
+    "num_attention_heads": (DROP, 2, 8, 0),
+    "num_key_value_heads": (DROP, None, 1, 3),
+    "head_dim": (DROP, None, 8, 16, "16", 0),
+    "rms_norm_eps": (DROP, None, 0.1, 1, 0, -1e-5, math.nan),
+    "hidden_act": (DROP, None, "silu", "gelu", "swish"),
+    "tie_word_embeddings": (DROP, None, True, 1, "true"),
+    "eos_token_id": (None, 7, [3, 4], -1, "2"),
+    "attention_bias": (None, True, False, 0),
+    "mlp_bias": (None, True, False),
+    "sliding_window": (DROP, None, 5, 0, "8"),
+    "use_sliding_window": (None, True, False),
+    "layer_types": (None, [FULL] * 2, [SLIDING] * 2, [FULL, SLIDING], []),
+    "is_causal": (True, False),
+    "quantization_config": (None, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "text_config": (None, {"rms_norm_eps": 0.1}),
+    "rope_theta": (None, 500.0, "10000", 0, math.inf),
+    "partial_rotary_factor": (None, 1, 0.5),
+    "rope_scaling": (None, {}, LINEAR, {"type": "linear", "factor": 2}, YARN, "linear"),
+    "rope_parameters": (
+        *(DROP, None, {}, [], "linear"),
+        *({"rope_type": "default", "rope_theta": theta} for theta in (500.0, None, "500")),
+        *({"rope_type": "linear", "type": kind, "factor": 4.0} for kind in ("yarn", "default")),
+        *(LINEAR | {"factor": factor} for factor in (2, 0.5, None, "4", 0)),
+        *(LINEAR | {"rope_type": kind} for kind in ("dynamic", "longrope", "llama3", 5)),
+        *({"rope_type": "default", "partial_rotary_factor": factor} for factor in (1.0, 0.5)),
+        LLAMA3,
+        {key: value for key, value in LLAMA3.items() if key != "low_freq_factor"},
+        LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+        LLAMA3 | {"original_max_position_embeddings": 16, "mscale": 2.0},
+        {FULL: LINEAR},
+    ),
+}
+# Files from before transformers 5, and files with old and new keys at once.
+OLD = {"rope_parameters": DROP, "rope_theta": 500.0}
+COMBINATIONS: tuple[dict[str, Any], ...] = (
+    {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "final_logit_softcapping": 1.0, "n_layer": 1},
+    OLD,
+    *(OLD | {"rope_scaling": scaling} for scaling in (None, LINEAR, LLAMA3, YARN, [])),
+    OLD | {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 900.0}},
+    {"rope_parameters": YARN, "rope_scaling": LINEAR},
+    {"rope_parameters": LINEAR, "rope_scaling": YARN},
+    *({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": n} for n in (0, 1, 28)),
+    {"use_sliding_window": False, "sliding_window": 5, "layer_types": [FULL, SLIDING]},
+    {"model_type": DROP, "architectures": DROP},
+    {"tie_word_embeddings": DROP, "rms_norm_eps": DROP, "hidden_act": DROP, "max_position_embeddings": DROP},
+)
+CHANGES = ({}, *({key: value} for key, values in VALUES.items() for value in values), *COMBINATIONS)
+
+
+@torch.no_grad()
+def by_transformers(folder: Path, rows: list[Tensor]) -> list[Tensor] | None:
+    """Return the logits `[T, V]` of each row; None where transformers does not load the folder or all of its weights,
+    or where decoding gives other logits than a whole forward pass."""
+    try:
+        model, said = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+        )
+        logits = []
+        for row in rows:
+            logits.append(model(row[None], return_dict=True).logits[0])
+            step, cache = [], None
+            for block in (row[:PREFILLED], *row[PREFILLED:].split(BLOCK)):
+                out = model(block[None], past_key_values=cache, use_cache=True, return_dict=True)
+                step, cache = [*step, out.logits[0]], out.past_key_values
+            if not torch.allclose(torch.cat(step), logits[-1], rtol=0, atol=TOLERANCE):
+                return None
+        return None if any(said.values()) else logits
+    except Exception:  # of many kinds: whichever line is the first to fail
+        return None
+
+
+def outcome(base: Path, changes: dict[str, Any], plain: list[Tensor], rows: list[Tensor], scratch: Path) -> str:
+    """Convert a changed checkpoint, and compare it with what transformers loads from the same folder."""
+    changed = scratch / "changed"
+    changed.mkdir(parents=True)
+    for path in base.iterdir():
+        if path.name != "config.json":
+            (changed / path.name).symlink_to(path)
+    values = json.loads((base / "config.json").read_text()) | changes
+    (changed / "config.json").write_text(json.dumps({key: x for key, x in values.items() if x is not DROP}))
+    theirs = by_transformers(changed, rows)
+    try:
+        model = load_model(convert(changed, scratch / "converted").parent, prepack=False)
+    except UserError:
+        return "both refuse" if theirs is None else "refused here"
+    # A config that transformers refuses may be accepted here only if the key has no effect.
+    for row, expected in zip(rows, plain if theirs is None else theirs, strict=True):
+        ours = model(row[None], torch.arange(len(row))[None], FullKVCache(model.config, 1, len(row)))[0]
+        if not torch.allclose(ours, expected, rtol=0, atol=TOLERANCE):
+            return "other logits"
+    return "equal logits"
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_changed_config_has_the_logits_of_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
+    base, generator = tmp_path / "base", torch.Generator().manual_seed(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    save_folder(random_model(BASES[name]), base)
+    rows = [torch.randint(N_TOKENS, (length,), generator=generator) for length in LENGTHS]
+    plain = by_transformers(base, rows)
+    assert plain is not None
+    counts: Counter[str] = Counter()
+    for number, changes in enumerate(islice(CHANGES, [*BASES].index(name), None, len(BASES))):
+        found = outcome(base, changes, plain, rows, tmp_path / f"{number}")
+        assert found != "other logits", changes
+        counts[found] += 1
+    assert counts["equal logits"] > 8 and counts["both refuse"] > 8

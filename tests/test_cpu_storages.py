@@ -1,12 +1,33 @@
-"""cpu_storages.py: a record for every storage, with a row for each kind of sampling, and llama.cpp's beside them."""
+"""cpu_linears.py and cpu_storages.py: a record for every kernel and every storage."""
 
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import torch
 from machine import needs_vnni
 from programs import run
+
+from reproduce.cpu_linears import installed_kernels
+
+
+def test_a_kernel_multiplies_by_the_weight_that_it_packed():
+    w, x = torch.randn(128, 64), torch.randn(3, 64)
+    for kernel in installed_kernels():
+        y = kernel.multiply(x.to(kernel.dtype), kernel.pack(w))
+        cosine = torch.cosine_similarity(y.float(), x @ w.T)
+        assert y.shape == (3, 128) and cosine.min() > (0.98 if "int4" in kernel.name else 0.999), kernel.name
+
+
+def test_a_record_has_every_kernel_for_every_number_of_rows(tmp_path):
+    output = tmp_path / "linears.jsonl"
+    ended = run("reproduce/cpu_linears.py", f"--n_layer 1 --rounds 1 --rows 1 3 --output {output}".split())
+    assert ended.record == json.loads(output.read_text())
+    kernels = ended.record["kernels"]
+    order = [(rows, kernel.name) for rows in (1, 3) for kernel in installed_kernels()]
+    assert [(one["rows"], one["kernel"]) for one in kernels] == order and all(one["ms"] > 0 for one in kernels)
+
 
 SCRIPT = "reproduce/cpu_storages.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 12 --turns 2 --draft_budget 16 --gamma 2"

@@ -1,5 +1,7 @@
-"""reproduce/gpu.py: a quick run on the CPU; steps that fail, crash, hang or are skipped; no GPU."""
+"""reproduce/gpu.py: a quick run on the CPU; steps that fail, crash, hang or are skipped; the sizes of full runs."""
 
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -9,12 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from programs import python, run
 
+from bench.memory import GIB, require_room
+from bench.session import Session
+from common import cli
 from reproduce import gpu
-from reproduce.gpu_parts import checks
+from reproduce.gpu_parts import checks, rounds
 from reproduce.gpu_parts.child import Skip, verdict
-from reproduce.gpu_parts.steps import STEPS, Step
+from reproduce.gpu_parts.steps import DUMMY, SMALL, STEPS, Step
+from serving.serve import Serve
 
 
 def read(output: Path) -> dict[str, dict]:
@@ -121,11 +128,7 @@ def test_steps_that_need_a_failed_one_are_skipped_with_a_reason(main):
     assert [records[name]["reason"] for name in ("second", "third")] == ["first: failed", "second: skipped"]
 
 
-def test_steps_begin_beside_each_other_and_none_after_the_time_limit(main):
-    first, second, third = (Step(name, "checks.good", needs=(), beside=name == "b") for name in "abc")
-    assert gpu.groups_of([first, second, third]) == [[first, second], [third]]
-    records, _ = main(first, second, third, code=0)
-    assert [record["status"] for record in records.values()] == ["done"] * 3
+def test_no_step_begins_after_the_time_limit(main):
     records, _ = main(*of(good), time_limit=0.0, code=0)
     assert records["good"]["reason"] == "the time limit was reached"
 
@@ -134,3 +137,43 @@ def test_steps_begin_beside_each_other_and_none_after_the_time_limit(main):
 def test_a_machine_without_a_gpu_is_refused(flags):
     refusal = run("reproduce/gpu.py", flags).refusal
     assert ("nothing" if "nothing" in flags else "--device cpu --quick") in refusal
+
+
+WORDS = {step.name: step.given["words"] for step in STEPS if step.run in ("rounds.measure", "checks.ranks")}
+
+
+def test_every_function_takes_the_arguments_of_its_step():
+    names = [step.name for step in STEPS]
+    assert len({*names}) == len(names)
+    for place, step in enumerate(STEPS):
+        module, _, name = step.run.partition(".")
+        function = getattr(importlib.import_module(f"reproduce.gpu_parts.{module}"), name)
+        for given in (step.given, step.given | step.quick):
+            inspect.signature(function).bind("cuda", **given)
+        assert {*step.needs, *filter(None, [step.after])} <= {*names[:place]}
+    server = next(step.given["flags"] for step in STEPS if step.name == "server")
+    assert cli.read(Serve, server.split(), "python -m serving").batch.max_batch == 64
+
+
+class Planned(Exception):
+    """A session was planned."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
+    plans = []
+
+    def never_opened(plan):
+        require_room(plan)
+        plans.append(plan)
+        raise Planned
+
+    monkeypatch.setattr(Session, "of_plan", never_opened)
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    words = WORDS[name] if DUMMY in WORDS[name] else f"{SMALL} {WORDS[name]}"
+    with pytest.raises(Planned):
+        rounds.open_fitting(f"{words} --device cuda")
+    wanted = plans[0].config.sizes.B
+    assert 0.6 * wanted <= plans[0].n_rows <= wanted and (plans[0].n_rows == wanted or name.startswith("costs"))

@@ -1,18 +1,23 @@
-"""The Transformer against the models of transformers, family by family."""
+"""The Transformer against the models of transformers, family by family, and on the default model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hf_tiny import N_TOKENS, SHAPE, llama3_rope, random_model, rope, save_folder
+from tiny import TINY
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
+from bench.data import load_books
 from convert_hf_checkpoint import convert
 from engine import ModelRunner
 from kv_cache import FullKVCache
-from models import load_model
+from models import llama, load_model
+from models.checkpoints.default_model import DEFAULT_BOOK, DEFAULT_CHECKPOINT
+from models.checkpoints.tokenizer import load_tokenizer
+from models.llama import Transformer, logits_dtype
 
 TOLERANCE = 1e-5
 LENGTHS = [27, 48]  # of the two rows
@@ -80,3 +85,60 @@ def test_prefill_and_cached_decode_of_two_rows_of_different_length(
         tokens = torch.stack([row[at] for row, at in zip(case.rows, positions, strict=True)])
         theirs = torch.stack([logits[at] for logits, at in zip(case.logits, positions, strict=True)])
         assert_close(runner.step(tokens, positions), theirs)
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2), (3,), ()])
+def test_a_16_bit_head_gives_float32(tied, shape, monkeypatch):
+    """Logits of a block, of the last token of each row, and of a single token, where a GPU is named."""
+    monkeypatch.setattr(llama, "logits_dtype", lambda dtype, device: logits_dtype(dtype, CUDA))
+    with torch.device("meta"):
+        model = Transformer(replace(TINY, tie_embeddings=tied)).to(torch.bfloat16)
+        logits = model.logits(torch.empty(*shape, TINY.dim, dtype=torch.bfloat16))
+    assert logits.dtype == torch.float32 and logits.shape == (*shape, TINY.vocab_size)
+    assert logits_dtype(torch.float64, CUDA) == torch.float64 and logits_dtype(torch.bfloat16, CPU) == torch.bfloat16
+
+
+PASSAGE = 100_000  # in the book: prose, not the licence or the table of contents
+PARITY_TOKENS = 300
+# Both dequantise the same file to float32, and logits have a deviation of 8: 1e-4 is what rounding makes of it.
+LOGIT_TOLERANCE = 1e-3
+MIXED_TEXT = """CHAPTER XXIII. "My dear Mr. Bennet," said his lady -- 'have you heard...?'
+  In 1813 it cost 18s.; 3 vols. at $1,234.56 (or 99.9%) isn't cheap!\t\tE=mc^2; naïve café, “quotes” — 日本語 🙂
+
+def f(x): return x[0]**2  # 007
+"""
+
+
+@pytest.fixture(scope="module")
+def gguf_name() -> str:
+    names = [path.name for path in DEFAULT_CHECKPOINT.glob("*.gguf")]
+    if len(names) != 1 or not (DEFAULT_CHECKPOINT / "model.pth").is_file() or not DEFAULT_BOOK.is_file():
+        pytest.fail("run `make demo` once, which fetches and converts the default model")
+    return names[0]
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_logits_of_the_default_model_are_those_of_transformers(gguf_name: str) -> None:
+    text = next(load_books("default"))[PASSAGE : PASSAGE + 4000]
+    tokens = torch.tensor([load_tokenizer(DEFAULT_CHECKPOINT).encode(text)[:PARITY_TOKENS]])
+    theirs = AutoModelForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name, dtype=torch.float32)
+    expected = theirs.eval()(tokens).logits
+    model = load_model(DEFAULT_CHECKPOINT)
+    cache = FullKVCache(model.config, 1, PARITY_TOKENS)
+    logits = model(tokens, torch.arange(PARITY_TOKENS)[None], cache)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.slow
+def test_tokens_of_the_default_model_are_those_of_transformers(gguf_name: str) -> None:
+    tokenizer = load_tokenizer(DEFAULT_CHECKPOINT)
+    theirs = AutoTokenizer.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name)
+    for text in (MIXED_TEXT, next(load_books("default"))[PASSAGE : PASSAGE + 20_000]):
+        assert tokenizer.encode(text) == theirs(text).input_ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -56,20 +56,6 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
-@needs_vnni
-@pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
-def test_rows_do_not_depend_on_their_company(new_layer):
-    """Layers of the CPU kernel in 8, 4 and 16 bits."""
-    weight, x = weight_and_input(128, 192, 9, torch.bfloat16)
-    if not linear_cpp.takes(weight) and new_layer is not Int8Linear:
-        pytest.skip("no kernel of the project's own")
-    layer = new_layer(weight.bfloat16(), None)
-    together = layer(x)
-    assert torch.equal(torch.cat([layer(row[None]) for row in x]), together)
-    assert torch.equal(layer(x.view(3, 3, 192)), together.view(3, 3, 128))
-    assert torch.equal(layer(x[4]), together[4])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_row", [1, 5, 32])
 def test_int4_is_the_product_with_its_grid(dtype, n_row):

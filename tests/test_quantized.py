@@ -127,26 +127,6 @@ def test_entries_of_8_bits_are_quantised_from_their_values(target, own):
         torch.testing.assert_close(found, packed, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("known,length", [(30, 33), (9, 60), (3, 20)])
-@pytest.mark.parametrize("n", [1, GROUP])
-def test_a_row_takes_over_what_it_missed(known, length, n):
-    """A row that was written in blocks of `n` and catches up equals a row that was filled at once."""
-    source, entries = FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
-    write(source, entries, [0] * N_ROWS, LONGEST)
-    caught_up, filled = quantized(), quantized()
-    start = known % n
-    caught_up.fill_row(1, source, start)
-    for position in range(start, known, n):
-        write(caught_up.view(torch.tensor([1])), entries, [position], n)
-    caught_up.fill_row(1, source, length, n_known=known)
-    filled.fill_row(1, source, length)
-    found, wanted = (one.view(extent=length).read(1).unpacked(torch.float32) for one in (caught_up, filled))
-    assert torch.equal(found.keys[1], wanted.keys[1]) and torch.equal(found.values[1], wanted.values[1])
-    assert torch.equal(caught_up.positions, filled.positions)
-    packed = (length - WINDOW) // GROUP * GROUP
-    assert torch.equal(caught_up._value_codes[:, 1, :, :packed], filled._value_codes[:, 1, :, :packed])
-
-
 def test_groups_and_windows_that_cannot_work_are_refused():
     for group, window, named in ((0, 8, "quant_group 1"), (8, 7, "quant_window 8")):
         with pytest.raises(ConfigError, match=f"--{named}"):

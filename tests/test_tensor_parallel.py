@@ -7,14 +7,13 @@ from pathlib import Path
 import parallel_cases
 import pytest
 import torch
-from fake_symmetric_memory import STEPS
 from programs import python
 from tiny import TINY, tiny_model
 
 from engine.parallel.ranks import ALONE
 from models import load_model
 from models.checkpoints.loading import save_checkpoint
-from models.tensor_parallel import Shard, shard_config, spans
+from models.tensor_parallel import Shard, shard_config
 
 
 def torchrun(n_ranks: int, *arguments: object) -> None:
@@ -46,20 +45,13 @@ def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoi
     rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
     assert any(0 < sum(row["accepted_at"]) < sum(row["verified_at"]) for row in rows), "some drafts are rejected"
     for chosen in results["all_reduce"]:
-        assert chosen == {"": "symmetric memory"} | dict.fromkeys(STEPS, "gloo"), "all ranks agree, none waits"
+        assert chosen == {"": "symmetric memory"} | dict.fromkeys(parallel_cases.STEPS, "gloo"), (
+            "all ranks agree, none waits"
+        )
     for group_size, logits in results["logits"].items():
         whole = parallel_cases.packed_logits(int(group_size), checkpoints, None)
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(whole), rtol=1e-4, atol=1e-4)
     record_property(f"count: float64 runs on {n_ranks} ranks equal to one process", len(together))
-
-
-@pytest.mark.parametrize(
-    "n,count,sizes", [(3, 2, [1, 2]), (8, 8, [1] * 8), (10, 4, [2, 3, 2, 3]), (5, 4, [1, 1, 1, 2])]
-)
-def test_parts_are_as_even_as_can_be(n, count, sizes):
-    parts = spans(n, count)
-    assert [end - start for start, end in parts] == sizes
-    assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and parts[-1][1] == n
 
 
 def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
