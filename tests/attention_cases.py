@@ -110,9 +110,9 @@ def make_case(
     positions = torch.full((batch, capacity), -1)
     for row, length in enumerate(lengths):
         if ring:
-            held = torch.arange(length + 3).flip(0)[:capacity]
-            held[8:20:3] = -1
-            positions[row, torch.randperm(capacity, generator=generator)[: len(held)]] = held
+            newest = torch.arange(length + 3).flip(0)[:capacity]
+            newest[8:20:3] = -1
+            positions[row, torch.randperm(capacity, generator=generator)[: len(newest)]] = newest
         else:
             positions[row, :length] = torch.arange(length)
     keys, values = normal(batch, n_kv_head, capacity, head_dim), normal(batch, n_kv_head, capacity, head_dim)
@@ -152,14 +152,14 @@ def packed_case(
     normal = partial(torch.randn, generator=generator)
     config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
     cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
-    assert n_token <= cache.max_block, "a longer block writes over its own entries"
+    assert n_token <= cache.max_block, "a longer block overwrites its entries"
     full = FullKVCache(config, 4, capacity, dtype=storage)
     lengths, rows = torch.tensor([capacity - 40, 30, capacity - 89]), torch.tensor([3, 0, 1])
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-        one = full.view(slice(row, row + 1))
-        slots = one.begin(torch.arange(length)[None])
+        single = full.view(slice(row, row + 1))
+        slots = single.begin(torch.arange(length)[None])
         for layer in range(2):
-            one.write(layer, slots, normal(1, length, 2, 2, head_dim))
+            single.write(layer, slots, normal(1, length, 2, 2, head_dim))
         cache.fill_row(row, full, length)
     view, queries = cache.view(rows, capacity - 40 + n_token), lengths[:, None] + torch.arange(n_token)
     view.write(1, view.begin(queries), normal(3, n_token, 2, 2, head_dim))

@@ -53,7 +53,7 @@ def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
-    of_model = {
+    model = {
         "context_length": config.max_context,
         "embedding_length": config.dim,
         "block_count": config.n_layer,
@@ -64,11 +64,11 @@ def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
     }
-    of_tokenizer = {"model": "gpt2", "tokens": TOKENS, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
-    of_tokenizer["bos_token_id"] = TOKENS.index("<|im_start|>")
-    of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in TOKENS]
-    named = {f"{arch}.{key}": value for key, value in of_model.items()}
-    return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
+    tokenizer = {"model": "gpt2", "tokens": TOKENS, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
+    tokenizer["bos_token_id"] = TOKENS.index("<|im_start|>")
+    tokenizer["token_type"] = [KINDS.get(token, 1) for token in TOKENS]
+    named = {f"{arch}.{key}": value for key, value in model.items()}
+    return named | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
 
 
 def write_gguf(

@@ -1,4 +1,4 @@
-"""Checkpoint folders like those of the hub: random tiny transformers models, one token a byte behind a BOS."""
+"""Checkpoint folders like those of the hub: random tiny transformers models, a token a byte behind a BOS."""
 
 import math
 from pathlib import Path

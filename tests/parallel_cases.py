@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch
 import torch.distributed as dist
 from pacings import SCHEDULES, Scripted, scheduled
-from policies import OF_SELF_DRAFTS, POLICIES, Size, generate_selecting
+from policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
@@ -38,10 +38,13 @@ from models.llama import select_layers
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 STANDALONE = ("streaming, positions in the cache", "snapkv", "quantized")
-OF_CACHES = *(f"self, {name}" for name in OF_SELF_DRAFTS if name != "full"), *(f"standalone, {x}" for x in STANDALONE)
+CACHE_DRAFTS = (
+    *(f"self, {name}" for name in SELF_DRAFT_POLICIES if name != "full"),
+    *(f"standalone, {x}" for x in STANDALONE),
+)
 HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
-DRAFTS = ("none", *TEXTS, *OF_CACHES, *HEADS, "self, some layers", "combined", "changing")
+DRAFTS = ("none", *TEXTS, *CACHE_DRAFTS, *HEADS, "self, some layers", "combined", "changing")
 DRAFTS += ("speculated, ngram", "speculated, streaming", "speculated, model")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
@@ -113,7 +116,7 @@ class Case:
         return f"{self.mode}, groups of {self.group_size}, draft {self.draft}"
 
     def draft_ranks(self, n_ranks: int) -> tuple[int, ...]:
-        """All ranks, the leader alone, or one or more without the leader."""
+        """Return all ranks, the leader alone, or some ranks without the leader."""
         subsets = (range(n_ranks), (0,), (n_ranks - 1,), range(1, n_ranks))
         return tuple(subsets[self.subset]) or (0,)
 
@@ -168,7 +171,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     changing = case.draft == "changing"
     kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
     drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
-    drafters = [one and scheduled(one, case.schedule, N_ROWS) for one in drafters]
+    drafters = [drafter and scheduled(drafter, case.schedule, N_ROWS) for drafter in drafters]
     drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
     limits = [rng.randint(1, 14) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]

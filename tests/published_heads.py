@@ -127,7 +127,7 @@ class PlainEagle:
     def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1, **options: Any) -> None:
         self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
         self.version, self.options = version, options
-        self.held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
+        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
 
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states `[n * dim]`."""
@@ -144,7 +144,7 @@ class PlainEagle:
         x = state
         if self.version == 1:
             x = tensors["fc.weight"] @ torch.cat([embedded, state]) + tensors.get("fc.bias", torch.zeros(()))
-        for i, held in enumerate(self.held):
+        for i, entries in enumerate(self.entries):
             layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
             read = x
             if i or self.version == 3:
@@ -159,13 +159,13 @@ class PlainEagle:
                 )
                 for n in "qkv"
             )
-            at = len(held)
-            held.append((rotated(k, at, FREQUENCIES), v))
+            at = len(entries)
+            entries.append((rotated(k, at, FREQUENCIES), v))
             queries, group = rotated(q, at, FREQUENCIES), N_HEAD // N_KV_HEAD
             heads = []
             for h in range(N_HEAD):
-                scores = torch.stack([key[h // group] @ queries[h] for key, _ in held]) / HEAD_DIM**0.5
-                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in held]))
+                scores = torch.stack([key[h // group] @ queries[h] for key, _ in entries]) / HEAD_DIM**0.5
+                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in entries]))
             x = x + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
             read = normed(x, layer["post_attention_layernorm.weight"])
             gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))

@@ -139,9 +139,9 @@ class Job:
         return found
 
     def rank(self, rank: int) -> int | None:
-        """Return the process id of a rank, None if it has ended; its own children have larger ids."""
-        of_rank = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
-        return min(of_rank, default=None)
+        """Return the process id of a rank, None if it has ended; its children have larger ids."""
+        pids = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
+        return min(pids, default=None)
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> None:
         deadline = time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""A CUDA graph's meaning on a CPU: operations are recorded once, with their tensors, and run again in place.
+"""Stand-in for CUDA graphs on a CPU: operations are recorded once, with their tensors, and run again in place.
 
-As on a GPU, a replay runs no Python: a value that the host computed while recording, a tensor that is another
-one in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
+A replay runs no Python, as on a GPU: a value that the host computed while recording, a tensor that is replaced
+in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def undo(self) -> None:
-        """Recording computes nothing: what was written is as it was."""
+        """Restore what was written: recording computes nothing."""
         for tensor, before in reversed(self.written):
             tensor.copy_(before)
 
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """One recorded function, and how often it was replayed."""
+    """A recorded function, and how often it was replayed."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()

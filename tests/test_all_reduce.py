@@ -1,6 +1,6 @@
 """Symmetric memory is used only where it sums right on every rank.
 
-No GPU is needed: one gloo rank stands for the group, and a fake for PyTorch's symmetric memory.
+No GPU is needed: the group is a single gloo rank, and PyTorch's symmetric memory is a stand-in.
 """
 
 import pytest

@@ -46,15 +46,15 @@ class StreamingLLM:
     def forget(self, length: int) -> None:
         """Drop the positions from `length` on; what a longer text evicted does not come back."""
         kept = sum(position < length for position in self.positions)
-        for held in (self.positions, *self.entries):
-            del held[kept:]
+        for items in (self.positions, *self.entries):
+            del items[kept:]
 
     def run(self, tokens: list[int]) -> Tensor:
         """Return the logits `[T, V]` of a block of tokens behind the text."""
         start = self.length
         n_evicted = max(0, len(self.positions) + len(tokens) - self.budget)
-        for held in (self.positions, *self.entries):
-            del held[self.n_sink : self.n_sink + n_evicted]
+        for items in (self.positions, *self.entries):
+            del items[self.n_sink : self.n_sink + n_evicted]
         self.positions += range(start, start + len(tokens))
         assert len(self.positions) <= self.budget
         x = self.model.tok_embeddings.weight[torch.tensor(tokens)]
@@ -139,8 +139,8 @@ class Both:
 def test_logits_are_those_of_streamingllm(name, n_sink, record_property):
     """Prompts within the sinks, within the budget and far beyond it, in chunks, which evict before they attend.
 
-    Then blocks up to the whole window, which rewrite anything that is still held, as a catch-up does; rollbacks to any
-    such length; and rows that are filled anew beside rows that go on.
+    Blocks of up to a whole window follow, which rewrite retained tokens, as a catch-up does; rollbacks to any such
+    length; and rows that are filled anew beside rows that go on.
     """
     rng = random.Random(f"{name} {n_sink}")
     model, window = tiny_model(MODELS[name]), rng.randint(3, 16)
@@ -185,9 +185,9 @@ def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
         view.write(1, view.begin(positions), new)
         view.rollback(starts + n_token - 1)
         for i, row in enumerate(rows.tolist()):
-            one = apart.view(slice(row, row + 1))
-            one.write(1, one.begin(positions[i : i + 1]), new[i : i + 1])
-            one.rollback(starts[i : i + 1] + n_token - 1)
+            single = apart.view(slice(row, row + 1))
+            single.write(1, single.begin(positions[i : i + 1]), new[i : i + 1])
+            single.rollback(starts[i : i + 1] + n_token - 1)
         assert torch.equal(together.entries, apart.entries) and torch.equal(together.positions, apart.positions)
         read, stored = view.read(1).dequantized(torch.float32), apart.read(1).dequantized(torch.float32)
         assert all(torch.equal(mine, all_rows[rows]) for mine, all_rows in zip(read, stored, strict=True))

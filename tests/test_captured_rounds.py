@@ -101,10 +101,10 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows, twice: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []
     each, replayed = run(kind, mode, times=2), run(kind, mode, partial(RecordedGraphs, recorded=graphs), times=2)
-    for called, one in zip(each, replayed, strict=True):
+    for called, captured in zip(each, replayed, strict=True):
         # In captured rounds a model beside text drafts also draws tokens behind a guess.
-        assert one.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
-        assert one.stats.counts == called.stats.counts or kind == "combined"
+        assert captured.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
+        assert captured.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
     assert {round_.busy for round_ in replayed[0].stats.rounds} == {1, 2}, "rows end apart"
     assert all(graph.replays for graph in graphs), "what is captured is replayed"
@@ -125,7 +125,8 @@ class OnGpu(TorchFunctionMode):
 def test_real_graphs_give_the_same_tokens(kind, mode):
     with OnGpu():
         each, replayed = run(kind, mode, times=2), run(kind, mode, CudaGraphs, times=2)
-    assert [one.tokens for one in replayed] == [one.tokens for one in each] or (kind, mode) == ("combined", "rejection")
+    tokens, expected = ([out.tokens for out in outputs] for outputs in (replayed, each))
+    assert tokens == expected or (kind, mode) == ("combined", "rejection")
 
 
 def test_graphs_without_filters_are_freed_once_a_request_has_filters():
@@ -202,6 +203,6 @@ def test_graphs_that_compute_something_else_change_no_token(capsys, monkeypatch)
     monkeypatch.setattr(RecordedGraphs, "Graph", Forgetful)
     graphs: list[RecordedGraph] = []
     wrong, right = (run("streaming", "greedy", new) for new in (partial(RecordedGraphs, recorded=graphs), None))
-    assert [one.tokens for one in wrong] == [one.tokens for one in right] and graphs
+    assert [out.tokens for out in wrong] == [out.tokens for out in right] and graphs
     said = capsys.readouterr().err
     assert "verify" in said and "accept" in said

@@ -1,4 +1,4 @@
-"""Checkpoints: a typed error for every kind of damage, to what is converted and to what is loaded."""
+"""Checkpoints: a typed error for every kind of damage to source files and to converted files."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def without_manifest(folder: Path) -> Path:
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace model.pth by one that is whole but wrong, with no manifest to give it away; None drops a tensor."""
+    """Write another model.pth, and remove the manifest; None drops a tensor."""
     path = without_manifest(folder)
     config, state_dict = read_checkpoint(folder)
     state_dict = {name: tensor.clone() for name, tensor in state_dict.items()} | changes

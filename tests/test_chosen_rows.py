@@ -84,8 +84,8 @@ def means(rows: Rows) -> torch.Tensor:
 def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
     """Some of the rows, in another order, with fewer drafts than the block whose queries were noted before."""
     together, apart = Rows(new_cache()), Rows(new_cache())
-    for one in (together, apart):
-        one.round([0, 0, 0, 0])
+    for rows in (together, apart):
+        rows.round([0, 0, 0, 0])
     together.round([2, 1, 0, 2], gamma=2)
     before = [x.clone() for x in (apart.cache.entries[:, :, 1:3], means(apart)[:, 1:3])]
     apart.round([2, 2], rows=[3, 0], gamma=2)
@@ -153,7 +153,7 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     return chosen
 
 
-def held(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
+def kept_positions(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
     """Return the positions of the target's entries that the chosen slots hold."""
     return [int((source[head] == key).all(-1).nonzero()) for key in rows.cache.keys[layer, row, head, :CHOSEN]]
 
@@ -178,7 +178,7 @@ def test_rounds_choose_what_lists_do(config, score_queries):
                 source = rows.runner.cache.entries[layer, :, row, :, : len(rows.texts[row])]
                 heads_differ |= len(set(map(frozenset, expected))) > 1
                 for head, wanted in enumerate(expected):
-                    now = held(rows, row, layer, head, source[0])
+                    now = kept_positions(rows, row, layer, head, source[0])
                     assert set(now) == wanted and len(now) == CHOSEN
                     assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
     assert heads_differ or config.n_kv_head == 1
@@ -190,8 +190,8 @@ def test_of_equal_chunks_the_first_are_chosen_and_a_last_one_in_part(n_chosen):
     share[:, :, 10], share[4, :, 4:] = 1, 1
     chosen = SelectionOps().best_chunks(share, chunk, torch.tensor(ends), chunk, n_chosen)
     for row, end in enumerate(ends):
-        for head, own in enumerate(share[row].tolist()):
-            best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -own[i])]
+        for head, shares in enumerate(share[row].tolist()):
+            best = [0, *sorted(range(1, -(-end // chunk)), key=lambda i: -shares[i])]
             entries = [entry for i in best for entry in range(chunk * i, min(chunk * (i + 1), end))]
             assert chosen[row, head].tolist()[: len(entries)] == entries[:n_chosen]
 
@@ -249,15 +249,15 @@ def require_retrieved(rows: Rows, row: int) -> None:
     assert max(recent) == len(text) - 1
     for layer in range(rows.model.config.n_layer):
         for head, chunks in enumerate(attended_chunks(rows, row, layer)):
-            own = rows.cache.entries[layer, :, row, head, :CHOSEN]
+            kept = rows.cache.entries[layer, :, row, head, :CHOSEN]
             keys, values = source.entries[layer, :, row, head, : len(text)]
-            now = [int((keys == key).all(-1).nonzero()) for key in own[0]]
-            assert torch.equal(own[1], values[now]) and len({*now, *recent}) == len(now) + len(recent)
+            now = [int((keys == key).all(-1).nonzero()) for key in kept[0]]
+            assert torch.equal(kept[1], values[now]) and len({*now, *recent}) == len(now) + len(recent)
             left = CHOSEN
             for chunk in chunks:
-                held = len({*now} & {*chunk})
-                assert held == min(left, len(chunk))
-                left -= held
+                n_kept = len({*now} & {*chunk})
+                assert n_kept == min(left, len(chunk))
+                left -= n_kept
 
 
 @over_group_sizes

@@ -72,8 +72,8 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
     settings = {"storage": storage, "group": group, "head_dim": head_dim}
     case = make_case([4, 40, PART + 203, 77], 4, capacity=PART + 203, **settings)
     tolerance = 1e-3 if storage == torch.int8 else 1e-5  # the kernel rounds queries to 15 bits
-    for one in (case, case.among_other_rows()):
-        one.assert_notes(backend, tolerance)
+    for each in (case, case.among_other_rows()):
+        each.assert_notes(backend, tolerance)
     make_case([4, 40, 203, 77], 4, capacity=203, sliding_window=37, **settings).assert_notes(backend, tolerance)
 
 
@@ -82,11 +82,11 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
 def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     """Rows are named, some are refilled, and choices overlap with those before."""
     config = ModelConfig(8, 3, 64, 2, 2, 24, 8, 99)
-    one = FullKVCache(config, 4, 50, dtype=source)
-    own, again = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    one.entries.copy_(torch.randint(-90, 90, one.entries.shape) / (1 if one.scales is not None else 7))
-    if one.scales is not None:
-        one.scales.uniform_()
+    full = FullKVCache(config, 4, 50, dtype=source)
+    ours, expected = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    full.entries.copy_(torch.randint(-90, 90, full.entries.shape) / (1 if full.scales is not None else 7))
+    if full.scales is not None:
+        full.scales.uniform_()
     rows = torch.tensor([3, 0, 1])
 
     def entries_of(cache: VerifyTopKCache) -> torch.Tensor:
@@ -96,13 +96,13 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
 
     for is_new in ([True, False, True], [True, True, False], [True, True, True]):
         chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
-        for cache, how in ((again, SelectionOps().copy_chosen), (own, backend.copy_chosen)):
-            how(cache.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
-        assert torch.equal(entries_of(own), entries_of(again)) and entries_of(own)[2].any()
-    own.reset_row(0)
-    own.entries[:, :, 0] = 0
-    backend.copy_chosen(own.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
-    assert torch.equal(entries_of(own), entries_of(again)), "filled anew, a row holds nothing of it"
+        for cache, copy in ((expected, SelectionOps().copy_chosen), (ours, backend.copy_chosen)):
+            copy(cache.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
+        assert torch.equal(entries_of(ours), entries_of(expected)) and entries_of(ours)[2].any()
+    ours.reset_row(0)
+    ours.entries[:, :, 0] = 0
+    backend.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
+    assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
 
 
 @pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])

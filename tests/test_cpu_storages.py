@@ -26,17 +26,17 @@ def test_a_record_has_every_kernel_for_every_number_of_rows(tmp_path):
     assert ended.record == json.loads(output.read_text())
     kernels = ended.record["kernels"]
     order = [(rows, kernel.name) for rows in (1, 3) for kernel in installed_kernels()]
-    assert [(one["rows"], one["kernel"]) for one in kernels] == order and all(one["ms"] > 0 for one in kernels)
+    assert [(row["rows"], row["kernel"]) for row in kernels] == order and all(row["ms"] > 0 for row in kernels)
 
 
 SCRIPT = "reproduce/cpu_storages.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 12 --turns 2 --draft_budget 16 --gamma 2"
-# Answers as llama.cpp's worker does: a step takes as many ms as a row has tokens in it.
+# Stand-in for llama.cpp's worker: a step takes a millisecond for each token of a row.
 FAKE_PEER = """#!{python}
 import json, sys
-asked = json.loads(sys.stdin.readline())
-assert len(asked["prompt"]) == 60 and asked["rows"] == 2 and asked["model"].endswith("tiny.Q4_1.gguf")
-print(json.dumps({{"row_prefill_seconds": 0.5, "entries": asked["entries"]}}), flush=True)
+run = json.loads(sys.stdin.readline())
+assert len(run["prompt"]) == 60 and run["rows"] == 2 and run["model"].endswith("tiny.Q4_1.gguf")
+print(json.dumps({{"row_prefill_seconds": 0.5, "entries": run["entries"]}}), flush=True)
 for line in sys.stdin:
     block = json.loads(line)
     print(json.dumps({{"ms": [block["tokens"]] * block["steps"]}}), flush=True)

@@ -56,8 +56,8 @@ def test_attention(backend, dtype, storage, order, record_property):
         if order.startswith("4 bits"):
             each = [packed_case(n_token, quant_group=16, sliding_window=window, **kind) for window in (None, 100)]
         else:
-            one = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
-            each = [one, one.among_other_rows()]
+            case = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
+            each = [case, case.among_other_rows()]
         errors[n_token, group, head_dim] = max(error_of(opened(backend, case.spec), case) for case in each)
     record_property(f"{backend}, {dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {order}", max(errors.values()))
     assert max(errors.values()) <= tolerance, errors

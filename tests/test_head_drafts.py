@@ -1,4 +1,4 @@
-"""Drafting with heads: what they propose, and what their caches hold, is what they make of the target's own states."""
+"""Drafting with heads: their proposals are those of plain heads over the target's states."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -50,18 +50,18 @@ def watched(kind: type, *arguments):
     seen: list[tuple[int, int, int, list[int], torch.Tensor]] = []
 
     class Watched(kind):
-        of_row: ClassVar[dict[int, int]] = {}
+        requests: ClassVar[dict[int, int]] = {}
 
         def follow(self, rows):
             super().follow(rows)
-            self.of_row |= {row: request for row, request, *_ in rows}
+            self.requests |= {row: request for row, request, *_ in rows}
 
         def propose(self, batch, verification, gamma):
             drafts = super().propose(batch, verification, gamma)
             for place, row in enumerate(batch.rows.tolist()):
-                if gamma and row in self.of_row:
-                    own = drafts.tokens[place].tolist(), drafts.probs[place]
-                    seen.append((self.of_row[row], int(batch.lengths[place]), int(batch.current[place]), *own))
+                if gamma and row in self.requests:
+                    state = self.requests[row], int(batch.lengths[place]), int(batch.current[place])
+                    seen.append((*state, drafts.tokens[place].tolist(), drafts.probs[place]))
             return drafts
 
     return Watched(*arguments), seen
@@ -71,9 +71,9 @@ def run(drafter, changing: bool) -> list[list[int]]:
     """Return prompts with their answers, from rows that are refilled; `changing`: some rounds use another drafter."""
     prompts, how = random_prompts(LENGTHS), {"max_new_tokens": LIMITS, "sampling": HOT, "verification": "rejection"}
     drafters = [drafter, NGram(drafter._target, GAMMA)]
-    own = {"pacing": Scripted(drafters, CHANGING)} if changing else {"drafter": drafter}
+    drafts = {"pacing": Scripted(drafters, CHANGING)} if changing else {"drafter": drafter}
     with torch.inference_mode():
-        out = generate(drafter._target, prompts, **how, **own)
+        out = generate(drafter._target, prompts, **how, **drafts)
     assert 0.2 < out.stats.counts.acceptance_rate < 0.97, "or rollbacks are all alike"
     return [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
 
@@ -138,13 +138,13 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
         head, so_far = PlainEagle(tensors, version), []
         for state, token in zip(states_of(text, layers), text[1:], strict=False):
             out = head.step(head.fused(state), token)
-            so_far.append((deepcopy(head.held), out))
+            so_far.append((deepcopy(head.entries), out))
         plain.append(so_far)
 
     def expected(request: int, length: int, drafts: list[int]) -> Iterator[torch.Tensor]:
         head = PlainEagle(tensors, version)
-        held, state = plain[request][length - 1]
-        head.held = [[*layer] for layer in held]
+        entries, state = plain[request][length - 1]
+        head.entries = [[*layer] for layer in entries]
         for _ in drafts:
             if version == 1:
                 yield MODEL.logits(state)
@@ -152,7 +152,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
                 logits = torch.full((DEEP.vocab_size,), float("-inf"), dtype=torch.float64)
                 logits[tensors["t2d"]] = head.logits(state)
                 yield logits
-            state = head.step(state, drafts[len(head.held[0]) - len(held[0])])
+            state = head.step(state, drafts[len(head.entries[0]) - len(entries[0])])
 
     check_proposals(texts, seen, expected)
 
@@ -170,9 +170,9 @@ def test_heads_that_do_not_fit_a_round_are_refused():
         with pytest.raises(ConfigError, match="cannot select entries"):
             Eagle(runner, head, cache, 3)
     other = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
-    own = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)
-    for drafter in (Medusa(runner, heads, 2), Eagle(runner, head, own, 2)):
+    cache = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)
+    for drafter in (Medusa(runner, heads, 2), Eagle(runner, head, cache, 2)):
         with pytest.raises(ConfigError, match="another runner"):
             generate(other, [[1, 2]], max_new_tokens=2, drafter=drafter)
     with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
-        generate(runner, [[1] * 15], max_new_tokens=4, drafter=Eagle(runner, head, own, 2))
+        generate(runner, [[1] * 15], max_new_tokens=4, drafter=Eagle(runner, head, cache, 2))

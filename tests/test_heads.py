@@ -31,7 +31,7 @@ EAGLES = {
     "EAGLE-3": (3, 1, {}),
     "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
     "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
-    "EAGLE-3, a vocabulary of its own": (3, 1, {"n_draft": 20}),
+    "EAGLE-3, a smaller vocabulary": (3, 1, {"n_draft": 20}),
     "EAGLE-3, keys of its target": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
 }
 SHALLOW = replace(TINY, n_layer=4)  # EAGLE-3 would read its layer 2 twice
@@ -63,7 +63,7 @@ def test_the_inputs_of_layers_are_those_that_transformers_gives(checkpoint):
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_heads_compute_what_was_published(tmp_path, file):
+def test_a_medusa_head_equals_plain_code(tmp_path, file):
     tensors = medusa_tensors(TINY, n_head=3)
     path = save_head(tmp_path, tensors, {"medusa_num_heads": 2, "medusa_num_layers": 2}, file)
     hidden = torch.randn(4, TINY.dim, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
 
 
 @pytest.mark.parametrize("kind", EAGLES)
-def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
+def test_an_eagle_head_equals_plain_code(tmp_path, kind):
     """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
@@ -238,15 +238,15 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
     config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
     plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
-    own = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
     without = memory_plan(replace(plan, draft=None)).fixed["weights"]
-    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in own.parameters())
+    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
 
 
 def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
     for kind, head in (("eagle", "eagle-3"), ("medusa", "medusa")):
-        own = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
-        ended: Ended = run("foretoken.py compare", [*own, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
+        words = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
+        ended: Ended = run("foretoken.py compare", [*words, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
         assert ended.code == 0, ended.err
         assert "3 of 3" in ended.out

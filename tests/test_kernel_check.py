@@ -1,4 +1,4 @@
-"""Kernels are checked before they are used: wrong ones are found, and the next right build takes their place."""
+"""Kernels are checked before they are used: a wrong build is found, and the next right build takes its place."""
 
 import ctypes
 import subprocess

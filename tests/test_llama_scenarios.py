@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policies import OF_SELF_DRAFTS, WITHOUT_QUERIES
+from policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES
 from scenarios import run_scenarios
 from tiny import TINY, recomputing, tiny_model
 
@@ -19,7 +19,7 @@ from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 
 SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
-QUERYING = tuple(name for name in OF_SELF_DRAFTS if name not in WITHOUT_QUERIES)
+QUERYING = tuple(name for name in SELF_DRAFT_POLICIES if name not in WITHOUT_QUERIES)
 SHAPES = {
     "grouped heads": TINY,
     "one KV head": replace(TINY, n_kv_head=1),
@@ -46,7 +46,7 @@ def test_speculation_equals_recomputation(shape: str, record_property) -> None:
 @pytest.mark.parametrize("kv_dtype", largest())
 @pytest.mark.parametrize("shape", ["three queries a group, tied", "sliding window"])
 def test_speculation_equals_recomputation_with_entries_of_8_bits(shape, kv_dtype, record_property) -> None:
-    """Entries of 8 bits are the target's own: what is plain decoding with them comes out, to the last token."""
+    """The target's entries have 8 bits: speculation emits what plain decoding emits with them."""
     name = f"float64 Llama, {str(kv_dtype).removeprefix('torch.')} KV,"
     run_scenarios(LlamaWorld(shape, kv_dtype), range(SCENARIOS // 10), name, record_property)
 

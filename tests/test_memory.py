@@ -50,8 +50,8 @@ def test_weights_are_the_bytes_of_the_loaded_model(name: str, dtype: torch.dtype
 def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
     config = replace(WIDE, tie_embeddings=tied)
     model = load_model("none", load_format="dummy", config=config, quantize=scheme)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    assert held == pytest.approx(model_bytes(config, torch.float32, scheme, "cpu"), rel=0.02)
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    assert n_bytes == pytest.approx(model_bytes(config, torch.float32, scheme, "cpu"), rel=0.02)
 
 
 @pytest.mark.parametrize("kv_dtype", ["same", "int8"])

@@ -1,4 +1,4 @@
-"""Pointwise functions in C++ equal the eager ones, and a row's bits depend on the row alone."""
+"""Pointwise functions in C++ equal the eager functions, and a row's bits depend on the row alone."""
 
 from functools import partial
 from itertools import product
@@ -116,7 +116,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(kernel, no_fallback, name
 @pytest.mark.parametrize("storage", [None, torch.int8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stored_entries_are_those_of_the_eager_function(kernel, dtype, storage, monkeypatch):
-    """Every bit is equal, scales and untouched slots included; one vector is zero, one has ties between codes."""
+    """Every bit is equal, scales and untouched slots included; a vector is zero, another has ties between codes."""
     storage = storage or dtype
     for n_row, n_token, dim in ((1, 1, 64), (8, 4, 64), (3, 2, 100), (2, MANY, 128)):
         generator = torch.Generator().manual_seed(dim)

@@ -17,7 +17,7 @@ from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, q
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of very different magnitudes: each has to have a scale of its own."""
+    """Return rows of very different magnitudes, which need a scale each."""
     generator = torch.Generator().manual_seed(d_out + n_row)
     weight = torch.randn(d_out, d_in, generator=generator) * torch.logspace(-2, 2, d_out)[:, None]
     x = torch.randn(n_row, d_in, generator=generator) * torch.logspace(2, -2, n_row)[:, None]
@@ -70,7 +70,7 @@ def test_int4_is_the_product_with_its_grid(dtype, n_row):
 
 
 def test_the_triton_kernels_compute_what_pytorch_does():
-    """All of triton_quantize_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+    """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("triton_quantize_cases.py")
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
@@ -82,14 +82,14 @@ def test_the_triton_kernels_compile_for_hopper_without_spilling():
     from models import triton_quantize
     from reproduce.gpu_parts import kernels
 
-    ours = [one for one in kernels.other_variants() if one[1].kernel.__module__ == triton_quantize.__name__]
+    ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]
     assert len(ours) == 3
-    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in ours)
+    assert not any(kernels.problem_of(kernels.compile_launch(*each, 90)) for each in ours)
 
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
 def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
-    """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""
+    """Few rows use the kernel, many rows the dequantised weights, which are those of the kernel."""
     weight, x = weight_and_input(64, d_in, MOST_TINYGEMM_ROWS + 1, torch.float32)
     bias = torch.linspace(-1, 1, 64)
     with cuda_linears(monkeypatch) as kernel_rows:
@@ -137,7 +137,7 @@ def test_a_quantised_model_is_close(scheme, dtype):
 def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
     weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
     if not linear_cpp.takes(weight):
-        pytest.skip("no kernel of the project's own")
+        pytest.skip("the CPU lacks the instructions of linear_cpp")
     layer, others = new_layer(weight.bfloat16(), None), torch.tensor([0, 2])
     before = layer(x)[others]
     x[1, 77] = value

@@ -103,24 +103,24 @@ def test_written_block_by_block_a_row_is_what_it_is_filled_with(n):
     filled.fill_row(0, source, starts[1])
     filled.fill_row(2, source, starts[0])
     assert not cache._value_codes[:, 1].any()
-    found, wanted = (one.view(rows, starts[0]).read(1).unpacked(torch.float32) for one in (cache, filled))
+    found, wanted = (each.view(rows, starts[0]).read(1).unpacked(torch.float32) for each in (cache, filled))
     for tokens in (slice(0, out_of_ring(starts[0])), slice(-WINDOW, None)):
         assert torch.equal(found.keys[:, tokens], wanted.keys[:, tokens])
         assert torch.equal(found.values[:, tokens], wanted.values[:, tokens])
 
 
 @pytest.mark.parametrize(
-    "target,own", [(torch.int8, torch.float32), (torch.float8_e4m3fn, torch.int8), (torch.float32, torch.int8)]
+    "target,stored", [(torch.int8, torch.float32), (torch.float8_e4m3fn, torch.int8), (torch.float32, torch.int8)]
 )
-def test_entries_of_8_bits_are_quantised_from_their_values(target, own):
-    cache, source, entries = quantized(own), FullKVCache(TINY, N_ROWS, LONGEST, dtype=target), entries_of(LONGEST)
+def test_entries_of_8_bits_are_quantised_from_their_values(target, stored):
+    cache, source, entries = quantized(stored), FullKVCache(TINY, N_ROWS, LONGEST, dtype=target), entries_of(LONGEST)
     write(source, entries, [0] * N_ROWS, LONGEST)
     cache.fill_row(0, source, 60)
     meant = torch.stack(source.read(0).dequantized(torch.float32))[:, 0, :60]
     found = torch.stack(cache.read(0).dequantized(torch.float32))[:, 0, :60]
     packed = expected(meant.transpose(0, 1)[None, None], 0, 0, 60, out_of_ring(60))
-    if own == torch.int8:
-        values, scales = stored_as(packed[:, out_of_ring(60) :], None, own)
+    if stored == torch.int8:
+        values, scales = stored_as(packed[:, out_of_ring(60) :], None, stored)
         packed[:, out_of_ring(60) :] = values * scales[..., None]
         torch.testing.assert_close(found, packed, rtol=0.005, atol=0.25)  # read in bfloat16, in two steps
     else:
@@ -157,9 +157,9 @@ def test_tokens_that_are_written_again_further_back_are_quantised_again():
         source = FullKVCache(TINY, N_ROWS, LONGEST)
         write(source, entries, [0] * N_ROWS, LONGEST)
         again.fill_row(row, source, start + 40)
-        of_new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
-        assert of_new.stop > start + GROUP
-        assert torch.equal(codes[:, row, :, of_new], again._value_codes[:, row, :, of_new])
+        new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
+        assert new.stop > start + GROUP
+        assert torch.equal(codes[:, row, :, new], again._value_codes[:, row, :, new])
 
 
 def test_a_kernel_that_fails_is_replaced_with_a_note(monkeypatch, capsys):

@@ -74,10 +74,10 @@ def test_a_round_that_a_lost_rank_never_ends_is_given_up(monkeypatch):
     """After a replay on a GPU, reading its outcome, or the time of a phase, would wait for ever."""
     ranks = Ranks(device=torch.device("cuda"), timeout=timedelta(seconds=0.05))
     phase, prompts = PhaseTimer(ranks.device, ranks.timeout), random_prompts([9, 4])
-    left, asked = [3], []
+    left, queries = [3], []
 
     def query() -> bool:
-        asked.append(left[0])
+        queries.append(left[0])
         left[0] -= 1
         return left[0] < 0
 
@@ -85,7 +85,7 @@ def test_a_round_that_a_lost_rank_never_ends_is_given_up(monkeypatch):
     runner = tiny_runner(2, ranks=ranks, new_graphs=RecordedGraphs)
     alone = generate(tiny_runner(2), prompts, max_new_tokens=6)
     assert generate(runner, prompts, max_new_tokens=6).tokens == alone.tokens
-    assert asked[:4] == [3, 2, 1, 0] and len(asked) == 3 + len(alone.stats.rounds)
+    assert queries[:4] == [3, 2, 1, 0] and len(queries) == 3 + len(alone.stats.rounds)
     left[0] = 10**9
     with pytest.raises(RuntimeError, match=LOST_RANK):
         generate(runner, prompts, max_new_tokens=6)

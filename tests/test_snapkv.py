@@ -92,7 +92,7 @@ def test_selected_layers_and_8_bit_entries():
     all_layers.fill_row(0, runner.cache, 40, queries=queries)
     for cache in (some, wide):
         cache.fill_row(0, runner.cache, 40, [3, 1], queries)
-    for own, layer in enumerate([3, 1]):
-        assert torch.equal(some.keys[own], all_layers.keys[layer])
-        assert torch.equal(some.scales[own], all_layers.scales[layer])
-        torch.testing.assert_close(wide.entries[own], some.entries[own] * some.scales[own][..., None])
+    for i, layer in enumerate([3, 1]):
+        assert torch.equal(some.keys[i], all_layers.keys[layer])
+        assert torch.equal(some.scales[i], all_layers.scales[layer])
+        torch.testing.assert_close(wide.entries[i], some.entries[i] * some.scales[i][..., None])

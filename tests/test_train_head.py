@@ -117,8 +117,8 @@ def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
     again = call("reproduce/train_head.py", flags).record
     assert again["curve"] == record["curve"] and again["rows"][:4] == record["rows"][:4]
     trained, half = tmp_path / "out/eagle", tmp_path / "out/held_back.txt"
-    own = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
+    models = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
     sizes = "--draft eagle --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
-    drafted = run("tests/longspec_benchmark.py", f"{own} {sizes}".split()).record
+    drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
     assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     assert "lr" in call("reproduce/train_head.py", flags + " --lr 0.5").refusal

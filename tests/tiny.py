@@ -1,4 +1,4 @@
-"""Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
+"""Tiny Llamas with random weights, and plain ways to continue a prompt."""
 
 import math
 from typing import Any

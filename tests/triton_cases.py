@@ -55,7 +55,7 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
 
 @pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
 def test_ragged_rows_in_order(n_token, group, head_dim):
-    # One row has only its queries, one ends at a chunk's border, one at the last slot.
+    # A row has only its queries, another ends at a chunk's border, the last at the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
 
 
@@ -139,8 +139,8 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
     """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
     monkeypatch.setattr("kv_cache.choosing.CHOSEN_CHUNKS", 16)
     config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
-    own, again = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    own.chunk = again.chunk = chunk
+    ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    ours.chunk = expected.chunk = chunk
     full = FullKVCache(config, 4, 200, dtype=source)
     full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
     rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
@@ -152,16 +152,16 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
         counts, ends = torch.tensor([[1.0, 0, 2], [0, 0, 3], [1, 1, 1], [2, 1, 0]]), torch.tensor([191, 61, 100, 52])
         is_new = torch.tensor([True, step != 1, True, step != 2])
         choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
-        before = own.held[1].clone()
-        for cache, how in ((own, TritonSelectionOps()), (again, SelectionOps())):
+        before = ours.held[1].clone()
+        for cache, how in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
             how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
-        assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
-        stayed = (before[..., None] == own.held[1][..., None, :]).any(-1) & (before >= 0)
-        assert torch.equal(own.held[1][stayed], before[stayed]), "what is chosen again stays where it was"
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
+        stayed = (before[..., None] == ours.held[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(ours.held[1][stayed], before[stayed]), "entries that are chosen again stay in their slots"
     if (source, target) != (torch.int8, torch.float32):  # which go to the reference
         full.entries.zero_()
-        TritonSelectionOps().choose(own.view(rows), 1, full.view(rows), 1, shares, choice)
-        assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
+        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, choice)
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
 
 
 @pytest.mark.parametrize(

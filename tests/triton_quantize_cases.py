@@ -1,5 +1,5 @@
 """The Triton kernels of quantised linear layers against PyTorch, in Triton's interpreter; run by test_quantize.py in a
-process of its own, as triton_cases.py is."""
+separate process, as triton_cases.py is."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8), (8448, 8)])
 def test_weights_in_4_bits_are_those_of_pytorch(d_in, tiles):
-    """Of grids whose numbers bfloat16 holds: the interpreter cuts off bits where a GPU rounds."""
+    """bfloat16 holds the numbers of these grids: the interpreter cuts off bits where a GPU rounds."""
     packed = torch.randint(-(2**31), 2**31, (2, d_in // (16 * tiles), 32, tiles // 2), generator=GENERATOR)
     grids = torch.randint(-7, 8, (d_in // 32, 16, 2), generator=GENERATOR).bfloat16()
     assert torch.equal(run(plan_weights(packed.int(), grids)), dequantize(packed.int(), grids))
