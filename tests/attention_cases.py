@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -67,12 +66,6 @@ class Case:
         found = noted[rows, :n_token, :, : len(shares)].double()
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
         assert noted.isfinite().sum() == found.numel()
-
-    def dequantizes(self, backend) -> bool:
-        """Return whether the backend converts the case's entries to another dtype."""
-        with patch.object(KV, "dequantized", autospec=True, side_effect=KV.dequantized) as dequantized:
-            self.run(backend)
-        return dequantized.called
 
     def reference(self) -> Tensor:
         """Return what the torch backend gives over the same entries, in float64."""

@@ -40,9 +40,9 @@ def save_tokenizer(
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def hf_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def hf_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return random weights by Hugging Face name."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     parts = [part for stacked in source_parts(config).values() for part in stacked]
     return {name: torch.randn(shape, generator=generator) for name, shape in parts}
 

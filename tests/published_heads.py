@@ -20,24 +20,25 @@ EPS, THETA = 1e-5, 700.0
 FREQUENCIES = 1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # in float32, as everywhere
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return random tensors: norms around 1, the rest large enough that every part matters."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in shapes.items()}
     return {name: 1 + 0.3 * x if "norm" in name else 0.3 * x for name, x in tensors.items()}
 
 
-def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed: int = 0) -> dict[str, Tensor]:
+def medusa_tensors(target: ModelConfig, n_head: int = 4) -> dict[str, Tensor]:
+    """Return the tensors of Medusa heads of two layers each."""
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(n_head):
-        for j in range(n_layer):
+        for j in (0, 1):
             shapes |= {f"{i}.{j}.linear.weight": (target.dim, target.dim), f"{i}.{j}.linear.bias": (target.dim,)}
-        shapes[f"{i}.{n_layer}.weight"] = (target.vocab_size, target.dim)
-    return random_tensors(shapes, seed)
+        shapes[f"{i}.2.weight"] = (target.vocab_size, target.dim)
+    return random_tensors(shapes)
 
 
 def eagle_tensors(
-    target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
+    target: ModelConfig, version: int = 3, n_layer: int = 1, n_draft: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Return an EAGLE head's tensors. n_draft: ids of its vocabulary; options: of its config, or `bias` of `fc`."""
     dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
@@ -61,12 +62,12 @@ def eagle_tensors(
         if i or version == 3:
             shapes[f"{at}.input_layernorm.weight"] = (dim,)
     if version == 1:
-        return random_tensors(shapes, seed)
+        return random_tensors(shapes)
     shapes |= {f"{first}.hidden_norm.weight": (dim,), "norm.weight": (dim,)}
     shapes["lm_head.weight"] = (n_draft or target.vocab_size, dim)
-    tensors = random_tensors(shapes, seed)
+    tensors = random_tensors(shapes)
     if n_draft:
-        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:n_draft].sort().values
+        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))[:n_draft].sort().values
         tensors["d2t"] = ids - torch.arange(n_draft)
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
@@ -91,14 +92,14 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], 
     return str(folder)
 
 
-def filled(head: Module, seed: int = 0) -> Module:
+def filled(head: Module) -> Module:
     """Fill a head with random weights in float64."""
     shapes = {name: tuple(x.shape) for name, x in head.named_parameters()}
-    head.load_state_dict(random_tensors(shapes, seed), assign=True)
+    head.load_state_dict(random_tensors(shapes), assign=True)
     return head.eval().requires_grad_(False)
 
 
-def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
+def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH) -> EagleHead:
     """Return an EAGLE-1 that borrows the target's parts, or an EAGLE-3 with two of three of the target's ids.
 
     dim: width of the target's states.
@@ -107,8 +108,8 @@ def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int 
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
     if version == 1:
-        return filled(EagleHead(EagleShape(config, dim, own_embedding=False, fc_bias=True)), seed)
-    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))), seed)
+        return filled(EagleHead(EagleShape(config, dim, own_embedding=False, fc_bias=True)))
+    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))))
     head.target_ids = ids
     return head
 
@@ -179,8 +180,9 @@ class PlainEagle:
         return self.tensors["lm_head.weight"] @ state
 
 
-def plain_medusa(tensors: dict[str, Tensor], i: int, n_layer: int, hidden: Tensor) -> Tensor:
-    for j in range(n_layer):
+def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:
+    """Return the logits of head i of `medusa_tensors`."""
+    for j in (0, 1):
         before = tensors[f"{i}.{j}.linear.weight"] @ hidden + tensors[f"{i}.{j}.linear.bias"]
         hidden = hidden + before * torch.sigmoid(before)
-    return tensors[f"{i}.{n_layer}.weight"] @ hidden
+    return tensors[f"{i}.2.weight"] @ hidden

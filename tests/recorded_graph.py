@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_leaves
 from kv_cache.quantized import QuantizedKVCache
 
 # Operations whose result, or whose shape, has to be known on the host.
-HOST_READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.item.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-)
+HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "tolist")
 
 
 class Recorder(TorchDispatchMode):
@@ -33,7 +26,7 @@ class Recorder(TorchDispatchMode):
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function not in HOST_READS, "the host read a value while recording"
+        assert function.overloadpacket.__name__ not in HOST_READS, "the host read a value while recording"
         assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
         is_collective = function.namespace == "c10d"
         for formal, actual in zip(function._schema.arguments, args, strict=False):
@@ -106,14 +99,11 @@ class RecordedGraphs:
         self._alive.clear()
 
 
-READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "tolist")
-
-
 class NoHostReads(TorchDispatchMode):
-    """Refuses what reads a tensor's values back to the host, or has a shape that depends on them."""
+    """Refuse operations that read a tensor's values back to the host, or whose shape depends on them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-        assert name not in READS and not boolean_index, f"{func} would wait for the device"
+        assert name not in HOST_READS and not boolean_index, f"{func} would wait for the device"
         return func(*args, **(kwargs or {}))

@@ -16,9 +16,11 @@ from hf_tiny import llama3_rope
 import convert_hf_checkpoint
 from common import cli
 from common.errors import CheckpointError
+from common.say import dtype_name
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
 from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint
+from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig, RopeScaling
 from models.names import parse_layers
@@ -74,6 +76,7 @@ def test_conversion_round_trip(tmp_path: Path, layout: str, kind: str) -> None:
     assert read_config == config
     assert {name: tuple(tensor.shape) for name, tensor in state_dict.items()} == expected_shapes(config)
     assert_same(state_dict, stacked(weights, config))
+    assert find_model(str(tmp_path), "pth", None, "--model").published == [dtype_name(LAYOUTS[layout])]
     model = load_model(tmp_path / "model.pth", prepack=False)
     assert_same(dict(model.state_dict()), stacked(weights, config))
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())

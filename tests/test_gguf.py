@@ -16,6 +16,7 @@ from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
 from models.checkpoints.gguf_source import read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
+from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import RopeScaling
 
@@ -24,15 +25,15 @@ TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
 
 
 @pytest.mark.parametrize(
-    "arch, quantization, tolerance",
+    "arch, quantization, published, tolerance",
     [
-        ("llama", Quantization.F32, 0.0),
-        ("qwen2", Quantization.F16, 2e-3),
-        ("qwen2", Quantization.Q8_0, 2e-2),
-        ("llama", Quantization.Q4_1, 0.3),
+        ("llama", Quantization.F32, "float32", 0.0),
+        ("qwen2", Quantization.BF16, "bfloat16", 2e-2),
+        ("qwen2", Quantization.Q8_0, "Q8_0", 2e-2),
+        ("llama", Quantization.Q4_1, "Q4_1", 0.3),
     ],
 )
-def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quantization, tolerance: float) -> None:
+def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization, published: str, tolerance: float) -> None:
     weights = convert_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
     assert config == replace(TINY, qkv_bias=arch == "qwen2")
@@ -41,6 +42,7 @@ def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quan
         assert state_dict[name].dtype == torch.float32
         torch.testing.assert_close(state_dict[name], wanted, rtol=0, atol=tolerance)
     assert load_model(tmp_path).config == config
+    assert find_model(str(tmp_path), "pth", None, "--model").published == [published]
 
 
 @pytest.mark.parametrize(

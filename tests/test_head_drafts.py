@@ -99,7 +99,7 @@ def test_medusas_drafts_come_from_the_last_accepted_tokens_state(tmp_path, chang
     texts = run(drafter, changing)
     states = [states_of(text) for text in texts]
     check_proposals(
-        texts, seen, lambda r, n, drafts: [plain_medusa(tensors, i, 2, states[r][n - 1]) for i in range(len(drafts))]
+        texts, seen, lambda r, n, drafts: [plain_medusa(tensors, i, states[r][n - 1]) for i in range(len(drafts))]
     )
 
 

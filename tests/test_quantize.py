@@ -56,19 +56,6 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_row", [1, 5, 32])
-def test_int4_is_the_product_with_its_grid(dtype, n_row):
-    weight, x = weight_and_input(128, 192, n_row, dtype)
-    grid, scale = grid_of(weight)
-    assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
-    bias = torch.linspace(-1, 1, 128).to(dtype)
-    got = Int4Linear(weight, bias)(x)
-    wanted = (x.double() @ grid.double().T).to(dtype) + bias
-    assert got.dtype == dtype
-    assert relative_error(got, wanted) < 1.5e-2  # scales in bfloat16, activations too, or in groups of 8 bits
-
-
 def test_the_triton_kernels_compute_what_pytorch_does():
     """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")

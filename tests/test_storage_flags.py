@@ -1,6 +1,5 @@
 """Storage of weights and caches: what auto chooses, and flags that quantise a target and its draft."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_weights
-from gguf import GGMLQuantizationType as Quantization
-from gguf_files import convert_tiny_gguf
 from hf_tiny import SHAPE
 from machine import needs_vnni
 from programs import benchmark
@@ -19,10 +15,8 @@ from transformers import LlamaConfig
 from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
 from bench.storage import auto_draft_weights, auto_dtype
-from convert_hf_checkpoint import convert
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
-from models.checkpoints.model_source import find_model
 
 LINEARS = [(128, 64), (64, 96)]
 
@@ -74,29 +68,6 @@ def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> No
     assert auto_draft_weights(**usual | changed) == scheme
     cpu(True, False)
     assert auto_draft_weights(**usual | changed) is None
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_conversion_records_the_dtype_of_the_published_matrices(dtype: str, tmp_path: Path) -> None:
-    """Norms do not count, nor the dtype of the conversion; a conversion that does not say is made again."""
-    weights = hf_weights(write_side_files(tmp_path, HF_CONFIG))
-    stored = {name: x.to(getattr(torch, dtype)) if x.dim() > 1 else x for name, x in weights.items()}
-    write_weights(tmp_path, stored, "safetensors")
-    path = convert(tmp_path, tmp_path, dtype="float32")
-    assert find_model(str(path), "pth", None, "--model").published == [dtype]
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    del manifest["converted_from"]["published"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert find_model(str(path), "pth", None, "--model").published == []
-    convert(tmp_path, tmp_path, dtype="float32")
-    assert find_model(str(path), "pth", None, "--model").published == [dtype]
-
-
-@pytest.mark.parametrize("kind", [Quantization.BF16, Quantization.Q4_1])
-def test_a_gguf_was_published_in_the_format_of_its_blocks(kind: Quantization, tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path, quantization=kind)
-    published = find_model(str(tmp_path), "pth", None, "--model").published
-    assert published == ["bfloat16" if kind == Quantization.BF16 else kind.name]
 
 
 @pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])
