@@ -117,7 +117,7 @@ def test_steps_that_need_a_failed_one_are_skipped_with_a_reason(main):
     steps += [Step("third", "checks.good", needs=("second",)), Step("fourth", "checks.good", needs=())]
     steps += [Step(f"after {name}", "checks.good", needs=(), after=name) for name in ("first", "fourth")]
     records, _ = main(*steps)
-    ends = "failed skipped skipped done done skipped".split()
+    ends = ["failed", "skipped", "skipped", "done", "done", "skipped"]
     assert [record["status"] for record in records.values()] == ends
     assert [records[name]["reason"] for name in ("second", "third")] == ["first: failed", "second: skipped"]
 
