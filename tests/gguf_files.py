@@ -23,6 +23,8 @@ NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -37,6 +39,8 @@ KINDS = {"<|im_start|>": 3, "<|im_end|>": 3, "<extra>": 4}
 SIZES = {"vocab_size": len(TOKENS), "n_layer": 2, "dim": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "ffn_dim": 96}
 STOPS = (TOKENS.index("<|im_end|>"),)
 TINY = ModelConfig(**SIZES, rope_theta=50000.0, max_context=512, tie_embeddings=True, eos_tokens=STOPS)
+# How other architectures differ.
+DIFFERENCES: dict[str, Any] = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 24}}
 
 
 def gguf_name(hf_name: str) -> str:
@@ -63,6 +67,7 @@ def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
+        "attention.key_length": config.head_dim,
     }
     tokenizer = {"model": "gpt2", "tokens": TOKENS, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
     tokenizer["bos_token_id"] = TOKENS.index("<|im_start|>")
@@ -106,16 +111,23 @@ def write_gguf(
 
 
 def write_tiny_gguf(
-    folder: Path, arch: str = "llama", tied: bool = True, pre: str = "smollm", metadata: Any = None, **options: Any
+    folder: Path,
+    arch: str = "llama",
+    tied: bool = True,
+    pre: str = "smollm",
+    metadata: Any = None,
+    left_out: str = "nothing",
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Write `tiny.gguf` of TINY's shape; return its weights by Hugging Face name."""
+    """Write `tiny.gguf` of TINY's shape, without tensors named `left_out`; return its weights by Hugging Face name."""
     folder.mkdir(exist_ok=True)
-    config = replace(TINY, tie_embeddings=tied, qkv_bias=arch == "qwen2")
+    config = replace(TINY, tie_embeddings=tied, **DIFFERENCES.get(arch, {}))
     random = np.random.default_rng(0)
     weights = {
         name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
         for stacked in source_parts(config).values()
         for name, shape in stacked
+        if left_out not in name
     }
     values = metadata_of(config, arch) | {"tokenizer.ggml.pre": pre} | (metadata or {})
     write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)

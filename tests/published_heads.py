@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny import rotated
+from tiny import normed, rotated
 from torch import Tensor
 from torch.nn import Module
 
@@ -14,10 +14,11 @@ from kv_cache.base import KVShape
 from models import ModelConfig
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.medusa import MedusaHeads, MedusaShape
+from models.rope import Rope
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
-FREQUENCIES = 1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # in float32, as everywhere
+ROPE = Rope(1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)), torch.ones(HEAD_DIM // 2))
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -118,10 +119,6 @@ def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaH
     return filled(MedusaHeads(MedusaShape(n_head, 1, dim, target.vocab_size)))
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
 class PlainEagle:
     """A head over a single text: it runs token by token, and keeps keys and values in lists."""
 
@@ -136,7 +133,7 @@ class PlainEagle:
             return states
         if self.options.get("fc_norm"):
             parts = states.chunk(3)
-            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)])
+            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"], EPS) for i, x in enumerate(parts)])
         return self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
@@ -149,10 +146,10 @@ class PlainEagle:
             layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
             read = x
             if i or self.version == 3:
-                read = normed(x, layer["input_layernorm.weight"])
+                read = normed(x, layer["input_layernorm.weight"], EPS)
             if i == 0 and self.version == 3:
-                first = normed(x, layer["hidden_norm.weight"])
-                read = torch.cat([normed(embedded, layer["input_layernorm.weight"]), first])
+                first = normed(x, layer["hidden_norm.weight"], EPS)
+                read = torch.cat([normed(embedded, layer["input_layernorm.weight"], EPS), first])
                 x = first if self.options.get("norm_before_residual") else x
             q, k, v = (
                 (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
@@ -161,22 +158,22 @@ class PlainEagle:
                 for n in "qkv"
             )
             at = len(entries)
-            entries.append((rotated(k, at, FREQUENCIES), v))
-            queries, group = rotated(q, at, FREQUENCIES), N_HEAD // N_KV_HEAD
+            entries.append((rotated(k, at, ROPE), v))
+            queries, group = rotated(q, at, ROPE), N_HEAD // N_KV_HEAD
             heads = []
             for h in range(N_HEAD):
                 scores = torch.stack([key[h // group] @ queries[h] for key, _ in entries]) / HEAD_DIM**0.5
                 heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in entries]))
             x = x + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
-            read = normed(x, layer["post_attention_layernorm.weight"])
+            read = normed(x, layer["post_attention_layernorm.weight"], EPS)
             gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
             x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return normed(x, tensors["norm.weight"]) if self.options.get("norm_output") else x
+        return normed(x, tensors["norm.weight"], EPS) if self.options.get("norm_output") else x
 
     def logits(self, state: Tensor) -> Tensor:
         """Return EAGLE-3's logits of its ids."""
         if not self.options.get("norm_output"):
-            state = normed(state, self.tensors["norm.weight"])
+            state = normed(state, self.tensors["norm.weight"], EPS)
         return self.tensors["lm_head.weight"] @ state
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import TINY, random_prompts, rotated, tiny_model, tiny_runner
+from tiny import TINY, normed, random_prompts, rotated, tiny_model, tiny_runner
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -15,6 +15,7 @@ from kv_cache.base import EMPTY
 from kv_cache.entries import pack
 from models import Transformer
 from models.config import RopeScaling
+from models.rope import Rope
 
 TOLERANCE = 1e-10
 MODELS = {
@@ -23,7 +24,9 @@ MODELS = {
     "group 3": replace(TINY, n_head=6, n_kv_head=2),
     "qkv bias": replace(TINY, qkv_bias=True, tie_embeddings=True),
     "linear": replace(TINY, n_head=3, n_kv_head=1, rope_scaling=RopeScaling("linear", 4.0)),
-    # A short original context, so that its ramp lies among the frequencies of a head of 8.
+    "qk norm, layers without rope": replace(TINY, qk_norm=True, unrotated_layers=(1,)),
+    # A short original context, so that the ramps lie among the frequencies of a head of 8.
+    "yarn": replace(TINY, rope_scaling=RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.25)),
     "llama3": replace(TINY, n_kv_head=1, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
 }
 
@@ -72,13 +75,16 @@ class StreamingLLM:
             stacked = stacked + weights.wqkv.bias
         n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
+        if weights.qk_norm is not None:
+            q_weight, k_weight = weights.qk_norm.weight.chunk(2)
+            q, k = normed(q, q_weight, config.norm_eps), normed(k, k_weight, config.norm_eps)
         entries += zip(k, v, strict=True)
-        frequencies = self.model._frequencies
-        keys = [rotated(key, place, frequencies) for place, (key, _) in enumerate(entries)]
+        rope = self.model._rope if weights.is_rotated else Rope(torch.zeros(1), torch.ones(1))
+        keys = [rotated(key, place, rope) for place, (key, _) in enumerate(entries)]
         out = []
         for i in range(n_token):
             n_seen = len(entries) - n_token + i + 1
-            query = rotated(q[i], n_seen - 1, frequencies)
+            query = rotated(q[i], n_seen - 1, rope)
             for head in range(config.n_head):
                 group = head // (config.n_head // config.n_kv_head)
                 scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5

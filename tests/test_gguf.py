@@ -1,6 +1,7 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from gguf_files import TINY, TOKENS, convert_tiny_gguf, write_tiny_gguf
+from gguf_files import DIFFERENCES, TINY, TOKENS, convert_tiny_gguf, write_tiny_gguf
 from hf_tiny import llama3_rope
 
 from common.errors import CheckpointError, UserError
@@ -29,14 +30,14 @@ TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
     [
         ("llama", Quantization.F32, "float32", 0.0),
         ("qwen2", Quantization.BF16, "bfloat16", 2e-2),
-        ("qwen2", Quantization.Q8_0, "Q8_0", 2e-2),
+        ("qwen3", Quantization.Q8_0, "Q8_0", 2e-2),
         ("llama", Quantization.Q4_1, "Q4_1", 0.3),
     ],
 )
 def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization, published: str, tolerance: float) -> None:
     weights = convert_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
-    assert config == replace(TINY, qkv_bias=arch == "qwen2")
+    assert config == replace(TINY, **DIFFERENCES.get(arch, {}))
     for name, stacked in source_parts(config).items():
         wanted = torch.cat([weights[part] for part, _ in stacked])
         assert state_dict[name].dtype == torch.float32
@@ -58,6 +59,16 @@ def test_a_gguf_has_the_rope_scaling_of_llama_cpp(tmp_path: Path, scaling: dict[
     convert_tiny_gguf(tmp_path, metadata={f"llama.rope.{key}": value for key, value in scaling.items()})
     wanted = RopeScaling("linear", factor) if factor != 1.0 else None
     assert read_checkpoint(tmp_path)[0].rope_scaling == wanted
+
+
+def test_a_gguf_with_yarn_has_its_corners_and_the_extended_context(tmp_path: Path) -> None:
+    settings = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_beta_fast": 16.0}
+    convert_tiny_gguf(tmp_path, arch="qwen3", metadata={f"qwen3.rope.scaling.{key}": settings[key] for key in settings})
+    config = read_checkpoint(tmp_path)[0]
+    found = config.rope_scaling
+    assert found is not None and found.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+    wanted = RopeScaling("yarn", 4.0, original_context=256, beta_fast=16.0)
+    assert replace(found, attention_factor=1.0) == wanted and config.max_context == 1024
 
 
 FAR = {"metadata": {"llama.rope.freq_base": 500000.0}}
@@ -93,7 +104,8 @@ def test_a_config_beside_a_gguf_of_another_model_is_refused(tmp_path: Path, case
     [
         ({"arch": "gemma"}, "gemma"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}}, "original_context"),
+        ({"arch": "qwen3", "left_out": "q_norm"}, "q_norm.weight"),
         ({"metadata": {"llama.attention.sliding_window": 128}}, "attention.sliding_window"),
         ({"metadata": {"llama.attention.causal": False}}, "attention.causal"),
         ({"metadata": {"llama.logit_scale": 0.5}}, "logit_scale"),

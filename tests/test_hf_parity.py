@@ -8,7 +8,18 @@ import torch
 from hf_tiny import N_TOKENS, SHAPE, llama3_rope, random_model, rope, save_folder
 from tiny import TINY
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from bench.data import load_books
 from convert_hf_checkpoint import convert
@@ -23,6 +34,9 @@ TOLERANCE = 1e-5
 LENGTHS = [27, 48]  # of the two rows
 PREFILLED = [7, 28]  # 20 tokens of each row are left to decode
 MHA = {"num_key_value_heads": 4}
+MOE = {"head_dim": 16, "moe_intermediate_size": 24}
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
+LONG_FACTOR = [1.0, 1.5, 2.0, 4.0, 7.0]
 
 
 FAMILIES: dict[str, PreTrainedConfig] = {
@@ -38,6 +52,37 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "mistral-0.1": MistralConfig(**SHAPE | {"sliding_window": 11} | rope(10000.0)),
     "mistral-0.3": MistralConfig(**SHAPE | {"sliding_window": None, "head_dim": 24} | rope(1000000.0)),
     "qwen2.5": Qwen2Config(**SHAPE | rope(1000000.0)),
+    "llama with biases": LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": Qwen3Config(**SHAPE | {"head_dim": 22, "num_attention_heads": 10} | rope(1000000.0)),
+    "qwen3 tied, extended": Qwen3Config(
+        **SHAPE | {"head_dim": 32, "num_attention_heads": 7, "num_key_value_heads": 1, "attention_bias": True},
+        tie_word_embeddings=True,
+        **rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "smollm3": SmolLM3Config(
+        **SHAPE | NO_SPECIAL_TOKENS | rope(1000000.0), no_rope_layers=[0, 1], tie_word_embeddings=False
+    ),
+    "smollm3, each second": SmolLM3Config(**SHAPE | NO_SPECIAL_TOKENS | rope(1000000.0), no_rope_layer_interval=2),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE | MOE | rope(1000000.0), num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+    ),
+    "qwen3-moe, one expert each": Qwen3MoeConfig(
+        **SHAPE | MOE | rope(1000000.0), num_experts=5, num_experts_per_tok=1, attention_bias=True
+    ),
+    "phi-3": Phi3Config(**SHAPE | NO_SPECIAL_TOKENS | {"sliding_window": 11} | rope(10000.0)),
+    "phi-4": Phi3Config(  # 10 of 20 elements of a head are rotated
+        **SHAPE | NO_SPECIAL_TOKENS | {"hidden_size": 80, "original_max_position_embeddings": 16},
+        **rope(10000.0, "longrope", partial_rotary_factor=0.5, short_factor=[1.0] * 5, long_factor=LONG_FACTOR),
+    ),
+    "yarn to the letter": LlamaConfig(
+        **SHAPE,
+        **rope(5000.0, "yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=2.0),
+    ),
+    "yarn of deepseek": LlamaConfig(
+        **SHAPE, **rope(5000.0, "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.3, truncate=False)
+    ),
+    "yarn with a factor": LlamaConfig(**SHAPE, **rope(5000.0, "yarn", factor=4.0, attention_factor=1.7)),
+    "dynamic": LlamaConfig(**SHAPE, **rope(10000.0, "dynamic", factor=4.0)),
 }
 
 

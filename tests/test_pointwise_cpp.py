@@ -12,7 +12,7 @@ from models.cpp_build import BuildError
 from models.pointwise import EAGER, Pointwise
 from models.pointwise_check import stored
 from models.pointwise_cpp import cpp
-from models.rope import Rotation, rotation
+from models.rope import Rope, Rotation, rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS, DIMS = (0, 1, 3, 8, 33), (576, 64, 100)
@@ -48,7 +48,8 @@ def inputs(name: str, n_row: int, dim: int, dtype: torch.dtype) -> tuple:
     if name == "add_norm":
         return cut(dim, scale=3), cut(dim), normal(dim).to(dtype), 1e-5
     if name == "rotate_heads":
-        return cut(5, dim), rotation(torch.arange(n_row) * 37, torch.linspace(0.01, 1, dim // 2), dtype)
+        rope = Rope(torch.linspace(0.01, 1, dim // 2), torch.ones(dim // 2))
+        return cut(5, dim), rotation(torch.arange(n_row) * 37, rope, dtype)
     return (cut(2 * dim, scale=8),)
 
 
