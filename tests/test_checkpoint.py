@@ -63,7 +63,7 @@ def test_parts_of_one_tensor_keep_their_values_whatever_their_dtypes(tmp_path: P
 
 
 @pytest.mark.parametrize("layout, kind", [*zip(LAYOUTS, cycle(KINDS), strict=False)])
-def test_conversion_round_trip(tmp_path: Path, layout: str, kind: str) -> None:
+def test_a_converted_checkpoint_has_the_weights_of_its_source(tmp_path: Path, layout: str, kind: str) -> None:
     config = write_side_files(tmp_path, KINDS[kind])
     weights = {name: tensor.to(LAYOUTS[layout]) for name, tensor in hf_weights(config).items()}
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
@@ -88,7 +88,7 @@ def test_weights_are_stored_and_loaded_in_the_dtype_that_is_asked_for(source: Pa
     assert {parameter.dtype for parameter in load_model(source, dtype=torch.float64).parameters()} == {torch.float64}
 
 
-def test_drop_layers_while_converting(source: Path, tmp_path: Path) -> None:
+def test_layers_are_dropped_while_converting(source: Path, tmp_path: Path) -> None:
     out_dir, whole = tmp_path / "shallow", stacked(hf_weights(CONFIG))
     flags = ["--checkpoint_dir", str(source), "--out_dir", str(out_dir), "--drop_layers", "1"]
     convert_hf_checkpoint.main(cli.read(convert_hf_checkpoint.Flags, flags, "convert_hf_checkpoint.py"))
@@ -99,7 +99,7 @@ def test_drop_layers_while_converting(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text, layers", [("1", [1]), ("3,7,13-15", [3, 7, 13, 14, 15]), (" 2 , 2-3", [2, 3])])
-def test_parse_layers(text: str, layers: list[int]) -> None:
+def test_layers_are_read_from_lists_and_ranges(text: str, layers: list[int]) -> None:
     assert parse_layers(text) == layers
 
 

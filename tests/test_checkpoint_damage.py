@@ -98,14 +98,14 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
         ("model.layers.0.self_attn.q_norm.weight", torch.ones(4)),
     ],
 )
-def test_tensor_unlike_the_config(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor) -> None:
+def test_a_tensor_unlike_the_config_is_refused(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor) -> None:
     write_source(tmp_path, layout=layout, **{name: tensor})
     with pytest.raises(CheckpointError, match=name):
         convert(tmp_path, tmp_path)
     assert not (tmp_path / "model.pth").exists()
 
 
-def test_failed_write_leaves_the_old_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(content: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file")

@@ -1,4 +1,4 @@
-"""ModelConfig: presets, and a config.json that is refused or has the logits of transformers."""
+"""ModelConfig: presets, changes for a run, and a config.json that is refused or has the logits of transformers."""
 
 import json
 import math
@@ -19,7 +19,9 @@ from common.errors import ConfigError, UserError
 from convert_hf_checkpoint import convert
 from kv_cache import FullKVCache
 from models import ModelConfig, load_model
+from models.checkpoints.model_source import find_model
 from models.config import RopeScaling
+from models.config_changes import ConfigChanges
 from models.presets import PRESETS, preset_config
 
 # Parameters; what their number does not see: heads, KV heads, head_dim, rope_theta, context.
@@ -52,13 +54,13 @@ PUBLISHED = {
 }
 
 
-def test_presets_are_what_is_published():
+def test_presets_have_the_published_shapes():
     presets = {name: preset_config(name) for name in PRESETS}
     shapes = {name: (c.n_head, c.n_kv_head, c.head_dim, c.rope_theta, c.max_context) for name, c in presets.items()}
     assert {name: (config.n_parameters, shapes[name]) for name, config in presets.items()} == PUBLISHED
 
 
-def test_context_extensions_windows_and_biases():
+def test_presets_have_the_published_rope_scaling_windows_and_biases():
     assert preset_config("togethercomputer/LLaMA-2-7B-32K").rope_scaling == RopeScaling("linear", 8.0)
     assert preset_config("meta-llama/Meta-Llama-3.1-8B").rope_scaling == RopeScaling("llama3", 8.0)
     assert preset_config("meta-llama/Llama-3.2-1B").rope_scaling == RopeScaling("llama3", 32.0)
@@ -85,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("changes, named", REFUSED, ids=[str(changes) for changes, _ in REFUSED])
-def test_config_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_a_config_value_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | changes))
     with pytest.raises(ConfigError) as refusal:
@@ -247,3 +249,57 @@ def test_a_changed_config_has_the_logits_of_transformers_or_is_refused(name: str
         assert found != "other logits", changes
         counts[found] += 1
     assert counts["equal logits"] > 5 and counts["both refuse"] > 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    config = Qwen3Config(**SHAPE, **rope(1000000.0), head_dim=16, eos_token_id=None)
+    save_folder(random_model(config), folder)
+    convert(folder, folder)
+    return folder
+
+
+def logits_with(folder: Path, changes: ConfigChanges, row: torch.Tensor) -> torch.Tensor:
+    source = find_model(str(folder), "pth", None, "--model", changes=changes)
+    model = source.load()
+    assert model.config == source.config
+    return model(row[None], torch.arange(len(row))[None], FullKVCache(model.config, 1, len(row)))[0]
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_an_extended_context_has_the_logits_of_transformers(folder: Path, kind: str) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    settings = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    theirs = Qwen3Config(**values | {"rope_parameters": settings | {"rope_theta": 1000000.0}})
+    model = AutoModelForCausalLM.from_pretrained(folder, config=theirs, attn_implementation="eager")
+    row = torch.randint(N_TOKENS, (200,), generator=torch.Generator().manual_seed(1))
+    ours = logits_with(folder, ConfigChanges(f"{kind}:4"), row)
+    torch.testing.assert_close(ours, model(row[None]).logits[0].detach(), rtol=0, atol=2e-5)
+    assert find_model(str(folder), "pth", None, "", changes=ConfigChanges(f"{kind}:4")).config.max_context == 512
+
+
+def test_an_override_takes_the_place_of_a_key(folder: Path) -> None:
+    changes = ConfigChanges(config_overrides=("rms_norm_eps=0.5", "max_position_embeddings=64"))
+    config = find_model(str(folder), "pth", None, "", changes=changes).config
+    assert (config.norm_eps, config.max_context) == (0.5, 64)
+    row = torch.arange(20)
+    assert not torch.allclose(logits_with(folder, changes, row), logits_with(folder, ConfigChanges(), row), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(ConfigChanges(scaling) for scaling in ("yarn", "yarn:1", "yarn:x", "ntk:2", "yarn:nan")),
+        *(ConfigChanges(config_overrides=(override,)) for override in ("rms_norm_epz=0.5", "hidden_act=gelu", "x")),
+        ConfigChanges("yarn:2", ('rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}',)),
+    ],
+)
+def test_a_change_without_effect_or_meaning_is_refused(folder: Path, changes: ConfigChanges) -> None:
+    with pytest.raises(UserError):
+        find_model(str(folder), "pth", None, "", changes=changes)
+
+
+def test_other_shapes_than_those_of_the_file_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError):
+        find_model(str(folder), "pth", None, "", changes=ConfigChanges(config_overrides=("hidden_size=32",))).load()

@@ -34,7 +34,9 @@ TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
         ("llama", Quantization.Q4_1, "Q4_1", 0.3),
     ],
 )
-def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization, published: str, tolerance: float) -> None:
+def test_a_converted_gguf_has_its_weights_and_config(
+    tmp_path: Path, arch: str, quantization, published: str, tolerance: float
+) -> None:
     weights = convert_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
     assert config == replace(TINY, **DIFFERENCES.get(arch, {}))

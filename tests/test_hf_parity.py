@@ -114,7 +114,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 # Prefilled whole, or in chunks: 18 is beyond a packed block. 20 tokens that are left divide into blocks.
 @pytest.mark.parametrize("prepack, chunk, block", [(True, 48, 1), (False, 18, 4), (True, 5, 20)])
-def test_prefill_and_cached_decode_of_two_rows_of_different_length(
+def test_prefill_and_cached_decoding_have_the_logits_of_transformers(
     case: Case, prepack: bool, chunk: int, block: int
 ) -> None:
     model = load_model(case.folder, prepack=prepack)

@@ -49,7 +49,7 @@ def test_a_bug_is_found(name, right, wrong, tmp_path):
 
 
 @pytest.mark.parametrize("name,build", [("attention", "AVX2"), *((name, "plain") for name, *_ in BUGS)])
-def test_other_builds_are_right(name, build):
+def test_builds_for_other_cpus_are_right(name, build):
     assert errors(name, cpp_build.build_library(name, build)) == []
 
 

@@ -65,7 +65,7 @@ def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, checkpoint: Path) -> N
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
-def test_largest_batch_is_exact(batch: int) -> None:
+def test_the_largest_batch_is_exact(batch: int) -> None:
     plan = MemoryPlan({"weights": 12345}, {"target KV": 678, "draft KV": 9})
     for available in (plan.total(batch), plan.total(batch + 1) - 1):
         assert plan.largest_batch(available) == batch
