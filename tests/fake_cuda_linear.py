@@ -18,7 +18,7 @@ def check(condition: bool) -> None:
 
 
 def places(inner_k_tiles: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Lane, word, bit, and which weight of the 8 outputs by `16 * inner_k_tiles` inputs of a tile lies there."""
+    """Yield the lane, word and bit of each weight of a tile of 8 outputs, with its output and input."""
     for lane in range(32):
         for word in range(inner_k_tiles // 2):
             for first, bit in zip(FIRST_INPUTS, FIRST_BITS, strict=True):

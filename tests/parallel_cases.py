@@ -154,7 +154,7 @@ def all_cases() -> list[Case]:
 
 
 def write_checkpoints(folder: Path) -> None:
-    """A random model for each group size, and the draft, as model.pth files."""
+    """Write a random model for each group size, and the draft, as model.pth files."""
     configs = {str(size): Case(size, "", "", 0, False).config() for size in GROUP_SIZES} | {"draft": DRAFT_CONFIG}
     for seed, (name, config) in enumerate(configs.items()):
         (folder / name).mkdir()
@@ -256,7 +256,7 @@ def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
 
 
 def packed_logits(group_size: int, folder: Path, holders: ModelRanks | None) -> list:
-    """Logits of a float32 model, whose linear layers are packed where the processor can; empty on other ranks."""
+    """Return logits of a float32 model, whose linear layers are packed where the processor can."""
     config = Case(group_size, "", "", 0, False).config()
     model = load_model(folder / str(group_size), config=config, exchange=holders)
     tokens = torch.arange(18).view(2, 9)

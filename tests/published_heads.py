@@ -1,4 +1,4 @@
-"""Tiny heads in the layouts in which they are published, and plain code for what they compute."""
+"""Tiny heads in the layouts in which they are published, and plain code that computes the same."""
 
 import json
 from pathlib import Path

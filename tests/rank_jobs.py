@@ -108,7 +108,7 @@ class EndedOnRanks(Ended):
         return self.err.partition("Root Cause (first observed failure):")[2]
 
     def message(self, rank: str, exit_code: int) -> str:
-        """Return what the ranks wrote; requires no traceback, no output, and `rank` as the first to fail."""
+        """Return the ranks' stderr; requires no traceback, no output, and `rank` as the first to fail."""
         assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
         assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
         return self.ours

@@ -47,7 +47,7 @@ class StreamingLLM:
         return self.positions[-1] + 1 if self.positions else 0
 
     def forget(self, length: int) -> None:
-        """Drop the positions from `length` on; what a longer text evicted does not come back."""
+        """Drop the positions from `length` on; entries that a longer text evicted do not come back."""
         kept = sum(position < length for position in self.positions)
         for items in (self.positions, *self.entries):
             del items[kept:]

@@ -51,7 +51,7 @@ LAYOUTS |= {"bin": torch.float16, "sharded bin": torch.float32, "old bin": torch
 
 
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
-def test_parts_of_one_tensor_keep_their_values_whatever_their_dtypes(tmp_path: Path, first: torch.dtype) -> None:
+def test_parts_of_a_tensor_with_different_dtypes_keep_their_values(tmp_path: Path, first: torch.dtype) -> None:
     config = write_side_files(tmp_path, UNTIED)
     weights = {
         name: tensor.to(first if "q_proj" in name or "gate_proj" in name else torch.float32)
@@ -82,7 +82,7 @@ def test_a_converted_checkpoint_has_the_weights_of_its_source(tmp_path: Path, la
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
 
 
-def test_weights_are_stored_and_loaded_in_the_dtype_that_is_asked_for(source: Path) -> None:
+def test_weights_are_stored_and_loaded_in_a_given_dtype(source: Path) -> None:
     convert(source, source, dtype="bfloat16")
     assert {tensor.dtype for tensor in read_checkpoint(source)[1].values()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in load_model(source, dtype=torch.float64).parameters()} == {torch.float64}
@@ -128,7 +128,7 @@ def contents(folder: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("how", ["in place", "under another name", "elsewhere"])
-def test_a_replaced_gguf_brings_its_own_config_and_tokenizer(tmp_path: Path, how: str) -> None:
+def test_a_replaced_gguf_brings_its_config_and_tokenizer(tmp_path: Path, how: str) -> None:
     folder, fresh = tmp_path / "model", tmp_path / "fresh"
     out = tmp_path / "out" if how == "elsewhere" else folder
     write_tiny_gguf(folder)

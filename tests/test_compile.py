@@ -1,4 +1,4 @@
-"""--compile: nothing is compiled again, whatever the rows do."""
+"""--compile: nothing is compiled again when lengths, gammas and rows change."""
 
 import torch
 from pacings import Scripted
@@ -12,7 +12,7 @@ from models.pointwise import compiled, use_pointwise
 
 
 def test_nothing_is_compiled_again_when_lengths_and_gammas_change_and_rows_refill():
-    """Prefill chunks and their tails, draft steps, catch-up steps and verifications of ragged, refilled rows."""
+    """Covers prefill chunks and their tails, draft steps, catch-up steps and verifications of refilled rows."""
     torch._dynamo.reset()
     counter = CompileCounter()
     pointwise = compiled(counter)

@@ -49,7 +49,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_the_inputs_of_layers_are_those_that_transformers_gives(checkpoint):
+def test_the_inputs_of_layers_are_those_of_transformers(checkpoint):
     tokens, positions = torch.randint(200, (2, 19)), torch.arange(19).expand(2, -1)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     first, second, normed = reference(tokens, output_hidden_states=True).hidden_states

@@ -56,7 +56,7 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
-def test_the_triton_kernels_compute_what_pytorch_does():
+def test_the_triton_kernels_equal_pytorch():
     """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("triton_quantize_cases.py")

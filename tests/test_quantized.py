@@ -75,7 +75,7 @@ def out_of_ring(length: int) -> int:
 
 
 @pytest.mark.parametrize("lengths", [[70, 9, 41], [24, 25, 53]])
-def test_a_filled_row_reads_as_numbers_say_and_goes_on(lengths):
+def test_a_filled_row_equals_plain_numbers_and_goes_on(lengths):
     """Tokens in the ring read as they are; groups that leave it are in 4 bits."""
     cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
     write(source, entries, [0] * N_ROWS, LONGEST)
@@ -88,7 +88,7 @@ def test_a_filled_row_reads_as_numbers_say_and_goes_on(lengths):
 
 
 @pytest.mark.parametrize("n", [1, 3, GROUP])
-def test_written_block_by_block_a_row_is_what_it_is_filled_with(n):
+def test_a_row_that_is_written_in_blocks_equals_a_filled_row(n):
     """Rows by name, in another order; the row between them stays empty, and rejected tokens are overwritten."""
     cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
     rejected = entries_of(LONGEST, seed=1)

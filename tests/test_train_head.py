@@ -38,7 +38,7 @@ def heads_and_rows(model, windows) -> tuple[torch.nn.ModuleDict, Tensor]:
     return training.new_heads(model, known, RECIPE.depth), training.output_rows(model, known)
 
 
-def test_examples_are_the_targets_states_behind_what_it_wrote(model, tmp_path):
+def test_examples_hold_the_targets_states(model, tmp_path):
     """Examples equal a pass over the whole text."""
     runner = ModelRunner(model, full_cache(model, 2))
     assert examples.write_examples(runner, PROMPTS[:3], 20, LAYERS, tmp_path, lambda seconds: True) > 0
@@ -93,7 +93,7 @@ def trained(model, windows, folder: Path, stop_at: float = math.inf) -> dict[str
     return heads.state_dict()
 
 
-def test_a_run_that_goes_on_gives_the_weights_of_one_that_was_not_ended(model, windows, tmp_path):
+def test_training_that_is_resumed_gives_the_same_weights(model, windows, tmp_path):
     whole = trained(model, windows, tmp_path / "whole")
     first = trained(model, windows, tmp_path / "parts", stop_at=3)
     resumed = trained(model, windows, tmp_path / "parts")

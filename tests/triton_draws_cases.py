@@ -1,5 +1,5 @@
 """Random numbers and filters by the Triton kernels against those by PyTorch, in Triton's interpreter; run by
-test_noise.py in a separate process, as triton_cases.py is."""
+test_noise.py in a process of its own, as triton_cases.py is."""
 
 import math
 

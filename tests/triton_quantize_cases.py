@@ -16,7 +16,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n_row,n_in", [(1, 192), (5, 520), (40, 24)])
 def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
-    """Ties and zeros, rows of a wider tensor; those that fill up are zeros, and what is not finite stays alone."""
+    """Ties, zeros, rows of a wider tensor; padding rows are zero, and a row that is not finite disturbs no other."""
     x = (torch.randn(n_row, n_in + 8, generator=GENERATOR) * torch.logspace(3, -3, n_row)[:, None]).to(dtype)[:, :n_in]
     x[0] = torch.arange(n_in) % 255 / 2 - 63.5
     x[-1, ::2] *= n_row > 5
