@@ -56,6 +56,16 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_is_the_product_with_its_grid(dtype):
+    weight, x = weight_and_input(128, 192, 5, dtype)
+    grid, scale = grid_of(weight)
+    assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
+    bias = torch.linspace(-1, 1, 128).to(dtype)
+    wanted = (x.double() @ grid.double().T).to(dtype) + bias
+    assert relative_error(Int4Linear(weight, bias)(x), wanted) < 1.5e-2  # scales and activations are rounded
+
+
 def test_the_triton_kernels_equal_pytorch():
     """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
