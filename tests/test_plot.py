@@ -70,12 +70,6 @@ def test_policies_are_bars_or_lines_over_the_budget(draw):
     assert ended.code == 0 and "8 of 8 records" in ended.out
 
 
-def test_where_no_number_varies_names_do():
-    records = [record(1, 1.0 + place, draft=draft) for place, draft in enumerate(("self", "ngram", "suffix"))]
-    assert choose_x(records) == "draft"
-    assert points_of(records, "draft", "speedup") == {"all": [("ngram", 2.0), ("self", 1.0), ("suffix", 3.0)]}
-
-
 @pytest.mark.parametrize(
     ("lines", "flags"),
     [([record(1, 1.1), record(1, 1.2)], ""), ([record(1, None), record(2, None)], "--y speedup"), ([[1]], "")],

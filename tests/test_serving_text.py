@@ -89,7 +89,7 @@ def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
         assert counting.most <= 2 * MOST_PENDING
 
 
-def test_what_comes_behind_a_stop_string_is_nobodys(alone: Alone):
+def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):
     tokens = alone.tokenizer.encode("ab STOP cd", add_bos=False)
     answer = answer_of(alone.tokenizer, ["STOP"])
     answer.take(update(tokens[:1], 0))
