@@ -135,13 +135,6 @@ def cpu_storages(records: list[Record]) -> Table:
     return lines, [*columns, Column(lambda row: row["rows"][-1].get("speedup"), "speedup, sampled", speedup_text)]
 
 
-def cpu_linears(records: list[Record]) -> Table:
-    ours = re.compile("this project|F.linear|sgl-kernel")
-    rows = [row for row in records[-1]["kernels"] if row["part"] == "layers" and ours.search(row["kernel"])]
-    kept = [row | {"B": row["rows"]} for row in rows if row["rows"] in (1, 8, 32, 64)]
-    return pivot(kept, [Column("kernel", "weights and kernel", **TEXT)], "B", Column("ms", "ms", ".1f"))
-
-
 # Drafters and policies.
 def prompt_sets(records: list[Record]) -> Table:
     def cell(row: Record) -> str:
@@ -227,7 +220,6 @@ TABLES = {
     "cost_errors": Source("cost_model.jsonl", cost_errors_table),
     "auto": Source("cost_model.jsonl", auto),
     "cpu_storages": Source("cpu_storages.jsonl", cpu_storages),
-    "cpu_linears": Source("cpu_linears.jsonl", cpu_linears, is_last=True),
     "prompt_sets": Source("spec_bench.jsonl", prompt_sets),
     "drafters": Source("drafters.jsonl", drafters),
     "policies": Source("policies.jsonl", policies_acceptance),

@@ -140,20 +140,16 @@ def test_heads_are_saved_as_they_are_published(model, windows, tmp_path):
     assert find_head(str(tmp_path / "eagle"), "eagle", model.config).shape.inputs_of == LAYERS
 
 
-SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
+SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --window 40 --windows 2"
 
 
-def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
-    """The whole of it on a tiny model; run again, it only measures. Another run's folder is refused."""
-    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --draft_budget 24 --out {tmp_path / 'out'}"
+def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
+    """The whole command on a tiny model; run again, it trains nothing. Another run's folder is refused."""
+    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --out {tmp_path / 'out'}"
     record = call("reproduce/train_head.py", flags).record
-    assert [row["draft"] for row in record["rows"]] == [x for x in ("eagle", "medusa", "ngram", "self") for _ in "12"]
-    assert [row["temperature"] for row in record["rows"]] == [0.0, 0.6] * 4
-    assert [row["verification"] for row in record["rows"]] == ["greedy", "coupled"] * 4
-    assert all(len(row["acceptance_per_position"]) == 2 for row in record["rows"])
     assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
     again = call("reproduce/train_head.py", flags).record
-    assert again["curve"] == record["curve"] and again["rows"][:4] == record["rows"][:4]
+    assert again["curve"] == record["curve"]
     trained, half = tmp_path / "out/eagle", tmp_path / "out/held_back.txt"
     own = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
     sizes = "--draft eagle --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
