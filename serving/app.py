@@ -2,6 +2,7 @@
 
 import hmac
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +16,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,8 +31,8 @@ Events = AsyncIterator[list[dict[str, Any]]]
 
 
 def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI:
-    """Make the application. key: what requests have to bring, except for /health and the page. hosts: names that
-    requests may call this machine, among them "*" for any; a page elsewhere may have a name that leads here."""
+    """Make the application. key: the key that requests have to bring, except for /health and the page. hosts: names of
+    this machine that the Host header may have, "*" for any name. A page on the web can have its name lead here."""
     # FastAPI's own documentation pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
 
@@ -57,8 +57,7 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
         app.add_exception_handler(kind, on_error)
     for router in (tgi_routes(service), openai_routes(service)):
         app.include_router(router)
-    app.add_middleware(Accounting, service=service, key=key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    app.add_middleware(Accounting, service=service, key=key, hosts=hosts)
     return app
 
 
@@ -70,7 +69,9 @@ def error_response(failure: Failure, path: str) -> Response:
 
 
 def _failure_of(error: Exception) -> Failure:
-    """Return the failure for any exception; of several wrong fields, it names the most specific."""
+    """Return the failure for any exception. If several fields are wrong, it names the most deeply nested."""
+    if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not decode the body
+        return Failure(422, "validation", "body: no JSON in UTF-8")
     if isinstance(error, HTTPException):
         return Failure(error.status_code, KINDS.get(error.status_code, "validation"), error.detail, None, error.headers)
     if not isinstance(error, RequestValidationError):
@@ -80,7 +81,10 @@ def _failure_of(error: Exception) -> Failure:
     field, wrong = max(((_field(wrong["loc"]), wrong) for wrong in error.errors()), key=lambda pair: len(pair[0]))
     if wrong["type"] == "json_invalid":
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
-    says = "is not supported by this server" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+    says = wrong["msg"].removeprefix("Value error, ")
+    if wrong["type"] == "extra_forbidden":
+        is_alias = field == ["max_tokens"]  # every route that has no such field has the other name
+        says = "means max_completion_tokens, which is given too" if is_alias else "is not supported by this server"
     return invalid(".".join(field), says) if field else Failure(422, "validation", f"body: {says}")
 
 
@@ -90,15 +94,18 @@ def _field(location: Sequence[str | int]) -> list[str]:
 
 
 class Accounting:
-    """Middleware that refuses requests by their headers, counts and logs those for tokens, and frees the row of a
-    request that is over. key: what requests have to bring, except for OPEN_PATHS."""
+    """Middleware that refuses requests by their headers, counts and logs requests for tokens, and frees the row of a
+    request that is over. key: the key that requests have to bring, except for OPEN_PATHS. hosts: as in `make_app`."""
 
-    def __init__(self, app: ASGIApp, service: Service, key: str | None) -> None:
-        self._app, self._service, self._key = app, service, key
+    def __init__(self, app: ASGIApp, service: Service, key: str | None, hosts: Sequence[str]) -> None:
+        self._app, self._service, self._key, self._hosts = app, service, key, hosts
 
     def _refusal(self, scope: Scope) -> Failure | None:
         """Return why a request is refused by its headers, or None."""
         headers, largest = Headers(scope=scope), self._service.limits.max_body_bytes
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if "*" not in self._hosts and host not in self._hosts:
+            return Failure(400, "validation", f"the Host header is {host[:80]!r}: use an address of this machine")
         if self._key is not None and scope["path"] not in OPEN_PATHS:
             scheme, _, said = headers.get("authorization", "").partition(" ")
             is_known = hmac.compare_digest(said.strip().encode("latin-1"), self._key.encode())

@@ -37,9 +37,12 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], F
 
 
 def _single(prompt: Any) -> Any:
-    """Return the prompt of a list that holds nothing else."""
-    is_list = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
-    return prompt[0] if is_list else prompt
+    """Return the prompt of a list that holds nothing else. Errors: ValueError for a list of several prompts."""
+    if not (isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)):
+        return prompt
+    if len(prompt) > 1:
+        raise ValueError("has several prompts; this server takes a single prompt")
+    return prompt[0]
 
 
 class Body(BaseModel):
@@ -152,6 +155,12 @@ class Message(Body):
         Field(fail_fast=True),
         BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
     ] = []
+
+    @model_validator(mode="after")
+    def _require_content(self) -> "Message":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("a message of the system or a user needs content")
+        return self
 
     @property
     def text(self) -> str:
