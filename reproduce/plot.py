@@ -4,7 +4,7 @@
     python -m reproduce.plot sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
 
 Reads what benchmarks and reproduce/acceptance.py append to --output, and sweeps. Repeats are drawn as their median.
-Records that lack one of the two numbers are left out.
+Records without both numbers are left out.
 """
 
 import math

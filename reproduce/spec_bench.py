@@ -76,7 +76,7 @@ class Drafters:
         names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
         if auto := [name for name, value in given.items() if value == AUTO]:
-            fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
+            fix = "give a number; reproduce/gamma_cell.py compares auto with fixed drafts"
             raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
         models = {options["draft_model"]: name for name, options in chosen.items() if "draft_model" in options}
         if len(models) > 1:

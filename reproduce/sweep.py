@@ -122,7 +122,7 @@ def read_states(path: str) -> dict[str, str]:
         try:
             states[str(Cell(row["script"], row["flags"]))] = row["status"]
         except (KeyError, TypeError):
-            where, fix = f"{path}, line {number}", "name a sweep's file, or a new one"
+            where, fix = f"{path}, line {number}", "name a sweep's file, or a new file"
             raise DataError("a line is not a sweep's", where, str(row)[:80], "script, flags, status", fix) from None
     return states
 

@@ -1,4 +1,4 @@
-"""Write the tables of the documentation from records, or print one table of your own records.
+"""Write the tables of the documentation from records, or print a table of other records.
 
     python -m reproduce.tables                                      # rewrites the tables on the pages
     python -m reproduce.tables speedups reproduction/speedups.jsonl    # prints the table of that name

@@ -44,7 +44,7 @@ class Batch:
 
     max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
     max_length: int = 8192
-    """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
+    """KV entries of a row: prompt, new tokens and a round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
     """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
     no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text

@@ -99,11 +99,12 @@ class Serve:
         if draft is not None and draft.needs_baseline:
             required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"
             raise ConfigError("nothing is known of an answer beforehand", flag("draft"), draft.name, required, fix)
-        sharing = [one.name for one in (draft, *getattr(draft, "texts", ())) if one is not None and one.shares_texts]
+        drafts = [] if draft is None else [draft, *getattr(draft, "texts", ())]
+        sharing = [config.name for config in drafts if config.shares_texts]
         if sharing and self.batch.no_prefix_reuse:
             what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
-            required = f"drafts of a row's own text, beside {flag('no_prefix_reuse')}"
-            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from a row's own text")
+            required = f"drafts from the text of the row, beside {flag('no_prefix_reuse')}"
+            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from the row's text")
         sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
         return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
 

@@ -1,4 +1,4 @@
-"""Run a step in a process of its own, and report how it ended."""
+"""Run a step in a separate process, and report how it ended."""
 
 import importlib
 import os

@@ -17,8 +17,8 @@ from models.checkpoints.manifest import atomic_path
 
 # Row i samples at the temperature i modulo 3.
 TEMPERATURES = (0.6, 0.8, 1.0)
-# Tensors of a file: `tokens [rows, T]`; for each token the target's normalised last hidden state, `last [rows, T, dim]`,
-# and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.
+# Tensors of a file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T,
+# dim]`, and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.
 Examples = dict[str, Tensor]
 
 
@@ -30,8 +30,8 @@ def write_examples(
     folder: Path,
     allowed: Callable[[float], bool],
 ) -> float:
-    """Write a file for each batch of prompts, unless the file exists, while the seconds of writing are `allowed`. Return
-    these seconds, those of earlier runs included. Errors: UserError for a folder that cannot be written."""
+    """Write a file for each batch of prompts, unless the file exists, while the seconds of writing are `allowed`.
+    Return these seconds, those of earlier runs included. Errors: UserError for a folder that cannot be written."""
     n_rows, spent = runner.max_batch, 0.0
     for file in _files(folder):
         with safe_open(file, "pt") as opened:
@@ -54,8 +54,8 @@ def write_examples(
 def make_examples(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], n_new: int, layers: Sequence[int], seed: int
 ) -> Examples:
-    """Return the examples of prompts of equal length, each continued by `n_new` tokens that the target samples. There are
-    at most as many prompts as rows. The hidden states are those of sampling, in bfloat16."""
+    """Return the examples of prompts of equal length, each continued by `n_new` tokens that the target samples. There
+    are at most as many prompts as rows. The hidden states are those of sampling, in bfloat16."""
     device, length, n_rows = runner.device, len(prompts[0]), len(prompts)
     tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
     tokens[:, :length] = torch.tensor(prompts, device=device)

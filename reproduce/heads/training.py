@@ -144,8 +144,8 @@ def train(
 ) -> float:
     """Train until the steps or the time are over, and return the seconds of training, earlier runs included.
 
-    share_of_time: gives the share of the time that is over from the seconds of training. The curve in the folder has the
-    losses and the shared probability of each head and position. A run from a checkpoint gives the weights of an
+    share_of_time: gives the share of the time that is over from the seconds of training. The curve in the folder has
+    the losses and the shared probability of each head and position. A run from a checkpoint gives the weights of an
     uninterrupted run, if time suffices, since a step's windows follow from its number."""
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     done, before, device = 0, 0.0, known_rows.device
