@@ -30,7 +30,7 @@ from serving.serve import Serve
 
 MODES = PLAIN, SPECULATION = "plain", "speculation"
 SHORT = 8  # tokens of a prompt that makes a row forget
-NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation does not change; decode tok/s counts rounds alone."
+NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation does not change; decode tok/s counts rounds."
 COLUMNS = [
     *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("errors", "errors")),
     *(Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", ".2f")),

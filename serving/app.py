@@ -1,4 +1,4 @@
-"""The HTTP application: both families of routes, health, metrics and the page, and errors as JSON of the family."""
+"""The HTTP application: both families of routes, health, metrics, the page, and errors as JSON."""
 
 import hmac
 import json
@@ -33,7 +33,7 @@ Events = AsyncIterator[list[dict[str, Any]]]
 def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI:
     """Make the application. key: the key that requests have to bring, except for /health and the page. hosts: names of
     this machine that the Host header may have, "*" for any name. A page on the web can have its name lead here."""
-    # FastAPI's own documentation pages load scripts from elsewhere.
+    # FastAPI's documentation pages load scripts from other sites.
     app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
@@ -62,7 +62,7 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
 
 
 def error_response(failure: Failure, path: str) -> Response:
-    """Return a failure as JSON of the path's family of routes."""
+    """Return a failure in the JSON format of the path's family of routes."""
     is_openai = path.startswith("/v1")
     status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
     return JSONResponse(failure.body(is_openai), status, failure.headers)
@@ -83,13 +83,13 @@ def _failure_of(error: Exception) -> Failure:
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
     says = wrong["msg"].removeprefix("Value error, ")
     if wrong["type"] == "extra_forbidden":
-        is_alias = field == ["max_tokens"]  # every route that has no such field has the other name
-        says = "means max_completion_tokens, which is given too" if is_alias else "is not supported by this server"
+        is_second = field == ["max_tokens"]  # all routes have this field, unless its other name is given
+        says = "means max_completion_tokens, which is given too" if is_second else "is not supported by this server"
     return invalid(".".join(field), says) if field else Failure(422, "validation", f"body: {says}")
 
 
 def _field(location: Sequence[str | int]) -> list[str]:
-    """Return the path of a wrong field, without the types that pydantic names for a field of several."""
+    """Return the path of a wrong field, without the names of types that pydantic adds for a union."""
     return [name for name in map(str, location[1:]) if not name.startswith(("constrained-", "list["))]
 
 
@@ -140,7 +140,7 @@ class Accounting:
 
 
 async def stream(events: Events, is_openai: bool) -> Response:
-    """Return server-sent events, written once a step. Raises the failure of a request that has not begun yet."""
+    """Return server-sent events, written once a step. Raises a failure that comes before the first event."""
     first: list[dict[str, Any]] = await anext(events, [])
 
     async def lines() -> AsyncIterator[str]:
@@ -237,7 +237,7 @@ def _details(answer: Answer) -> dict[str, Any]:
 
 
 def openai_routes(service: Service) -> APIRouter:
-    """Return the routes of OpenAI's API that a server of one language model has."""
+    """Return the routes of OpenAI's API for a language model."""
     router, name = APIRouter(prefix="/v1", tags=["OpenAI"]), service.session.name
     card = {"id": name, "object": "model", "created": service.created, "owned_by": "foretoken"}
 
@@ -288,7 +288,7 @@ async def _chunks(answer: Answer, head: dict[str, Any], is_chat: bool, has_usage
 def _choice(
     answer: Answer, tokens: Sequence[Token], is_chat: bool, reason: str | None = None, is_chunk: bool = False
 ) -> dict[str, Any]:
-    """Return a choice with these tokens of an answer: all of them, or those of a chunk."""
+    """Return a choice of an answer with some of its tokens."""
     has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
     if is_chat:
         fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
