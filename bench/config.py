@@ -11,6 +11,7 @@ from common.errors import ConfigError, flag
 from engine.drafters.config import DrafterConfig
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
+from models.config_changes import ConfigChanges
 from models.names import Backend, Dtype, KVDtype, Scheme
 
 AUTO = "auto"
@@ -29,6 +30,10 @@ class Target:
     """name for the record, if not its folder's; with --load_format dummy, the configuration to build"""
     load_format: Literal["pth", "dummy"] = "pth"
     """dummy: random weights, for costs only"""
+    rope_scaling: str | None = None
+    """yarn:FACTOR or linear:FACTOR: run with a context that is longer by this factor"""
+    config_overrides: tuple[str, ...] = ()
+    """KEY=VALUE ...: other values for keys of the target's config.json"""
     verify: bool = False
     """read all weights to check their SHA-256, remembered or not"""
     device: str = "auto"
@@ -54,7 +59,8 @@ class Target:
 
     def source(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError."""
-        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify)
+        changes = ConfigChanges(self.rope_scaling, self.config_overrides)
+        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify, changes)
 
     def with_text(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError, also for random weights, which have no tokenizer."""

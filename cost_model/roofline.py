@@ -29,10 +29,11 @@ class ModelStorage(NamedTuple):
     weights: str | None = None
     kv: str | None = None
 
-    @property
-    def n_weights(self) -> int:
-        """Weights of matrix products, the head's included."""
-        return self.config.n_layer * self.config.n_linear_weights_per_layer + self.config.vocab_size * self.config.dim
+    def n_weights_of(self, n_expert: float) -> float:
+        """Return the weights of matrix products, the head's included, with `n_expert` of each layer's experts."""
+        config, left_out = self.config, self.config.n_expert - n_expert
+        layer = config.n_linear_weights_per_layer - left_out * config.n_weights_of_expert
+        return config.n_layer * layer + config.vocab_size * config.dim
 
 
 class Part(NamedTuple):
@@ -46,8 +47,8 @@ def forward_parts(model: ModelStorage, machine: Machine, batch: int, tokens: int
     """Return the products with weights, and the attention, of a forward of `tokens` in each of `batch` rows behind
     `entries` KV entries, on the device that has most of them."""
     config, n = model.config, machine.devices
-    weight_bytes = model.n_weights * ITEMSIZE[model.weights or model.dtype]
-    linear = Part(weight_bytes / n, 2 * model.n_weights / n * batch * tokens)
+    weight_bytes = model.n_weights_of(config.experts_touched(batch * tokens)) * ITEMSIZE[model.weights or model.dtype]
+    linear = Part(weight_bytes / n, 2 * model.n_weights_of(config.n_expert_per_token) / n * batch * tokens)
     heads = math.ceil(config.n_kv_head / n)
     in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
     rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile

@@ -4,53 +4,42 @@ An accepted file has the logits that transformers (5.23) computes from it. A key
 below has no effect on them; docs/checkpoints.md lists both kinds.
 """
 
-import json
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import ConfigError
+from models.hf_rope import ROPE_TYPES, rope_fields
+from models.hf_rules import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    OBJECT,
+    UNSET,
+    Rule,
+    Values,
+    check,
+    of_type,
+    only,
+    positive,
+    refuse,
+)
 
-MAX_SIZE = 1 << 31
-FIX = "use a checkpoint of a supported family (Llama, Mistral, Qwen2) with a matching config.json"
-Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The accepted values of a key, and how an error describes them."""
-
-    required: str
-    accepts: Callable[[Any], bool]
-
-
-def only(*values: Any) -> Rule:
-    """Accept exactly these values: 0 is not false, and 1.0 is not 1."""
-    kinds = [(type(value), value) for value in values]
-    return Rule(" or ".join(["no such key", *map(json.dumps, values)]), lambda value: (type(value), value) in kinds)
-
-
-def of_type(name: str, *types: type) -> Rule:
-    """Accept values of these types; transformers reads other types differently, or not at all."""
-    return Rule(name, lambda value: type(value) in types)
-
-
-UNSET = only(None)
-OBJECT = of_type("an object or null", dict, type(None))
-STRING = of_type("a string", str)
-INTEGER = of_type("an integer", int)
-NUMBER = of_type("a number", int, float)
 FULL_LAYERS = Rule(
     'no such key, null, or "full_attention" for each layer',
     lambda value: value is None or (isinstance(value, list) and all(kind == "full_attention" for kind in value)),
+)
+LAYER_FLAGS = Rule(
+    "no such key, null, or 0 or 1 for each layer",
+    lambda value: (
+        value is None or (isinstance(value, list) and all(type(flag) is int and flag in (0, 1) for flag in value))
+    ),
 )
 
 RULES = {
     "hidden_act": only("silu"),
     "max_position_embeddings": INTEGER,
     "rms_norm_eps": of_type("a number with a decimal point", float),
-    "tie_word_embeddings": of_type("true or false", bool),
+    "tie_word_embeddings": BOOLEAN,
     "rope_theta": NUMBER,
     "rope_scaling": OBJECT,
     "rope_parameters": OBJECT,
@@ -66,15 +55,6 @@ RULES = {
 }
 DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 
-ROPE_RULES = {"rope_type": STRING, "type": STRING, "rope_theta": NUMBER, "partial_rotary_factor": only(1, 1.0)}
-# The numbers that each type of rotary settings needs; below, the fields of `RopeScaling` with other names.
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-ROPE_FIELDS = {"original_max_position_embeddings": "original_context"}
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -84,15 +64,25 @@ class Architecture:
     rules: Mapping[str, Rule]
     defaults: Values
     has_window: bool = False
-    qkv_bias: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of older files, and their present names
+    rope_types: Collection[str] = tuple(ROPE_TYPES)
+    is_fused: bool = False  # q, k and v are one tensor, gate and up another
+    # Fields of ModelConfig that every model of the architecture has.
+    fixed: Mapping[str, bool] = field(default_factory=dict)
+    # Fields of ModelConfig that a key gives: sizes, and what is true or false.
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
 
 
+ATTENTION_BIAS = {"qkv_bias": "attention_bias", "wo_bias": "attention_bias"}
+FULL_ATTENTION = {"use_sliding_window": only(False), "layer_types": FULL_LAYERS}
 ARCHITECTURES = {
     # transformers' Llama ignores a window when it attends, but its cache drops the entries behind the window.
     "LlamaForCausalLM": Architecture(
         "llama",
-        {"attention_bias": only(False), "mlp_bias": only(False), "sliding_window": UNSET, "layer_types": FULL_LAYERS},
+        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "sliding_window": UNSET, "layer_types": FULL_LAYERS},
         {"max_position_embeddings": 2048},
+        switches=ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     ),
     # transformers takes a Mistral with types of layers for a Ministral.
     "MistralForCausalLM": Architecture(
@@ -103,11 +93,58 @@ ARCHITECTURES = {
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
-        {"head_dim": INTEGER, "use_sliding_window": only(False), "layer_types": FULL_LAYERS},
+        {"head_dim": INTEGER, **FULL_ATTENTION},
         {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-        qkv_bias=True,
+        fixed={"qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3",
+        {"head_dim": INTEGER, "attention_bias": BOOLEAN, **FULL_ATTENTION},
+        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+        fixed={"qk_norm": True},
+        switches=ATTENTION_BIAS,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        {
+            **{"head_dim": INTEGER, "attention_bias": BOOLEAN, "norm_topk_prob": BOOLEAN, **FULL_ATTENTION},
+            **{"decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},  # else, some layers lack experts
+        },
+        {
+            **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "moe_intermediate_size": 768},
+            **{"num_local_experts": 128, "num_experts_per_tok": 8},
+        },
+        fixed={"qk_norm": True},
+        renamed={"num_experts": "num_local_experts"},
+        sizes={
+            "n_expert": "num_local_experts",
+            "n_expert_per_token": "num_experts_per_tok",
+            "ffn_dim": "moe_intermediate_size",
+        },
+        switches=ATTENTION_BIAS | {"normalise_experts": "norm_topk_prob"},
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        {"partial_rotary_factor": NUMBER, "layer_types": only()},
+        {
+            **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+            **{"sliding_window": None},
+        },
+        has_window=True,
+        rope_types=("default", "longrope"),
+        is_fused=True,
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "no_rope_layers": LAYER_FLAGS, **FULL_ATTENTION},
+        {
+            **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2000000.0},
+            **{"tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4},
+        },
+        switches=ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     ),
 }
+FUSED = [name for name, architecture in ARCHITECTURES.items() if architecture.is_fused]
 
 
 def config_fields(given: Values, where: str) -> dict[str, Any]:
@@ -117,76 +154,44 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
         raise refuse("unsupported architecture", f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
-    _check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
-    values = {**DEFAULTS, **architecture.defaults, **given}
+    check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
+    renamed = {architecture.renamed.get(key, key): value for key, value in given.items()}
+    if len(renamed) < len(given):
+        seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
+        raise refuse("a key is given under two names", where, seen, "one of them")
+    values = {**DEFAULTS, **architecture.defaults, **renamed}
     n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
+    n_layer, head_dim = positive(values, "num_hidden_layers", where), positive(values, "head_dim", where, dim // n_head)
+    rope = rope_fields(values, head_dim, architecture.rope_types, where)
+    if rope["rotary_dim"] and "partial_rotary_factor" not in architecture.rules:
+        raise refuse("heads are rotated in part", f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
     has_window = architecture.has_window and values["sliding_window"] is not None
     eos = values.get("eos_token_id")
     return {
         "vocab_size": positive(values, "vocab_size", where),
-        "n_layer": positive(values, "num_hidden_layers", where),
+        "n_layer": n_layer,
         "dim": dim,
         "n_head": n_head,
         "n_kv_head": positive(values, "num_key_value_heads", where, n_head),
-        "head_dim": positive(values, "head_dim", where, dim // n_head),
+        "head_dim": head_dim,
         "ffn_dim": positive(values, "intermediate_size", where),
         "norm_eps": positive(values, "rms_norm_eps", where, kind=float),
-        **_rope(values, where),
-        "max_context": positive(values, "max_position_embeddings", where),
+        **rope,
+        "unrotated_layers": _unrotated_layers(values, n_layer, where) if "no_rope_layers" in architecture.rules else [],
         "sliding_window": positive(values, "sliding_window", where) if has_window else None,
         "tie_embeddings": values["tie_word_embeddings"],
-        "qkv_bias": architecture.qkv_bias,
+        **architecture.fixed,
+        **{field: positive(values, key, where) for field, key in architecture.sizes.items()},
+        **{field: values.get(key, False) for field, key in architecture.switches.items()},
         "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }
 
 
-def _rope(values: Values, where: str) -> dict[str, Any]:
-    """Return the fields `rope_theta` and `rope_scaling`. The key `rope_scaling` overrides `rope_parameters`."""
-    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    settings = {"rope_theta": values["rope_theta"], **(values.get(name) or {})}
-    where = f"{where}: {name}" if values.get(name) else where
-    if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
-        raise refuse("rotary settings for each type of layer are not supported", where, nested, "one for all layers")
-    _check(settings, ROPE_RULES, where)
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise refuse("unsupported rope type", where, kind, f"one of {', '.join(ROPE_TYPES)}")
-    # The model's key overrides the key in the rotary settings; the default is max_position_embeddings.
-    context = "original_max_position_embeddings"
-    settings[context] = values.get(context, settings.get(context, values["max_position_embeddings"]))
-    numbers = {key: positive(settings, key, where, kind=int if key == context else float) for key in ROPE_TYPES[kind]}
-    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-        seen, required = numbers["high_freq_factor"], f"more than low_freq_factor, {numbers['low_freq_factor']}"
-        raise refuse("the corners of the rotary scaling cross", f"{where}: high_freq_factor", seen, required)
-    scaling = {ROPE_FIELDS.get(key, key): number for key, number in numbers.items()}
-    return {
-        "rope_theta": positive(settings, "rope_theta", where, kind=float),
-        "rope_scaling": {"kind": kind, **scaling} if scaling else None,
-    }
-
-
-def _check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
-    """Raise ConfigError for the first key whose value is not accepted."""
-    for key, rule in rules.items():
-        if key in values and not rule.accepts(values[key]):
-            what, seen = f"{key} has a value that is not supported", repr(values[key])[:200]
-            fix = f"{FIX}; leave out {key} if the model does not use it"
-            raise ConfigError(what, f"{where}: {key}", seen, rule.required, fix)
-
-
-def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
-    """Return a positive size, or with `kind=float` a positive number; `default` if the key is absent or null.
-
-    Raises ConfigError.
-    """
-    value = default if values.get(key) is None else values[key]
-    end = MAX_SIZE if kind is int else sys.float_info.max
-    if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:
-        seen, name = "no such key" if value is None else repr(value), "integer" if kind is int else "number"
-        raise refuse(f"{key} is not a positive {name}", f"{where}: {key}", seen, f"> 0 and < {end:g}")
-    return kind(value)
-
-
-def refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
-    """Return the error for a configuration that is not supported."""
-    return ConfigError(what, where, seen, required, FIX)
+def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
+    """Return the layers without rotary embedding, which SmolLM3 lists as 0 in `no_rope_layers`."""
+    if (rotates := values["no_rope_layers"]) is None:
+        interval = positive(values, "no_rope_layer_interval", where)
+        return list(range(interval - 1, n_layer, interval))
+    if len(rotates) < n_layer:
+        raise refuse("layers are missing", f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
+    return [layer for layer in range(n_layer) if not rotates[layer]]

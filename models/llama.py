@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttention
 from models.config import ModelConfig
-from models.pointwise import EAGER, Pointwise
-from models.rope import Rotation, inverse_frequencies, rotate, rotation
+from models.experts import grouped, looped, route
+from models.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
+from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,43 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-class Attention(nn.Module):
+class QueryKeyNorm(nn.Module):
+    """The RMSNorm of every query head and every key head; `weight [2 * head_dim]`: first of queries, then of keys."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.ones(2 * config.head_dim))
+        self._n_query_head, self._eps = config.n_head, config.norm_eps
+
+    def norm(self) -> HeadNorm:
+        return HeadNorm(self.weight.view(2, -1), self._n_query_head, self._eps)
+
+
+class Attention(nn.Module):
+    """Attention of a layer, with rotary embedding of queries and keys if `is_rotated`."""
+
+    def __init__(self, config: ModelConfig, is_rotated: bool) -> None:
+        super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.is_rotated = is_rotated
         n_qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         self.wqkv: nn.Module = Linear(config.dim, n_qkv, bias=config.qkv_bias)
-        self.wo: nn.Module = Linear(config.n_head * config.head_dim, config.dim, bias=False)
+        self.wo: nn.Module = Linear(config.n_head * config.head_dim, config.dim, bias=config.wo_bias)
+        self.qk_norm = QueryKeyNorm(config) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
         heads = self.wqkv(x).view(len(x), -1, self.head_dim)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        if step.slot_rotation is None:
-            q_and_k = step.pointwise.rotate_heads(heads[:, : self.n_head + self.n_kv_head], step.rotation)
-            q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
+        q_and_k, v = heads.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=1)
+        norm = self.qk_norm.norm() if self.qk_norm is not None else None
+        if self.is_rotated and step.slot_rotation is None:
+            q_and_k = step.pointwise.rotate_heads(q_and_k, step.rotation, norm)
+        elif norm is not None:
+            q_and_k = norm_heads(q_and_k, norm)
+        q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
         q, entries = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
         step.cache.write(layer, step.slots, entries, step.pointwise.store)
         kv = step.cache.read(layer, q)
-        if step.slot_rotation is not None:
+        if self.is_rotated and step.slot_rotation is not None:
             keys, values = kv.dequantized(q.dtype)
             q = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
             kv = KV(rotate(keys, step.slot_rotation), values)
@@ -81,22 +101,57 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13: nn.Module = Linear(config.dim, 2 * config.ffn_dim, bias=False)
-        self.w2: nn.Module = Linear(config.ffn_dim, config.dim, bias=False)
+        self.w13: nn.Module = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)
+        self.w2: nn.Module = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.w2(step.pointwise.swiglu(self.w13(x)))
 
 
-class Block(nn.Module):
-    """Attention and feed-forward. `x` is the residual stream `[B * T, dim]`; `update` is still to be added to it."""
+class StackedExperts(nn.Module):
+    """The weights of all experts, one below the other; `weight [n_expert * d_out, d_in]`."""
+
+    def __init__(self, n_expert: int, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.n_expert = n_expert
+        self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        multiply = grouped if x.is_cuda else looped
+        return multiply(x, self.weight.unflatten(0, (self.n_expert, -1)), counts)
+
+
+class ExpertFeedForward(nn.Module):
+    """A feed-forward layer of which each token runs through a few experts, chosen by a router."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token
+        self.is_normalised = config.normalise_experts
+        self.router: nn.Module = Linear(config.dim, config.n_expert, bias=False)
+        self.w13 = StackedExperts(config.n_expert, config.dim, 2 * config.ffn_dim)
+        self.w2: nn.Module = StackedExperts(config.n_expert, config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        shares, chosen = route(self.router(x), self.n_chosen, self.is_normalised)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(self.n_expert, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        of_experts = step.pointwise.swiglu(self.w13(x[order // self.n_chosen], counts))
+        y = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+        y[order] = self.w2(of_experts, counts)
+        return (y.unflatten(0, shares.shape) * shares[..., None]).sum(dim=1)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward. `x` is the residual stream `[B * T, dim]`; `update` is still to be added to it."""
+
+    def __init__(self, config: ModelConfig, is_rotated: bool = True) -> None:
+        super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, is_rotated)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: nn.Module = ExpertFeedForward(config) if config.n_expert else FeedForward(config)
         self.norm_eps = config.norm_eps
 
     def forward(self, x: Tensor, update: Tensor, step: Step, layer: int) -> tuple[Tensor, Tensor]:
@@ -118,14 +173,14 @@ class Transformer(nn.Module):
         self.backend: AttentionBackend = TorchAttention()
         self.pointwise = EAGER
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config, i not in config.unrotated_layers) for i in range(config.n_layer))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         # None: the head is the embedding's weight.
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
             self.output = Head(config.dim, config.vocab_size, bias=False)
         # Not a buffer: frequencies stay in float32 when the weights are cast.
-        self._frequencies = inverse_frequencies(config)
+        self._rope = rope_of(config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +214,7 @@ class Transformer(nn.Module):
 
         Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
         """
-        self._frequencies = self._frequencies.to(x.device)
+        self._rope = Rope(*(part.to(x.device) for part in self._rope))
         slots = cache.begin(positions)
         block_positions, slot_positions = cache.rotary_positions(positions)
         step = Step(
@@ -167,8 +222,8 @@ class Transformer(nn.Module):
             slots=slots,
             backend=self.backend,
             visible=self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache),
-            rotation=rotation(block_positions.flatten(), self._frequencies, x.dtype),
-            slot_rotation=None if slot_positions is None else rotation(slot_positions, self._frequencies, x.dtype),
+            rotation=rotation(block_positions.flatten(), self._rope, x.dtype),
+            slot_rotation=None if slot_positions is None else rotation(slot_positions, self._rope, x.dtype),
             pointwise=self.pointwise,
             block_shape=positions.shape,
         )
@@ -211,5 +266,5 @@ def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
     shallower = copy.copy(model)
     shallower._modules = dict(model._modules)  # a plain copy shares this dictionary
     shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)
-    shallower.config = replace(model.config, n_layer=len(layers))
+    shallower.config = model.config.with_layers(layers)
     return shallower

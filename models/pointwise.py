@@ -7,7 +7,7 @@ here depends on a cache or its length, so growing rows never recompile it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,26 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Ten
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm of heads: the first `n_query` have `weight[0]`, those of keys `weight[1]`; `weight [2, head_dim]`."""
+
+    weight: Tensor
+    n_query: int
+    eps: float
+
+
+def norm_heads(heads: Tensor, norm: HeadNorm) -> Tensor:
+    """Normalise each of `heads [N, n_query + n_key, head_dim]` (Qwen3, arXiv 2505.09388)."""
+    parts = heads.split([norm.n_query, heads.shape[1] - norm.n_query], dim=1)
+    weights = norm.weight.unbind()
+    return torch.cat([F.rms_norm(x, w.shape, w, norm.eps) for x, w in zip(parts, weights, strict=True)], dim=1)
+
+
+def rotate_heads(heads: Tensor, by: Rotation, norm: HeadNorm | None = None) -> Tensor:
+    """Rotate the query and key heads `[N, H, head_dim]` of N tokens, normalised first if the model has a norm."""
+    return rotate(heads if norm is None else norm_heads(heads, norm), by)
+
+
 def swiglu(gate_and_up: Tensor) -> Tensor:
     """Compute `silu(gate) * up`: `[N, 2 * ffn] -> [N, ffn]` (Shazeer 2020, equation 6)."""
     gate, up = gate_and_up.chunk(2, dim=-1)
@@ -38,7 +58,7 @@ class Pointwise:
 
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
-    rotate_heads: Callable[[Tensor, Rotation], Tensor] = rotate
+    rotate_heads: Callable[..., Tensor] = rotate_heads
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     store: Store = store
@@ -60,7 +80,7 @@ def compiled(backend: str | Callable = "inductor", *, sizes: Sequence[int] = ())
         renamed = FunctionType(code, part.__globals__, part.__name__, part.__defaults__)
         return torch.compile(renamed, backend=backend, fullgraph=True)
 
-    return Pointwise("compiled", *map(compile_, (add_norm, rotate, pack, swiglu)))
+    return Pointwise("compiled", *map(compile_, (add_norm, rotate_heads, pack, swiglu)))
 
 
 def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from common.say import dtype_name
 from models.kernel_check import Case, Results
-from models.pointwise import EAGER, Pointwise
+from models.pointwise import EAGER, HeadNorm, Pointwise
 from models.pointwise_cpp import BYTES, cpp
-from models.rope import rotation
+from models.rope import Rope, rotation
 
 # The kernel rounds where PyTorch does, but adds in another order: some steps of a number's last digit.
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -25,10 +25,12 @@ def cases() -> Iterator[Case]:
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
         x, update, weight = (3 * normal(3, n_row, dim + 3)).to(dtype)[..., :dim]
         heads, gates = (8 * normal(n_row, size + 3, 50).to(dtype)[:, :size] for size in (5, dim // 25))
-        turns = rotation(torch.arange(n_row) * 37, torch.linspace(0.01, 1, 25), dtype)
+        turns = rotation(torch.arange(n_row) * 37, Rope(torch.linspace(0.01, 1, 25), torch.ones(25)), dtype)
+        norm = HeadNorm(normal(2, 50).to(dtype), 3, 1e-6)
         for name, arguments in {
             "add_norm": (x, update, weight[0], 1e-5),
             "rotate_heads": (heads, turns),
+            "rotate_heads, normalised": (heads, turns, norm),
             "swiglu": (gates.flatten(1),),
         }.items():
             compute = partial(_call, name, arguments)
@@ -54,5 +56,5 @@ def stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
 
 
 def _call(name: str, arguments: tuple, candidate: Pointwise) -> Results:
-    results = getattr(candidate, name)(*arguments)
+    results = getattr(candidate, name.partition(",")[0])(*arguments)
     return results if isinstance(results, tuple) else (results,)

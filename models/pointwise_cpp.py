@@ -17,7 +17,7 @@ from torch import Tensor
 from common.say import say
 from models.attention import AttentionBackend
 from models.cpp_build import BuildError, load_library
-from models.pointwise import EAGER, Pointwise
+from models.pointwise import EAGER, HeadNorm, Pointwise
 from models.rope import Rotation
 
 Call = Callable[..., None]  # a function of the kernel
@@ -26,7 +26,7 @@ BYTES = {torch.float32: 4, torch.bfloat16: 2}
 _SIZES, _ROWS = [c_int64, c_int64, c_int64], [c_void_p, c_int64]
 ARGUMENTS = {
     "add_norm": [*_SIZES, *_ROWS, *_ROWS, c_void_p, c_float, c_void_p, c_void_p, c_int],
-    "rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int],
+    "rotate_heads": [*_SIZES, c_int64, *_ROWS, c_int64, *[c_void_p] * 3, c_int64, c_float, c_void_p, c_int],
     "swiglu": [*_SIZES, *_ROWS, c_void_p, c_int],
     "store": [*_SIZES, c_int64, c_int64, *[c_void_p] * 7, c_int],
 }
@@ -71,18 +71,22 @@ def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) 
     return sums, normed
 
 
-def rotate_heads(call: Call, heads: Tensor, by: Rotation) -> Tensor:
-    """Rotate heads like EAGER: the products with the cosines and the result are rounded to the dtype."""
+def rotate_heads(call: Call, heads: Tensor, by: Rotation, norm: HeadNorm | None = None) -> Tensor:
+    """Normalise and rotate heads like EAGER, which rounds the normalised heads, the products with the cosines and the
+    result to the dtype."""
     size = BYTES.get(heads.dtype)
     (n_token, n_head, head_dim), (token, head, step) = heads.shape, heads.stride()
     cos, signed_sin = by
-    same_dtype = heads.dtype == cos.dtype == signed_sin.dtype
+    weight, n_query, eps = norm or (cos, 0, 0.0)
+    same_dtype = heads.dtype == cos.dtype == signed_sin.dtype == weight.dtype
     whole = all(x.is_contiguous() and x.shape == (n_token, 1, head_dim) for x in by)
+    whole &= weight.is_contiguous() and weight.shape[-1] == head_dim
     if size is None or not same_dtype or not whole or step != 1 or head_dim % 2 or not heads.is_cpu:
-        return EAGER.rotate_heads(heads, by)
+        return EAGER.rotate_heads(heads, by, norm)
     out = heads.new_empty(n_token, n_head, head_dim)
-    pointers = heads.data_ptr(), token, head, cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr()
-    call(size, n_token, n_head, head_dim, *pointers, torch.get_num_threads())
+    read = heads.data_ptr(), token, head, cos.data_ptr(), signed_sin.data_ptr()
+    normed = None if norm is None else weight.data_ptr(), n_query, eps
+    call(size, n_token, n_head, head_dim, *read, *normed, out.data_ptr(), torch.get_num_threads())
     return out
 
 

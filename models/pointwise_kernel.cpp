@@ -102,6 +102,15 @@ void in_rows(int64_t n_row, int64_t width, int n_thread, const Body& body) {
     for (int64_t row = 0; row < n_row; ++row) body(row);
 }
 
+// RMSNorm of a row, of whose squares the lanes have the sums; `out` may be `x`.
+template <typename T>
+void normalise(const T* x, vec squares, const T* weight, float eps, int64_t dim, T* out) {
+    const vec scale = broadcast(1 / std::sqrt(sum_of_lanes(squares) / dim + eps));
+    in_vectors(dim, [&](int64_t i, auto n) {
+        store(out + i, rounded<T>(load(x + i, n) * scale * load(weight + i, n)), n);
+    });
+}
+
 template <typename T>
 void add_norm(const T* x, const T* update, const T* weight, float eps, int64_t dim, T* sums, T* normed) {
     vec squares{};
@@ -110,12 +119,17 @@ void add_norm(const T* x, const T* update, const T* weight, float eps, int64_t d
         store(sums + i, sum, n);
         squares += sum * sum;
     });
-    const vec scale = broadcast(1 / std::sqrt(sum_of_lanes(squares) / dim + eps));
-    in_vectors(dim, [&](int64_t i, auto n) {
-        store(normed + i, rounded<T>(load(sums + i, n) * scale * load(weight + i, n)), n);
-    });
+    normalise(sums, squares, weight, eps, dim, normed);
 }
 
+template <typename T>
+void norm(const T* x, const T* weight, float eps, int64_t dim, T* out) {
+    vec squares{};
+    in_vectors(dim, [&](int64_t i, auto n) { squares += load(x + i, n) * load(x + i, n); });
+    normalise(x, squares, weight, eps, dim, out);
+}
+
+// `out` may be `x`.
 template <typename T>
 void rotate(const T* x, const T* cos, const T* signed_sin, int64_t half, T* out) {
     in_vectors(half, [&](int64_t i, auto n) {
@@ -178,14 +192,21 @@ void foretoken_add_norm(int64_t bytes, int64_t n_row, int64_t dim, const void* x
     });
 }
 
+// weight: null, or of the norm of the first n_query heads, then that of the others.
 void foretoken_rotate_heads(int64_t bytes, int64_t n_token, int64_t n_head, int64_t head_dim, const void* heads,
-                            int64_t token, int64_t head, const void* cos, const void* signed_sin, void* out,
-                            int n_thread) {
+                            int64_t token, int64_t head, const void* cos, const void* signed_sin, const void* weight,
+                            int64_t n_query, float eps, void* out, int n_thread) {
     in_rows_of(bytes, n_token, n_head * head_dim, n_thread, [&](auto* element, int64_t t) {
         using T = std::remove_pointer_t<decltype(element)>;
-        for (int64_t h = 0; h < n_head; ++h)
-            rotate((const T*)heads + t * token + h * head, (const T*)cos + t * head_dim,
-                   (const T*)signed_sin + t * head_dim, head_dim / 2, (T*)out + (t * n_head + h) * head_dim);
+        for (int64_t h = 0; h < n_head; ++h) {
+            const T* from = (const T*)heads + t * token + h * head;
+            T* to = (T*)out + (t * n_head + h) * head_dim;
+            if (weight) {
+                norm(from, (const T*)weight + (h < n_query ? 0 : head_dim), eps, head_dim, to);
+                from = to;
+            }
+            rotate(from, (const T*)cos + t * head_dim, (const T*)signed_sin + t * head_dim, head_dim / 2, to);
+        }
     });
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError, flag
 from models.config import ModelConfig
-from models.llama import Block, Embedding, Head, Transformer
+from models.llama import Block, Embedding, FeedForward, Head, Transformer
 
 Span = tuple[int, int]
 
@@ -86,7 +86,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
     """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
 
-    Every part has the whole of each norm.
+    Every part has the whole of each norm. Biases behind an all-reduce are the first part's, 0 in the others.
     """
     if shard.count == 1:
         return tensor
@@ -96,13 +96,16 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     n_q = group * n_kv  # in wqkv, the query heads come first, then those of keys and of values
     k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in (n_q, n_q + n_kv))
     units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
-    up = (config.ffn_dim + units[0], config.ffn_dim + units[1])
-    by_rows = {"wqkv": [q, k, v], "w13": [units, up], "tok_embeddings": [ids], "output": [ids]}
+    matrices = range(2 * max(config.n_expert, 1))  # gate and up, of each expert
+    w13 = [(i * config.ffn_dim + units[0], i * config.ffn_dim + units[1]) for i in matrices]
+    by_rows = {"wqkv": [q, k, v], "w13": w13, "tok_embeddings": [ids], "output": [ids]}
     by_columns = {"wo": [q], "w2": [units]}
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     spans_of_kind = by_rows.get(kind) or by_columns.get(kind)
     if spans_of_kind is None:
         return tensor
+    if kind in by_columns and name.endswith(".bias"):
+        return tensor if shard.index == 0 else torch.zeros_like(tensor)
     dim = 1 if kind in by_columns else 0
     parts = [tensor.narrow(dim, start, end - start) for start, end in spans_of_kind]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -115,8 +118,8 @@ class Joined(nn.Module):
         super().__init__()
         self.inner, self._join = inner, join
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._join(self.inner(x))
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._join(self.inner(*inputs))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -142,7 +145,10 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> 
     for layer in model.layers:
         assert isinstance(layer, Block)
         layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
-        layer.feed_forward.w2 = Joined(layer.feed_forward.w2, exchange.all_reduce)
+        if isinstance(feed_forward := layer.feed_forward, FeedForward):
+            feed_forward.w2 = Joined(feed_forward.w2, exchange.all_reduce)
+        else:  # a token's experts are summed first
+            layer.feed_forward = Joined(feed_forward, exchange.all_reduce)
     weight = model.tok_embeddings.weight
     if (head := model.output) is None:
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -22,6 +22,8 @@ NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -62,6 +64,7 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": config.rope_theta,
         "rope.dimension_count": config.head_dim,
+        "attention.key_length": config.head_dim,
     }
     of_tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges}
     of_tokenizer["eos_token_id"] = config.eos_tokens[0]
@@ -124,6 +127,7 @@ def write_tiny_gguf(
     pre: str | None = "smollm",
     metadata: dict[str, Any] | None = None,
     n_tokens: int = 0,
+    left_out: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Write `tiny.gguf` of TINY's shape; return its weights by Hugging Face name.
@@ -133,12 +137,14 @@ def write_tiny_gguf(
     folder.mkdir(exist_ok=True)
     tokens = TOKENS[-n_tokens:]
     special = {"eos_tokens": (tokens.index("<|im_end|>"),), "tie_embeddings": tied, "qkv_bias": arch == "qwen2"}
+    special |= {"qk_norm": True, "head_dim": 24} if arch == "qwen3" else {}
     config = ModelConfig(**vars(TINY) | {"vocab_size": len(tokens)} | special)
     random = np.random.default_rng(0)
     weights = {
         name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
         for stacked in source_parts(config).values()
         for name, shape in stacked
+        if not any(word in name for word in left_out)
     }
     usual = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
     values = metadata_of(config, arch, tokens, MERGES) | usual | (metadata or {})

@@ -16,7 +16,7 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 LLAMA3_CORNERS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def rope(theta: float, rope_type: str = "default", **settings: float) -> dict[str, Any]:
+def rope(theta: float, rope_type: str = "default", **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": theta, "rope_type": rope_type, **settings}}
 
 

@@ -81,6 +81,10 @@ class Case:
     def config(self) -> ModelConfig:
         n_head = 5 * self.group_size
         varied = {"tie_embeddings": self.group_size == 3, "qkv_bias": self.group_size == 4}
+        if self.group_size == 7:
+            varied |= {"qk_norm": True, "wo_bias": True, "mlp_bias": True, "unrotated_layers": (0,)}
+        if self.group_size == 3:
+            varied |= {"n_expert": 4, "n_expert_per_token": 2, "normalise_experts": True}
         return replace(TINY, n_head=n_head, n_kv_head=5, ffn_dim=50, **varied)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from models import Transformer
+from models.rope import Rope
 
 
 class StreamingLLM:
@@ -50,13 +51,16 @@ class StreamingLLM:
             stacked = stacked + weights.wqkv.bias
         n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
+        if weights.qk_norm is not None:
+            of_q, of_k = weights.qk_norm.weight.chunk(2)
+            q, k = normed(q, of_q, config.norm_eps), normed(k, of_k, config.norm_eps)
         entries += zip(k, v, strict=True)
-        frequencies = self.model._frequencies
-        keys = [turned(key, place, frequencies) for place, (key, _) in enumerate(entries)]
+        rope = self.model._rope if weights.is_rotated else Rope(torch.zeros(1), torch.ones(1))
+        keys = [turned(key, place, rope) for place, (key, _) in enumerate(entries)]
         out = []
         for i in range(n_token):
             n_seen = len(entries) - n_token + i + 1
-            query = turned(q[i], n_seen - 1, frequencies)
+            query = turned(q[i], n_seen - 1, rope)
             for head in range(config.n_head):
                 group = head // (config.n_head // config.n_kv_head)
                 scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
@@ -64,8 +68,12 @@ class StreamingLLM:
         return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
 
 
-def turned(x: Tensor, place: int, frequencies: Tensor) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x: Tensor, place: int, rope: Rope) -> Tensor:
     """Heads `x [H, D]` turned to a place: pair i, (x[i], x[i + D/2]), as a complex number."""
     first, second = x.chunk(2, dim=-1)
-    pairs = torch.complex(first, second) * torch.exp(1j * place * frequencies.double())
+    pairs = torch.complex(first, second) * rope.amplitudes * torch.exp(1j * place * rope.frequencies.double())
     return torch.cat([pairs.real, pairs.imag], dim=-1)

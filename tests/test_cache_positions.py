@@ -24,6 +24,8 @@ MODELS = {
     "qkv bias": replace(TINY, qkv_bias=True, tie_embeddings=True),
     "linear": replace(TINY, n_head=3, n_kv_head=1, rope_scaling=RopeScaling("linear", 4.0)),
     # A short original context, so that its ramp lies among the frequencies of a head of 8.
+    "qk norm, layers without rope": replace(TINY, qk_norm=True, unrotated_layers=(1,)),
+    "yarn": replace(TINY, rope_scaling=RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.25)),
     "llama3": replace(TINY, n_kv_head=1, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
 }
 

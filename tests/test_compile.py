@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
-from models.pointwise import add_norm, compiled, swiglu, use_pointwise
-from models.rope import rotate, rotation
+from models.pointwise import HeadNorm, add_norm, compiled, rotate_heads, swiglu, use_pointwise
+from models.rope import Rope, rotate, rotation
 
 
 @pytest.fixture(autouse=True)
@@ -66,5 +66,7 @@ def test_compiled_functions_equal_the_eager_ones():
     for n in (3, 8, 1):
         same(parts.add_norm(*(args := (normal(n, 96), normal(n, 96), normal(96), 1e-5))), add_norm(*args))
         same(parts.swiglu(x := normal(n, 80)), swiglu(x))
-        turn = rotation(torch.arange(n), torch.linspace(0.1, 1, 8, dtype=torch.float64), dtype)
+        turn = rotation(torch.arange(n), Rope(torch.linspace(0.1, 1, 8, dtype=torch.float64), torch.ones(8)), dtype)
         same(parts.rotate_heads(heads := normal(n, 5, 16), turn), rotate(heads, turn))
+        norm = HeadNorm(normal(2, 16), 3, 1e-6)
+        same(parts.rotate_heads(heads, turn, norm), rotate_heads(heads, turn, norm))

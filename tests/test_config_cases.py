@@ -1,6 +1,6 @@
 """No changed config.json is accepted as another model than the one that transformers loads from it.
 
-Each change goes into the config.json of one tiny random checkpoint of Llama, Mistral or Qwen2, in turn.
+Each change goes into the config.json of one tiny random checkpoint of each family, in turn.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 import transformers
 from hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, random_model, rope, save_folder
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from common.errors import UserError
@@ -32,6 +32,12 @@ BASES = {
     "llama": LlamaConfig(**SHAPE, **rope(10000.0)),
     "mistral": MistralConfig(**SHAPE, **rope(10000.0), sliding_window=11),
     "qwen2": Qwen2Config(**SHAPE, **rope(10000.0)),
+    "qwen3": Qwen3Config(**SHAPE, **rope(10000.0), head_dim=16),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE, **rope(10000.0), head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
+    "phi3": Phi3Config(**SHAPE, **rope(10000.0), pad_token_id=None, bos_token_id=None, eos_token_id=2),
+    "smollm3": SmolLM3Config(**SHAPE, **rope(10000.0), pad_token_id=None, bos_token_id=None, eos_token_id=2),
 }
 LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_CORNERS}
@@ -45,6 +51,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "intermediate_size": (DROP, 95),
     "num_hidden_layers": (DROP, 1, 3),
     "num_attention_heads": (DROP, 2, 8, 0),
+    "num_experts": (4, 2),
+    "num_experts_per_tok": (DROP, 1, 5, "2"),
+    "norm_topk_prob": (True, 1),
+    "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": (None, [0]),
+    "no_rope_layers": (None, [1, 1], [0, 1, 1], [0], [True, False], "01"),
+    "no_rope_layer_interval": (1, 2, 0, None, "2"),
     "num_key_value_heads": (DROP, None, 1, 3),
     "head_dim": (DROP, None, 8, 16, "16", 0),
     "max_position_embeddings": (DROP, None, 16, "128"),
@@ -79,6 +92,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
         LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
         LLAMA3 | {"original_max_position_embeddings": 16, "mscale": 2.0},
         {FULL: LINEAR},
+        *(YARN | extra for extra in ({"attention_factor": 2.0}, {"attention_factor": "2"}, {"mscale": 0.7})),
+        *(YARN | extra for extra in ({"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 0, "mscale_all_dim": 1.0})),
+        *(YARN | extra for extra in ({"beta_fast": 8.0, "beta_slow": None}, {"truncate": False}, {"truncate": None})),
+        *(YARN | extra for extra in ({"original_max_position_embeddings": 16}, {"factor": None}, {"factor": 0.5})),
     ),
 }
 # Files from before transformers 5, and files with old and new keys at once.
@@ -180,4 +197,4 @@ def test_a_changed_config_has_the_logits_of_transformers_or_is_refused(name: str
         found = outcome(base, changes, plain, rows, tmp_path / f"{number}")
         assert found != "other logits", changes
         counts[found] += 1
-    assert counts["equal logits"] > 8 and counts["both refuse"] > 8
+    assert counts["equal logits"] > 5 and counts["both refuse"] > 5

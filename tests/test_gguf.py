@@ -1,6 +1,7 @@
 """GGUF checkpoints: weights, layout, config and tokenizer from one file; damage is refused by name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ TEXT = "It isn't the <|im_end|> thing:\n\n  naïve 1234 TheHE's 日本語"
     "quantization, tolerance",
     [(Quantization.F32, 0.0), (Quantization.F16, 2e-3), (Quantization.Q8_0, 2e-2), (Quantization.Q4_1, 0.3)],
 )
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_weights_config_and_layout(tmp_path: Path, arch: str, quantization: Quantization, tolerance: float) -> None:
     weights = convert_tiny_gguf(tmp_path, arch=arch, quantization=quantization)
     config, state_dict = read_checkpoint(tmp_path, verify=True)
-    assert config == replace(TINY, qkv_bias=arch == "qwen2")
+    differs = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 24}}
+    assert config == replace(TINY, **differs[arch])
     for name, stacked in source_parts(config).items():
         wanted = torch.cat([weights[part] for part, _ in stacked])
         assert state_dict[name].dtype == torch.float32
@@ -52,6 +54,21 @@ def test_rope_scaling_is_that_of_llama_cpp(tmp_path: Path, scaling: dict[str, An
     convert_tiny_gguf(tmp_path, metadata={f"llama.rope.{key}": value for key, value in scaling.items()})
     wanted = RopeScaling("linear", factor) if factor != 1.0 else None
     assert read_checkpoint(tmp_path)[0].rope_scaling == wanted
+
+
+def test_a_gguf_with_yarn_has_its_corners_and_the_extended_context(tmp_path: Path) -> None:
+    settings = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_beta_fast": 16.0}
+    convert_tiny_gguf(tmp_path, arch="qwen3", metadata={f"qwen3.rope.scaling.{key}": settings[key] for key in settings})
+    config = read_checkpoint(tmp_path)[0]
+    found = config.rope_scaling
+    assert found is not None and found.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+    wanted = RopeScaling("yarn", 4.0, original_context=256, beta_fast=16.0)
+    assert replace(found, attention_factor=1.0) == wanted and config.max_context == 1024
+
+
+def test_a_qwen3_gguf_without_its_norms_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"q_norm\.weight|k_norm\.weight"):
+        convert_tiny_gguf(tmp_path, arch="qwen3", left_out=("k_norm", "q_norm"))
 
 
 # What llama.cpp reads of these or other architectures, and this model has not.
@@ -107,7 +124,7 @@ def test_a_config_beside_the_file_is_of_its_model(tmp_path: Path, case: str) -> 
     [
         ({"arch": "gemma"}, "gemma"),
         ({"metadata": {"llama.attention.key_length": 32}}, "rope.dimension_count"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}}, "original_context"),
         ({"pre": "deepseek-coder"}, "deepseek-coder"),
         ({"metadata": {"tokenizer.ggml.add_eos_token": True}}, "add_eos_token"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "tokenizer.ggml.model llama"),

@@ -8,7 +8,17 @@ import pytest
 import torch
 from hf_tiny import N_TOKENS, SHAPE, llama3_rope, random_model, rope, save_folder
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from convert_hf_checkpoint import convert
 from engine import ModelRunner
@@ -19,6 +29,8 @@ TOLERANCE = 1e-5
 LENGTHS = [27, 48]  # of the two rows
 PREFILLED = [7, 28]  # 20 tokens of each row are left to decode
 MHA = {"num_key_value_heads": 4}
+MOE = {"head_dim": 16, "moe_intermediate_size": 24}
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,48 @@ FAMILIES = {
     "mistral-0.1": Family(MistralConfig, {"sliding_window": 11} | rope(10000.0)),
     "mistral-0.3": Family(MistralConfig, {"sliding_window": None, "head_dim": 24} | rope(1000000.0)),
     "qwen2.5": Family(Qwen2Config, rope(1000000.0)),
+    "llama with biases": Family(LlamaConfig, MHA | rope(10000.0) | {"attention_bias": True, "mlp_bias": True}, "40KB"),
+    "qwen3": Family(Qwen3Config, {"head_dim": 22, "num_attention_heads": 10} | rope(1000000.0), "40KB"),
+    "qwen3 tied, extended": Family(
+        Qwen3Config,
+        {"head_dim": 32, "tie_word_embeddings": True, "num_attention_heads": 7, "num_key_value_heads": 1}
+        | {"attention_bias": True}
+        | rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "smollm3": Family(
+        SmolLM3Config, NO_SPECIAL_TOKENS | {"no_rope_layers": [0, 1], "tie_word_embeddings": False} | rope(1000000.0)
+    ),
+    "smollm3, each second": Family(SmolLM3Config, NO_SPECIAL_TOKENS | {"no_rope_layer_interval": 2} | rope(1000000.0)),
+    "qwen3-moe": Family(
+        Qwen3MoeConfig,
+        MOE | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True} | rope(1000000.0),
+    ),
+    "qwen3-moe, one expert each": Family(
+        Qwen3MoeConfig, MOE | {"num_experts": 5, "num_experts_per_tok": 1, "attention_bias": True} | rope(1000000.0)
+    ),
+    "phi-3": Family(Phi3Config, NO_SPECIAL_TOKENS | {"sliding_window": 11} | rope(10000.0), "40KB"),
+    "phi-4": Family(
+        Phi3Config,
+        NO_SPECIAL_TOKENS
+        | {"hidden_size": 80, "original_max_position_embeddings": 16}  # 10 of 20 elements of a head are rotated
+        | rope(
+            10000.0,
+            "longrope",
+            partial_rotary_factor=0.5,
+            short_factor=[1.0] * 5,
+            long_factor=[1.0, 1.5, 2.0, 4.0, 7.0],
+        ),
+    ),
+    "yarn to the letter": Family(
+        LlamaConfig,
+        rope(5000.0, "yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=2.0)
+        | {"max_position_embeddings": 128},
+    ),
+    "yarn of deepseek": Family(
+        LlamaConfig, rope(5000.0, "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.3, truncate=False)
+    ),
+    "yarn with a factor": Family(LlamaConfig, rope(5000.0, "yarn", factor=4.0, attention_factor=1.7)),
+    "dynamic": Family(LlamaConfig, rope(10000.0, "dynamic", factor=4.0)),
 }
 
 

@@ -27,7 +27,7 @@ from models.packed_linear import PackedLinear
 CONFIGS = {
     "untied": TINY,
     "tied": replace(TINY, tie_embeddings=True),
-    "bias": replace(TINY, qkv_bias=True),
+    "biases and norms": replace(TINY, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True),
     "given head_dim": replace(TINY, head_dim=16, n_kv_head=1),
 }
 WIDE = replace(TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024)

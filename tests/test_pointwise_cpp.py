@@ -12,7 +12,7 @@ from models.cpp_build import BuildError
 from models.pointwise import EAGER, Pointwise
 from models.pointwise_check import stored
 from models.pointwise_cpp import cpp
-from models.rope import Rotation, rotation
+from models.rope import Rope, Rotation, rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS, DIMS = (0, 1, 3, 8, 33), (576, 64, 100)
@@ -50,7 +50,7 @@ def inputs(name: str, n_row: int, dim: int, dtype: torch.dtype, strided: bool = 
     if name == "add_norm":
         return cut(n_row, dim, scale=3), cut(n_row, dim), normal(dim), 1e-5
     if name == "rotate_heads":
-        turns = rotation(torch.arange(n_row) * 37, torch.linspace(0.01, 1, dim // 2), dtype)
+        turns = rotation(torch.arange(n_row) * 37, Rope(torch.linspace(0.01, 1, dim // 2), torch.ones(dim // 2)), dtype)
         return cut(n_row, 5, dim), turns
     return (cut(n_row, 2 * dim if name == "swiglu" else dim, scale=8),)
 

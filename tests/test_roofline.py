@@ -20,7 +20,7 @@ BYTES_ONLY, OPS_ONLY = Machine(1e12, 1e40, 1e40, tile=1), Machine(1e40, 1e15, 1e
 
 
 def test_bytes_of_a_known_model_by_hand():
-    assert ModelStorage(LLAMA_3).n_weights == WEIGHTS == 7_504_658_432
+    assert ModelStorage(LLAMA_3).n_weights_of(0) == WEIGHTS == 7_504_658_432
     for batch, context in ((1, 0), (4, 1000), (64, 32000)):
         by_hand = (2 * WEIGHTS + KV_BYTES * batch * context) / 1e12 * 1e3
         for tokens in (1, 4):  # entries and weights are read once for all tokens

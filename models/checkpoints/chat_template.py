@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,6 +20,7 @@ from models.checkpoints.tokenizer import Tokenizer
 from models.config import read_config
 
 Message = Mapping[str, str]
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 # Noncharacters of Unicode, which no text has: they mark control tokens in a message, apart from the template's.
 BEGIN, END = "\ufdd0", "\ufdd1"
 UNMARKED = partial(re.sub, f"[{BEGIN}{END}]", "")
@@ -35,28 +37,32 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     tokenizer: Tokenizer
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
         """Return the text of `messages`, each with `role` and `content`, and the opening of the model's turn. Equals
-        transformers' `apply_chat_template`. Raises ConfigError with what the template raised."""
-        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
+        transformers' `apply_chat_template` with `variables`, such as `enable_thinking`, for the template.
+
+        Raises ConfigError with what the template raised.
+        """
+        given = {**variables, "tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
-            return self.template.render(messages=messages, **given)
+            return self.template.render({**given, "messages": messages})
         except Exception as error:  # a template is a program
             required = "messages that this model's template takes"
             seen = f"{', '.join(str(message.get('role')) for message in messages) or 'no messages'}: {error}"
             fix = "send the roles that it wants, in its order"
             raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of `messages`, with the template's BOS alone. Control tokens in a message are plain
-        text."""
+    def encode(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
+        """Return the token ids of `messages`, with the template's BOS alone. Control tokens in a message or variable
+        are plain text. Raises ConfigError like `render`."""
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
 
         def marked(text: str) -> str:
             return re.sub(control, rf"{BEGIN}\g<0>{END}", UNMARKED(text))
 
-        rendered = self.render([{key: marked(text) for key, text in message.items()} for message in messages])
+        safe = {name: marked(value) if isinstance(value, str) else value for name, value in variables.items()}
+        rendered = self.render([{key: marked(text) for key, text in message.items()} for message in messages], safe)
         texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 

@@ -1,8 +1,8 @@
 """Tensors of an open download, whatever its format, and which of them make up each tensor of model.pth."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import CheckpointError
 from models.config import ModelConfig
 
-USE_PLAIN = "use a plain Llama, Mistral or Qwen2 checkpoint with its own config.json, downloaded whole"
+USE_PLAIN = "use a plain checkpoint of a supported family (docs/checkpoints.md) with its own config.json, whole"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Part = tuple[str, tuple[int, ...]]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,26 +50,65 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     dim, ffn_dim, embedding = config.dim, config.ffn_dim, (config.vocab_size, config.dim)
     n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     qkv = {"q": n_q, "k": n_kv, "v": n_kv}
+    norms: dict[str, tuple[int, ...]] = {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    ups = ("gate", "up")
     of_layer: dict[str, dict[str, tuple[int, ...]]] = {
         "attention_norm.weight": {"input_layernorm.weight": (dim,)},
         "attention.wqkv.weight": {f"self_attn.{name}_proj.weight": (rows, dim) for name, rows in qkv.items()},
-        "attention.wqkv.bias": {f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items()},
+        "attention.wqkv.bias": {f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias},
         "attention.wo.weight": {"self_attn.o_proj.weight": (dim, n_q)},
+        "attention.wo.bias": {"self_attn.o_proj.bias": (dim,)} if config.wo_bias else {},
+        "attention.qk_norm.weight": norms if config.qk_norm else {},
         "ffn_norm.weight": {"post_attention_layernorm.weight": (dim,)},
-        "feed_forward.w13.weight": {f"mlp.{name}_proj.weight": (ffn_dim, dim) for name in ("gate", "up")},
+        "feed_forward.w13.weight": {f"mlp.{name}_proj.weight": (ffn_dim, dim) for name in ups},
+        "feed_forward.w13.bias": {f"mlp.{name}_proj.bias": (ffn_dim,) for name in ups if config.mlp_bias},
         "feed_forward.w2.weight": {"mlp.down_proj.weight": (dim, ffn_dim)},
+        "feed_forward.w2.bias": {"mlp.down_proj.bias": (dim,)} if config.mlp_bias else {},
     }
-    if not config.qkv_bias:
-        del of_layer["attention.wqkv.bias"]
+    if config.n_expert:
+        experts = [f"mlp.experts.{index}" for index in range(config.n_expert)]
+        of_layer["feed_forward.router.weight"] = {"mlp.gate.weight": (config.n_expert, dim)}
+        both = {f"{expert}.{name}_proj.weight": (ffn_dim, dim) for expert in experts for name in ups}
+        of_layer["feed_forward.w13.weight"] = dict(both)
+        of_layer["feed_forward.w2.weight"] = {f"{expert}.down_proj.weight": (dim, ffn_dim) for expert in experts}
     parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": ((EMBEDDING, embedding),)}
     for layer in range(config.n_layer):
         for ours, theirs in of_layer.items():
-            stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
-            parts[f"layers.{layer}.{ours}"] = tuple(stacked)
+            if theirs:
+                stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
+                parts[f"layers.{layer}.{ours}"] = tuple(stacked)
     parts["norm.weight"] = (("model.norm.weight", (dim,)),)
     if not config.tie_embeddings:
         parts["output.weight"] = ((HEAD, embedding),)
     return parts
+
+
+def separate_fused(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
+    """Cut Phi-3's fused tensors into those that other models have, and move the halves of rotary pairs half a head
+    apart, where a whole head's would be."""
+    n_kv, rotary_dim = config.n_kv_head * config.head_dim, config.rotary_dim or config.head_dim
+    fused = {
+        "qkv_proj": {"q_proj": config.n_head * config.head_dim, "k_proj": n_kv, "v_proj": n_kv},
+        "gate_up_proj": {"gate_proj": config.ffn_dim, "up_proj": config.ffn_dim},
+    }
+    turned, still = torch.arange(rotary_dim).view(2, -1), torch.arange(rotary_dim, config.head_dim).view(2, -1)
+    order = torch.cat([turned, still], dim=1).flatten()
+
+    def read(source: SourceTensor, first: int, end: int, has_pairs: bool) -> Tensor:
+        rows = source.read()[first:end]
+        return rows.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1) if has_pairs else rows
+
+    separate: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        module, first = name.split(".")[-2], 0
+        if sum(fused.get(module, {}).values()) != tensor.shape[0]:  # also a fused tensor of another size
+            separate[name] = tensor
+            continue
+        for part, n_row in fused[module].items():
+            cut = partial(read, tensor, first, first + n_row, part in ("q_proj", "k_proj"))
+            separate[name.replace(module, part)] = replace(tensor, shape=(n_row, *tensor.shape[1:]), read=cut)
+            first += n_row
+    return separate
 
 
 def match_parts(

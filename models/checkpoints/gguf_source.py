@@ -23,13 +23,15 @@ from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig, read_config
 from models.rope import inverse_frequencies
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MODEL_ARCHS = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata keys without effect on the logits, with any value or with one value. A key that is neither read nor listed
 # is refused.
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
+YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = dict[str, SourceTensor]
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -47,7 +49,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
     if architecture not in ARCHITECTURES:
-        required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2)"
+        required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2, Qwen3)"
         raise CheckpointError("unsupported architecture", f"{path}: general.architecture", architecture, required, fix)
     hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
     config = ModelConfig.from_hf(hf_config, where=str(path))
@@ -56,7 +58,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
         hf_config = read_config(beside)
         config = ModelConfig.from_hf(hf_config, where=str(beside))
         _check_beside(beside, config, described, stored.get(ROPE_FACTORS))
-    tensors, names = {}, _hf_names(config)
+    tensors, names = {}, _hf_names(config, architecture)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             tensor = replace(tensor, read=partial(_half_split, tensor.read, config.head_dim))
@@ -161,10 +163,15 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
         }
         scaling, older_factor = own.pop("rope.scaling.type", "linear"), own.pop("rope.scale_linear", 0.0)
         factor = _short(own.pop("rope.scaling.factor", older_factor)) or 1.0
-        if scaling not in ("none", "linear"):
+        if scaling not in ("none", "linear", "yarn"):
             raise ValueError(f"{prefix}rope.scaling.type {scaling} is not supported")
-        if scaling == "linear" and factor != 1.0:
+        if scaling != "none" and factor != 1.0:
             config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+        if scaling == "yarn" and factor != 1.0:
+            config["original_max_position_embeddings"] = own.pop("rope.scaling.original_context_length")
+            for ours, theirs in YARN_KEYS.items():
+                if (value := own.pop(f"rope.scaling.{ours}", None)) is not None:
+                    config["rope_scaling"][theirs] = _short(value)
         for key in ("rope.dimension_count", "attention.value_length"):
             if (size := own.pop(key, head_dim)) != head_dim:
                 raise ValueError(f"{key} {size} is not head_dim {head_dim}")
@@ -183,9 +190,9 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _hf_names(config: ModelConfig) -> dict[str, str]:
+def _hf_names(config: ModelConfig, architecture: str) -> dict[str, str]:
     """Map GGUF names to Hugging Face names, for each tensor that a model of that size may have."""
-    table = get_tensor_name_map(MODEL_ARCH.LLAMA, config.n_layer)
+    table = get_tensor_name_map(MODEL_ARCHS[architecture], config.n_layer)
     parts = chain(*source_parts(replace(config, tie_embeddings=False, qkv_bias=True)).values())
     return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ def drop_layers(
             shallower[name] = value
         elif int(rest[0]) in kept:
             shallower[f"layers.{kept.index(int(rest[0]))}.{rest[1]}"] = value
-    return shallower, replace(config, n_layer=len(kept))
+    return shallower, config.with_layers(kept)
 
 
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
@@ -68,9 +68,12 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
 def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Map a model.pth (or the one in a folder) into memory and check it against its config (None: the config.json
-    beside it) and its manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes,
-    backed by the file. Errors: CheckpointError, ConfigError."""
+    """Map a model.pth (or the one in a folder) into memory and check it against the config.json beside it and its
+    manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes, backed by the file.
+
+    config: to run the model with instead of its config.json; the shapes of its tensors have to be the file's.
+    Raises CheckpointError, ConfigError.
+    """
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
@@ -85,7 +88,7 @@ def read_checkpoint(
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
-    if stored != expected:
+    if config is None and stored != expected:
         ours, theirs = asdict(stored), asdict(expected)
         other = [name for name in ours if ours[name] != theirs[name]]
         seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
@@ -147,6 +150,9 @@ def load_model(
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
         check_scheme(quantize, device)
+        if config.n_expert:
+            what, required = "the weights of experts are not quantised", "a model without experts"
+            raise ConfigError(what, f"--quantize: {path}", f"{config.n_expert} experts", required, "leave it out")
     shard = exchange.shard if exchange else WHOLE
     check_count(config, shard.count, f"tensor parallelism of {path}")
     own = shard_config(config, shard)

@@ -22,9 +22,10 @@ from models.checkpoints.manifest import (
     sha256_of,
 )
 from models.checkpoints.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from models.config import ModelConfig
+from models.config import ModelConfig, read_config
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.llama import Transformer
-from models.presets import preset_config, preset_name
+from models.presets import PRESETS, preset_name
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ModelSource:
     config: ModelConfig
     name: str
     verify: bool = False
+    is_changed: bool = False  # whether `config` differs from the checkpoint's
 
     @property
     def has_text(self) -> bool:
@@ -85,18 +87,27 @@ class ModelSource:
 
     def load(self, **how: Any) -> Transformer:
         """The model; `how`: as of `load_model`."""
-        config = None if self.has_text else self.config
+        config = self.config if self.is_changed or not self.has_text else None
         return load_model(self.path, load_format=self.load_format, config=config, verify=self.verify, **how)
 
 
-def find_model(path: str, load_format: str, name: str | None, where: str, verify: bool = False) -> ModelSource:
+def find_model(
+    path: str,
+    load_format: str,
+    name: str | None,
+    where: str,
+    verify: bool = False,
+    changes: ConfigChanges = NO_CHANGES,
+) -> ModelSource:
     """Find the model that `where` names, without reading weights: only whether they are there, and whole. A path to
     random weights need not exist: its folder's name is then that of a published configuration. Raises CheckpointError,
     ConfigError."""
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
-        return ModelSource(path, load_format, preset_config(name or path), name or preset_name(path))
+        preset = preset_name(name or path)
+        config = ModelConfig.from_hf(changes.apply(PRESETS[preset], preset), where=preset)
+        return ModelSource(path, load_format, config, name or preset)
     weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
         check_files(folder, (weights.name, CONFIG))
@@ -109,9 +120,10 @@ def find_model(path: str, load_format: str, name: str | None, where: str, verify
                 fetch = f"check the spelling, or run download.py --repo_id REPO_ID --out_dir {folder}, then "
                 fix = f"{'' if is_fetched else fetch}run: python {CONVERT} --checkpoint_dir {folder}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
-    config = ModelConfig.from_json(folder / CONFIG)
+    in_file = str(folder / CONFIG)
+    config = ModelConfig.from_hf(changes.apply(read_config(folder / CONFIG), in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
-    return ModelSource(path, load_format, config, name, verify)
+    return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from common.say import dtype_name
-from models.checkpoints.convert import DTYPES, Source, SourceTensor
+from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
 from models.checkpoints.gguf_source import open_gguf, read_gguf
 from models.checkpoints.manifest import CONFIG, own_side_files
 from models.config import ModelConfig, read_config
+from models.hf_config import FUSED
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -38,6 +39,8 @@ def open_source(folder: Path) -> Source:
             files, tensors = found
             hf_config = read_config(folder / CONFIG)
             config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
+            if hf_config["architectures"][0] in FUSED:
+                tensors = separate_fused(tensors, config)
             return Source(files, tensors, hf_config, config, own_side_files(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) != 1:
