@@ -56,7 +56,7 @@ class Flags:
     prefix_len: int = 7500  # prompt tokens per row
     gen_len: int = 64  # new tokens per row
     storages: tuple[Literal[tuple(STORAGES)], ...] = tuple(STORAGES)  # WEIGHTS-ENTRIES, or one dtype of both
-    turns: int = 3  # how often all are run, interleaved
+    turns: int = 3  # interleaved runs of each storage
     llama_cpp: bool = False  # time llama.cpp too
 
 

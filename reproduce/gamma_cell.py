@@ -37,7 +37,7 @@ class Flags:
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
-    repeats: int = 3  # how often all are run, interleaved
+    repeats: int = 3  # interleaved runs of each way
 
     def check(self) -> None:
         for name in ("gammas", "budgets"):
