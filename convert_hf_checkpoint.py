@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from tqdm import tqdm
@@ -18,7 +18,7 @@ from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.loading import drop_layers, save_checkpoint
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
-from models.names import parse_layers
+from models.names import Dtype, parse_layers
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Flags:
     """folder for model.pth"""
     drop_layers: Annotated[str, arg(help_behavior_hint="(default: none)")] = ""
     """layers to leave out, such as 3,7,13-15"""
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, arg(help_behavior_hint="(default: as stored)")
-    ] = None
+    dtype: Annotated[Dtype | None, arg(help_behavior_hint="(default: as stored)")] = None
     """dtype of the converted weights; a GGUF becomes float32 by default"""
     force: bool = False
     """convert again even if model.pth is up to date; also accept files that changed since the download"""
@@ -47,10 +45,10 @@ def convert(
 ) -> Path:
     """Write model.pth, config.json, tokenizer, chat template and manifest.json to `out_dir`; return the model.pth.
 
-    dtype: None keeps the dtype of the source (float32 for GGUF).
-    force: convert even if the conversion is up to date, or if files differ from the folder's manifest.
     An earlier conversion is replaced; files that no conversion wrote are not touched.
-    Raises CheckpointError or ConfigError, before anything is written.
+    dtype: None for the dtype of the source (float32 for GGUF).
+    force: convert even if the conversion is up to date, or if files differ from the folder's manifest.
+    Raises CheckpointError or ConfigError before anything is written.
     """
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
         fix = "merge the adapter into the weights (peft: merge_and_unload), then delete it"
@@ -59,9 +57,10 @@ def convert(
     if layers_to_drop and in_place:
         required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
         raise ConfigError("a shallower model would overwrite its source", flag("out_dir"), out_dir, required, fix)
-    if not in_place and (found := _foreign_files(out_dir)):
+    is_conversion = in_place or not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir)
+    if not is_conversion and (found := sorted(path.name for path in out_dir.iterdir())):
         required, fix = "a new folder, or an earlier conversion's", f"choose another folder with {flag('out_dir')}"
-        raise CheckpointError("the folder has other files", f"{flag('out_dir')} {out_dir}", found, required, fix)
+        raise CheckpointError("the folder has other files", f"{flag('out_dir')} {out_dir}", found[:4], required, fix)
     if not force:
         listed = files.read_manifest(checkpoint_dir)["files"]
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
@@ -96,18 +95,11 @@ def convert(
     listed = files.read_manifest(out_dir)["files"] if in_place else {}
     entries = {name: entry for name, entry in recipe["files"].items() if name in listed}
     entries |= files.describe(out_dir, written)
-    for name in generated:  # from a GGUF's metadata
+    for name in generated:
         entries[name]["generated"] = True
     files.update_manifest(out_dir, entries, converted_from=recipe)
     print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return weights
-
-
-def _foreign_files(out_dir: Path) -> str:
-    """Return the names of some files in a folder that no conversion wrote to."""
-    if not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir):
-        return ""
-    return ", ".join(sorted(path.name for path in out_dir.iterdir())[:4])
 
 
 def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
@@ -123,16 +115,18 @@ def _is_converted(out_dir: Path, recipe: dict[str, Any]) -> bool:
 def _write_side_files(checkpoint_dir: Path, out_dir: Path, source: Source, config: str) -> list[str]:
     """Replace the side files in `out_dir`; return the names of files that were made from a GGUF's metadata."""
     texts = {files.CONFIG: config, "tokenizer.json": source.tokenizer_json, files.CHAT_TEMPLATE: source.chat_template}
-    made = [name for name, text in texts.items() if text is not None and name not in source.side_files]
+    made = {name: text for name, text in texts.items() if text is not None and name not in source.side_files}
     for name in set(files.SIDE_FILES).intersection(files.read_manifest(out_dir)["files"]).difference(source.side_files):
         (out_dir / name).unlink(missing_ok=True)
-    in_place = out_dir.resolve() == checkpoint_dir.resolve()
-    for name in () if in_place else source.side_files:
-        with files.atomic_path(out_dir / name) as partial:
-            shutil.copyfile(checkpoint_dir / name, partial)
-    for name in made if in_place else {files.CONFIG, *made}:
-        files.write_text(out_dir / name, texts[name] or "")
-    return made
+    written = made
+    if out_dir.resolve() != checkpoint_dir.resolve():
+        for name in source.side_files:
+            with files.atomic_path(out_dir / name) as partial:
+                shutil.copyfile(checkpoint_dir / name, partial)
+        written = made | {files.CONFIG: config}  # with the layers that are left
+    for name, text in written.items():
+        files.write_text(out_dir / name, text)
+    return [*made]
 
 
 def main(flags: Flags) -> None:

@@ -10,7 +10,7 @@ from terminal.compare import Compare
 from terminal.eval import Eval
 from terminal.latency import Latency
 
-# Each in a file of its own: a class of flags, in lower case the subcommand's name, with a method `run`.
+# Each class is named like its subcommand; its fields are the flags, and its method `run` is the program.
 SUBCOMMANDS: Any = Compare | Latency | Eval | Chat | Serve
 
 if __name__ == "__main__":

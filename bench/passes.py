@@ -17,9 +17,10 @@ from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.counts import Counts, total
-from engine.decoding import GenerateOutput, Generation, Phase
+from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.drafters.speculated import Speculated
+from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, captured_sizes
@@ -194,7 +195,7 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     copies = [] if alone else [StreamingKVCache(*sizes) for _ in generations]
     usages, goal = [Usage() for _ in generations], 0.0
     while going := [one for one in generations if not one.done]:
-        goal = math.inf if alone or len(going) == 1 else goal + TURN * max(1, *(one.n_going for one in going))
+        goal = math.inf if alone or len(going) == 1 else goal + TURN * max(1, *(one.n_unfinished for one in going))
         for index, one in enumerate(generations):
             if one.done:
                 continue

@@ -1,6 +1,6 @@
-"""Build the C++ kernels, check every build in a separate process, and load the first that is right and fast.
+"""Build the C++ kernels, check each build in a separate process, and load the first that is right and fast.
 
-Libraries, and what their checks found, are kept in the user's cache folder by machine, compiler and source.
+Libraries and the results of their checks are kept in the user's cache folder by machine, compiler and source.
 """
 
 import ctypes
@@ -33,10 +33,10 @@ KERNELS = {
     "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
 }
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
-# In the order of preference; PyTorch comes after the last.
+# Flags of each build, in the order of preference; PyTorch comes after the last.
 BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
-FASTER = 1.1  # a build gives way only to a clearly faster alternative: noise must not decide
+FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
 
 Row = dict[str, Any]  # a line that `models.kernel_check` prints
 
@@ -45,12 +45,12 @@ class BuildError(Exception):
     """The reason why there is no kernel, in one line."""
 
 
-class Choice(NamedTuple):
-    """The build of a kernel that is used."""
+class BuildChoice(NamedTuple):
+    """The build of a kernel that is used, and why."""
 
     build: str | None  # None: PyTorch is used
-    refused: list[str]  # why other builds are not
-    checked: dict[str, list[Row]]  # what the check of each build printed
+    refused: list[str]  # reasons against other builds
+    checked: dict[str, list[Row]]  # rows of each build's check
 
 
 def cache_folder() -> Path:
@@ -60,7 +60,7 @@ def cache_folder() -> Path:
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load a kernel of KERNELS; its first use builds and checks it. Raises BuildError."""
+    """Load a kernel of KERNELS, built and checked at its first use. Raises BuildError."""
     choice = choose(name)
     if choice.build is None:
         raise BuildError("; ".join(choice.refused))
@@ -72,45 +72,36 @@ def load_library(name: str) -> ctypes.CDLL:
         raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
 
 
-def choose(name: str, again: bool = False) -> Choice:
-    """Return the remembered choice among a kernel's builds, or compare them (anew if `again`). Raises BuildError."""
+def choose(name: str, again: bool = False) -> BuildChoice:
+    """Return the stored choice of a kernel's build, or check builds, anew if `again`. Raises BuildError."""
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
         memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
         title = f"building and checking the {name} kernel for this CPU, once"
-        return remembered(memory, title, lambda: _compare_builds(name), again)
+        return remembered(memory, title, lambda: _first_good_build(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
         why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
 
 
-def remembered(memory: Path, title: str, compare: Callable[[], Choice], again: bool = False) -> Choice:
+def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], again: bool = False) -> BuildChoice:
     """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
-    if not again and (choice := _read_choice(memory)):
-        return choice
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that start together compare once, and use the same build.
-    with open(memory.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not again and (choice := _read_choice(memory)):
-            return choice
-        say(title)
-        choice = compare()
-        partial = memory.with_suffix(".partial")
-        partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
-        os.replace(partial, memory)
-        return choice
+    if again or not memory.exists():
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together compare once, and use the same build.
+        with open(memory.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if again or not memory.exists():
+                say(title)
+                partial = memory.with_suffix(".partial")
+                partial.write_text(json.dumps(compare()._asdict()), encoding="utf-8")
+                os.replace(partial, memory)
+    return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
 
 
-def _read_choice(memory: Path) -> Choice | None:
-    with suppress(OSError, ValueError, TypeError):
-        return Choice(**json.loads(memory.read_text(encoding="utf-8")))
-    return None
-
-
-def _compare_builds(name: str) -> Choice:
-    """Choose the first build that is right, then the next while it is clearly faster. Raises BuildError."""
-    best, best_speed, refused, checked = None, 0.0, list[str](), dict[str, list[Row]]()
+def _first_good_build(name: str) -> BuildChoice:
+    """Return the first build that is right and not clearly slower than PyTorch. Raises BuildError."""
+    refused, checked = list[str](), dict[str, list[Row]]()
     for build in BUILDS:
         try:
             library = build_library(name, build)
@@ -118,28 +109,21 @@ def _compare_builds(name: str) -> Choice:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        checked[build], wrong = check(KERNELS[name][1], str(library))
-        speed = 0.0 if wrong else speedup(checked[build])
-        if best and speed < FASTER * best_speed:
-            break
-        if wrong:
-            refused.append(f"{build}: {wrong}")
-            continue
-        if best:
-            refused.append(f"{best}: {build} is {speed / best_speed:.1f} times as fast")
-        best, best_speed = build, speed
+        checked[build], problem = check(KERNELS[name][1], str(library))
+        if not problem and (speed := speedup(checked[build])) < 1 / FASTER:
+            problem = f"PyTorch is {1 / speed:.1f} times as fast"
+        if not problem:
+            return BuildChoice(build, refused, checked)
+        refused.append(f"{build}: {problem}")
     if not checked:
         raise BuildError(refused[0])
-    if best and best_speed * FASTER < 1:
-        refused.append(f"{best}: PyTorch is {1 / best_speed:.1f} times as fast")
-        best = None
-    return Choice(best, refused, checked)
+    return BuildChoice(None, refused, checked)
 
 
 def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
     """Compare a candidate with PyTorch on the cases of a module, in a process that may crash.
 
-    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used, if so.
+    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used; None if it can.
     """
     command = [sys.executable, "-m", "models.kernel_check", module, candidate]
     try:
@@ -163,15 +147,15 @@ def speedup(rows: Sequence[Row]) -> float:
 
 
 def build_library(name: str, build: str) -> Path:
-    """Return the library of a build, compiled unless it is there. Raises SubprocessError or OSError."""
+    """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
     library = _cache_file(name, "so", *BUILDS[build])
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled elsewhere, then moved: other processes may read the file.
+    # Compiled in another folder, then moved: other processes may read the file.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
-        # Linked without -fopenmp: a second OpenMP runtime beside PyTorch's would fight it for the cores.
+        # Linked without -fopenmp: a second OpenMP runtime would compete with PyTorch's for the cores.
         compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
         for words in (compile_, ["-shared", compiled, "-o", linked]):
             command = [*_compiler(), *words]
@@ -188,7 +172,7 @@ def _compiler() -> list[str]:
 
 
 def _cache_file(name: str, ending: str, *about: str) -> Path:
-    """Return a path named by all that machine code depends on: different processors may share a home folder."""
+    """Return a path named by everything that machine code depends on: several processors may share a home folder."""
     digest = hashlib.sha256(KERNELS[name][0].read_bytes())
     digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
     with suppress(OSError):

@@ -1,9 +1,9 @@
 """Compare a kernel with PyTorch on small cases, and time both: python -m models.kernel_check MODULE LIBRARY
 
-MODULE has `cases()`, `candidate(library)`, which returns what the cases compute with, and PyTorch's `REFERENCE`;
-LIBRARY is a file, or a name that MODULE knows. Prints a line of JSON for each kind of input: the largest "error",
+MODULE has `cases()`, `candidate(library)`, which wraps the kernel for the cases, and `REFERENCE`, its PyTorch form.
+LIBRARY is a file, or a name that MODULE knows. Prints a line of JSON for each kind of inputs: the largest "error",
 relative to the largest number of a row, "allowed", "ms" and "pytorch_ms". `models.cpp_build` runs this in a separate
-process, which a wrong kernel may crash.
+process, because a wrong kernel may crash.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ class Case(NamedTuple):
     """Inputs on which a candidate is compared with the exact results."""
 
     what: str  # the kind of inputs
-    allowed: float
-    compute: Callable[[Any], Results]  # by a candidate
+    allowed: float  # largest relative error
+    compute: Callable[[Any], Results]  # with a candidate
     expected: Results  # the first dimension of each is rows
     is_timed: bool = True
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def milliseconds(cases: Sequence[Case], candidates: Sequence[Any]) -> list[float]:
-    """Return each candidate's shortest time for all cases, on one thread; they take turns, so noise hits all."""
+    """Return each candidate's shortest time for all cases on one thread. Candidates take turns, so noise hits all."""
     best, n_thread = [float("inf")] * len(candidates), torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(REPEATS):
@@ -63,7 +63,7 @@ def main(module: str, library: str) -> None:
     for case in suite.cases():
         kinds.setdefault(case.what, []).append(case)
     for what, cases in sorted(kinds.items()):
-        # A NaN counts as the largest error; by itself it compares with no number.
+        # NaN counts as the largest error: max would depend on the order, as NaN compares false with every number.
         error = max((case.error(candidate) for case in cases), key=lambda error: (error != error, error))
         ms, pytorch_ms = milliseconds([case for case in cases if case.is_timed], [candidate, suite.REFERENCE])
         row = {"what": what, "error": error, "allowed": cases[0].allowed, "ms": ms, "pytorch_ms": pytorch_ms}

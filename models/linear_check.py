@@ -7,27 +7,28 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.say import dtype_name
 from kv_cache.entries import quantize
 from models import linear_cpp
 from models.kernel_check import Case, Results
-from models.quantize import round_to_uint8
+from models.packed_linear import PackedLinear
+from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, round_to_uint8
 
-D_IN, D_OUT, GROUP = 576, 192, linear_cpp.BLOCK
+D_IN, D_OUT = 576, 192
 # Sums are in float32, or exact where x is rounded to 8 bits; the result is rounded to the dtype of x.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 class Layer(NamedTuple):
-    """Weights of some bits: as the kernel reads them, as numbers, and PyTorch's product with them."""
+    """Weights of some bits: packed for the kernel, dequantised, and as PyTorch's layer."""
 
     bits: int
     packed: Tensor
     scale: Tensor | None
     numbers: Tensor
-    by_pytorch: Callable[[Tensor], Tensor]
+    in_pytorch: nn.Module
     n_rounded: int  # inputs that the kernel rounds together to 8 bits; 0: it rounds none
 
 
@@ -35,36 +36,18 @@ Multiply = Callable[[Layer, Tensor, Tensor], Tensor]  # layer, x, bias -> y
 
 
 def layers() -> Iterator[Layer]:
-    ops, weight = torch.ops, torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(0))
-
+    """Yield random weights in 16, 8 and 4 bits."""
+    weight = torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(0))
     halved = weight.bfloat16()
-    blocked = ops.mkldnn._reorder_linear_weight(halved, 32)
-
-    def in_16_bits(x: Tensor) -> Tensor:
-        return ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
-
-    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, in_16_bits, 0)
-
+    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, PackedLinear(halved, None, in_pytorch=True), 0)
     q, scale = quantize(weight, torch.int8)
-    prepacked = ops.onednn.qlinear_prepack(q, None), scale, torch.zeros(D_OUT, dtype=torch.int32)
-
-    def in_8_bits(x: Tensor) -> Tensor:
-        rounded, row_scale = round_to_uint8(x)
-        qlinear = ops.onednn.qlinear_pointwise
-        return qlinear(rounded, 1.0, 128, *prepacked, None, 1.0, 0, torch.float32, "none", [], "") * row_scale
-
+    in_8_bits = Int8Linear(weight, None, in_pytorch=True)
     yield Layer(8, linear_cpp.pack_int8(q), scale, q * scale[:, None], in_8_bits, D_IN)
-
-    codes = torch.randint(16, (D_OUT, D_IN), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    grids = torch.rand(2, D_OUT, D_IN // GROUP, generator=torch.Generator().manual_seed(2)).bfloat16()
-    step, zero = grids[..., None].float()
-    numbers = ((codes.unflatten(1, (-1, GROUP)) - 8) * step + zero).flatten(1)
-    tiles, grid = ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), grids.permute(2, 1, 0).contiguous()
-
-    def in_4_bits(x: Tensor) -> Tensor:
-        return ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), tiles, GROUP, grid)
-
-    yield Layer(4, linear_cpp.pack_int4(codes, *grids), None, numbers, in_4_bits, GROUP)
+    q, scale, low = quantize_groups(weight)
+    grid = scale.bfloat16(), (low + 8 * scale).bfloat16()
+    step, zero = (x.float()[..., None] for x in grid)
+    numbers = ((q.unflatten(1, (-1, GROUP)) - 8) * step + zero).flatten(1)
+    yield Layer(4, linear_cpp.pack_int4(q, *grid), None, numbers, Int4Linear(weight, None, in_pytorch=True), GROUP)
 
 
 def candidate(library: ctypes.CDLL) -> Multiply:
@@ -73,11 +56,11 @@ def candidate(library: ctypes.CDLL) -> Multiply:
 
 
 def REFERENCE(layer: Layer, x: Tensor, bias: Tensor) -> Tensor:
-    return layer.by_pytorch(x) + bias
+    return layer.in_pytorch(x) + bias
 
 
 def cases() -> Iterator[Case]:
-    """Yield a row, a verification's rows and a chunk's, cut out of wider ones; each also for equal bits alone."""
+    """Yield cases of 1, 5 and 33 rows with gaps between them: products, and whether a row has equal bits alone."""
     for layer, dtype, n_row in product(layers(), ALLOWED, (1, 5, 33)):
         if layer.bits == 16 and dtype == torch.float32:
             continue

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 16, 8 or 4 bits, as a C++ kernel for CPUs with AVX512-BF16 and VNNI.
+"""Linear layers with weights in 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX512-BF16 and VNNI.
 
 A row's bits do not depend on the other rows or on the number of threads. Gradients are not recorded.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from common.say import say
 from models.cpp_build import BuildError, load_library
 
-BLOCK = 32  # outputs that are stored together, and inputs that share a scale in 4 bits
+BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 
 
 @functools.cache
 def _kernel() -> Any:
-    """Load the kernel's function; None if it cannot be built, or the processor lacks its instructions."""
+    """Return the kernel's function; None, with a note, if it cannot be built or the processor lacks instructions."""
     try:
         return function_of(load_library("linear"))
     except BuildError as error:
@@ -29,7 +29,7 @@ def _kernel() -> Any:
 
 def function_of(library: ctypes.CDLL) -> Any:
     """Return the function of a built library. Raises BuildError if the build lacks the instructions."""
-    if not library.foretoken_has_linear():
+    if not hasattr(library, "foretoken_linear"):
         raise BuildError("it needs AVX512-BF16 and VNNI")
     library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
     return library.foretoken_linear
@@ -41,12 +41,12 @@ def takes(weight: Tensor) -> bool:
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, each in pairs of inputs."""
+    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in a block pairs of inputs."""
     return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
 def pack_int8(q: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` int8 for the kernel: blocks of outputs, each in fours of inputs, as bytes around 128."""
+    """Pack `[d_out, d_in]` int8 for the kernel as bytes around 128: blocks of outputs, in a block fours of inputs."""
     unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
     return unsigned.unflatten(1, (-1, 4)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
@@ -76,7 +76,7 @@ def linear(
     16 bits: x is in bfloat16, and products are added in float32.
     8 bits, with a `scale [d_out]` float32: each row of x is rounded to 8 bits; integers are added exactly.
     4 bits: each BLOCK of a row of x is rounded to 8 bits.
-    function: the kernel of another build, to compare builds.
+    function: another build's kernel, to check it.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)

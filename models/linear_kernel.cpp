@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)  // else the library has no function
 #include <immintrin.h>
 
 namespace {
@@ -40,7 +40,7 @@ inline void add_products(__m512& sum, __m512i weights, __m512i x) {  // of bfloa
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
 }
 
-// One call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null.
+// A call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null.
 template <typename Number>
 struct Call {
     int64_t n_row, n_in, n_out, x_row;
@@ -54,13 +54,13 @@ struct Call {
 struct Rounded {
     std::unique_ptr<int8_t[]> bytes;
     std::unique_ptr<float[]> scales;
-    std::unique_ptr<uint32_t[]> sums;  // which wrap around, where nothing is finite
+    std::unique_ptr<uint32_t[]> sums;  // unsigned: they wrap around for rows that are not finite
 };
 
-// Rounds n numbers by the largest of them, like models.pointwise.round_to_uint8. Returns their scale; sum: of the bytes.
+// Rounds n numbers like models.quantize.round_to_uint8 and sums up the bytes. Returns the scale.
 template <typename Number>
 inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum) {
-    __m512 top = _mm512_setzero_ps(), nothing = top;  // 0, or NaN behind a number that is not finite
+    __m512 top = _mm512_setzero_ps(), nothing = top;  // 0, or NaN after a number that is not finite
     for (int64_t i = 0; i < n; i += 16) {
         top = _mm512_max_ps(_mm512_abs_ps(load(x + i)), top);
         nothing = _mm512_fmadd_ps(load(x + i), _mm512_setzero_ps(), nothing);
@@ -77,18 +77,34 @@ inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum
     return scale;
 }
 
-// Asks for the next block's lines while this one is multiplied, into L2: `lines` of them at every step.
-struct Ahead {
+// Prefetches the next block into L2 while this block is multiplied: `lines` lines of memory at every step.
+struct Prefetch {
     const char* at;
     int lines;
-    void ask() {
+    void step() {
         for (int line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 
+// Adds products of R rows of x with a block of outputs: each word of x meets two vectors of weights.
+template <int R, typename Sum, typename Value>
+__attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const char* weights, const Value* x, int64_t x_row,
+                                                     int64_t n_in, Prefetch prefetch) {
+    for (int64_t i = 0; i < n_in; i += 4 / sizeof(Value), weights += 128) {
+        prefetch.step();
+        const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
+        // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const __m512i word = word_at(x + r * x_row + i);
+            add_products(sums[r][0], w0, word);
+            add_products(sums[r][1], w1, word);
+        }
+    }
+}
+
 template <int R, typename Number>
 inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m512 (&sums)[R][2]) {
-    // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t at = output + 16 * half;
@@ -104,25 +120,15 @@ struct Bfloat16Weights {
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
     template <int R>
-    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, Ahead ahead) {
-        const char* weights = call.weights + output * call.n_in * 2;
-        const bfloat16* x = call.x + row * call.x_row;
+    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, Prefetch prefetch) {
         __m512 sums[R][2] = {};
-        for (int64_t i = 0; i < call.n_in; i += 2, weights += 128) {
-            ahead.ask();
-            const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const __m512i word = word_at(x + r * call.x_row + i);
-                add_products(sums[r][0], w0, word);
-                add_products(sums[r][1], w1, word);
-            }
-        }
+        const char* weights = call.weights + output * call.n_in * 2;
+        add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
         put(call, row, output, sums);
     }
 };
 
-// Weights as bytes around 128, a scale for each output; x in 8 bits, a scale for each row. Sums are exact.
+// Weights as bytes around 128, with a scale for each output; x in 8 bits, with a scale for each row. Sums are exact.
 struct Int8Weights {
     static constexpr int ROWS = 12, LINES = 2;
     static constexpr bool ROUNDS = true;
@@ -130,20 +136,10 @@ struct Int8Weights {
     static int64_t scale_inputs(int64_t n_in) { return n_in; }
 
     template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Ahead ahead) {
-        const char* weights = call.weights + output * call.n_in;
-        const int8_t* bytes = x.bytes.get() + row * call.n_in;
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
         __m512i sums[R][2] = {};
-        for (int64_t i = 0; i < call.n_in; i += 4, weights += 128) {
-            ahead.ask();
-            const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const __m512i word = word_at(bytes + r * call.n_in + i);
-                add_products(sums[r][0], w0, word);
-                add_products(sums[r][1], w1, word);
-            }
-        }
+        const char* weights = call.weights + output * call.n_in;
+        add_steps(sums, weights, x.bytes.get() + row * call.n_in, call.n_in, call.n_in, prefetch);
         __m512 y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
@@ -172,7 +168,7 @@ struct Int4Weights {
         to[1] = (__m512)_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000));
     }
     template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Ahead ahead) {
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
         const int64_t n_group = call.n_in / GROUP;
         const char* weights = call.weights + output / OUTPUTS * block_bytes(call.n_in);
         const int8_t* bytes = x.bytes.get() + row * call.n_in;
@@ -184,7 +180,7 @@ struct Int4Weights {
             for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_set1_epi32(-8u * x.sums[(row + r) * n_group + g]);
 #pragma GCC unroll 8
             for (int step = 0; step < 8; ++step) {
-                ahead.ask();
+                prefetch.step();
                 const __m512i codes = _mm512_loadu_si512(weights + step * 64);
                 const __m512i w0 = _mm512_and_si512(codes, lower), w1 = _mm512_and_si512(_mm512_srli_epi16(codes, 4), lower);
 #pragma GCC unroll 16
@@ -194,8 +190,8 @@ struct Int4Weights {
                     add_products(sums[r][1], w1, word);
                 }
             }
-            ahead.ask();
-            ahead.ask();
+            prefetch.step();
+            prefetch.step();
             __m512 scale[2], zero[2];
             widen(weights + 512, scale);
             widen(weights + 576, zero);
@@ -215,9 +211,9 @@ struct Int4Weights {
 };
 
 template <typename Weights, int R = Weights::ROWS, typename Number>
-inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Ahead ahead) {
-    if (n == R) return Weights::template multiply<R>(call, x, row, output, ahead);
-    if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, output, ahead);
+inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+    if (n == R) return Weights::template multiply<R>(call, x, row, output, prefetch);
+    if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, output, prefetch);
 }
 
 template <typename Weights, typename Number>
@@ -251,10 +247,10 @@ void multiply(const Call<Number>& call, int n_thread) {
                 const char* next = call.weights + (block + 1) * block_bytes;
                 for (int64_t row = first, group = 0; row < last; row += per_group, ++group) {
                     const int n = (int)std::min(per_group, last - row);
-                    // The first group asks for all of the next block, or the first two for half of each step's lines.
+                    // The first group prefetches the whole next block, or the first two half of each step's lines.
                     const bool shares = Weights::LINES > 1 && n_group > 1;
-                    const Ahead ahead{next + group * block_bytes / 2, shares ? group < 2 : group ? 0 : Weights::LINES};
-                    multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, ahead);
+                    const Prefetch prefetch{next + group * block_bytes / 2, shares ? group < 2 : group ? 0 : Weights::LINES};
+                    multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, prefetch);
                 }
             }
         }
@@ -273,7 +269,7 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 }  // namespace
 
 // storage: bits of a weight, 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
-// row to row of x. x and y are bfloat16 or both float32, which weights of 16 bits do not take. Returns 0 if it was done.
+// row to row of x. x and y are both bfloat16 or both float32, but bfloat16 for weights of 16 bits. Returns 0 on success.
 extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_row, int64_t n_in, int64_t n_out,
                                 int64_t x_row, const void* x, const void* weights, const float* scales,
                                 const float* bias, void* y, int n_thread) {
@@ -284,11 +280,4 @@ extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_
     };
     return is_bfloat16 ? call(bfloat16{}) : call(float{});
 }
-extern "C" int foretoken_has_linear() { return 1; }
-#else
-extern "C" int foretoken_linear(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, const void*, const float*,
-                                const float*, void*, int) {
-    return 1;
-}
-extern "C" int foretoken_has_linear() { return 0; }
 #endif

@@ -1,4 +1,4 @@
-"""The names of dtypes, weight formats, cache entries and attention backends on a command line."""
+"""The names of dtypes, weight schemes, cache entries and attention backends on a command line."""
 
 import re
 from typing import Literal, get_args

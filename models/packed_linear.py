@@ -1,4 +1,4 @@
-"""Linear layers with weights packed once for a CPU: for the project's kernel, or in oneDNN's blocked layout."""
+"""Linear layers with weights packed for a CPU once: for `models.linear_cpp`, or in oneDNN's blocked layout."""
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +11,21 @@ TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding."""
+    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
+
+    in_pytorch: do not use `models.linear_cpp`.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
         super().__init__()
         # oneDNN multiplies with a CPU's matrix tiles; the project's kernel does not.
-        has_tiles = torch.cpu._is_amx_tile_supported()
+        in_pytorch |= weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported()
         self.d_out = len(weight)
-        self._is_ours = weight.dtype == torch.bfloat16 and not has_tiles and linear_cpp.takes(weight)
-        if self._is_ours:
+        self._in_cpp = not in_pytorch and linear_cpp.takes(weight)
+        if self._in_cpp:
             packed, bias = linear_cpp.pack_bfloat16(weight.detach()), None if bias is None else bias.float()
         else:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), TYPICAL_ROWS)
@@ -30,7 +33,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_ours:
+        if self._in_cpp:
             return linear_cpp.linear(x, self.weight, 16, self.d_out, None, self.bias)
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
@@ -55,8 +58,6 @@ def pack_linears(module: nn.Module) -> None:
 def pack_model(model: Transformer) -> None:
     """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
     embedding = model.tok_embeddings.weight
-    if not can_pack(embedding.device, embedding.dtype):
-        return
-    if model.output is None:
+    if model.output is None and can_pack(embedding.device, embedding.dtype):
         model.output = PackedLinear(embedding, None)
     pack_linears(model)

@@ -1,15 +1,13 @@
-"""Linear layers with weights in 8 or 4 bits, over kernels of PyTorch, or on CPUs with AVX512-BF16 and VNNI
-`models.linear_cpp`.
+"""Linear layers with weights in 8 or 4 bits, over PyTorch's kernels, or over `models.linear_cpp` on a CPU that runs it.
 
-int8: one scale per output unit, symmetric; the activations of each token are rounded to 8 bits on the fly,
-with a scale of their own, because the integer kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by
-8 bits. Sums are exact integers, so a token's result is the same to the last bit whatever runs beside it.
+int8: a scale per output. Each token's activations are rounded to 8 bits with a scale per token, because the integer
+kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by 8 bits. Sums are exact integers, so a token's bits do not
+depend on the other tokens.
 
-int4: groups of 32 weights along the input, each with a scale and a zero point (`low + scale * q`, q in 0..15),
-activations in bfloat16 (the tinygemm kernels; on a GPU, many rows are multiplied with the dequantised weights), or
-with the kernel for CPUs in groups of 8 bits, as llama.cpp multiplies Q4_1. The
-grid of a group spans its smallest and largest weight: that is how GGUF's Q4_1 is made, so a checkpoint expanded from
-it gets its own grouping and 4 bits back; only the scales are rounded, to the kernels' bfloat16.
+int4: a scale and a lowest value per group of 32 inputs (`low + scale * q`, q in 0..15). Activations are in bfloat16
+(tinygemm; on a GPU many rows are multiplied by dequantised weights), or in 8 bits in `models.linear_cpp`. A group spans
+its smallest to its largest weight. GGUF's Q4_1 is made in this way, so a checkpoint that was expanded from it gets its
+codes back; only the scales are rounded, to bfloat16.
 """
 
 from abc import abstractmethod
@@ -31,16 +29,19 @@ from models.names import SCHEMES
 GROUP = 32
 INT4_LEVELS = 15
 OLDEST_CAPABILITY = (8, 0)
-# How many tiles of 16 inputs tinygemm for GPUs may keep together: 16, 8 or 4 bytes that a thread loads at once.
+# Tiles of 16 inputs that tinygemm for GPUs keeps together, the largest that divides the inputs: a thread's load.
 INNER_K_TILES = (8, 4, 2)
-# That kernel dequantises all weights once per 16 rows. Beyond so many rows it costs more than to dequantise them in
-# memory and multiply plainly, by the table of both in torchao's prototype/hqq (A6000, 4096 x 4096); gpu.py times both.
+# tinygemm dequantises all weights for every 16 rows. With more rows than this, it is faster to dequantise them once and
+# to multiply in bfloat16 (torchao, prototype/hqq: A6000, 4096 x 4096; gpu.py times both).
 MOST_TINYGEMM_ROWS = 128
-FEWEST_CUDA_ROWS = 17  # that cuBLAS multiplies in 8 bits
+FEWEST_CUDA_ROWS = 17  # cuBLAS does not multiply fewer rows in 8 bits
 
 
 class QuantizedLinear(nn.Module):
-    """`y = x W^T + b` for `W [d_out, d_in]` as `multiply` knows it; a head gives logits, see `llama.logits_dtype`."""
+    """`y = x W^T + b` with a quantised `W [d_out, d_in]`.
+
+    in_pytorch: do not use `models.linear_cpp`. is_head: results are logits, in `llama.logits_dtype`.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -48,16 +49,16 @@ class QuantizedLinear(nn.Module):
     scale: Tensor | None
     is_head = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
         super().__init__()
         self._on_cpu, self._d_out = runs_on_cpu(weight), len(weight)
-        self._is_ours = self._on_cpu and linear_cpp.takes(weight)
-        bias = bias.float() if bias is not None and self._is_ours else bias
+        self._in_cpp = self._on_cpu and not in_pytorch and linear_cpp.takes(weight)
+        bias = bias.float() if bias is not None and self._in_cpp else bias
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.register_buffer("scale", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_ours:
+        if self._in_cpp:
             return linear_cpp.linear(x, self.weight, self.bits, self._d_out, self.scale, self.bias)
         dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
         y = self.multiply(x.reshape(-1, x.shape[-1]), dtype).to(dtype)
@@ -65,7 +66,7 @@ class QuantizedLinear(nn.Module):
 
     @abstractmethod
     def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `x W^T` for `x [N, d_in]`; in `dtype`, if that costs nothing."""
+        """Return `x W^T` for `x [N, d_in]`, in `dtype` or in what PyTorch's kernel returns."""
 
 
 class Int8Linear(QuantizedLinear):
@@ -75,15 +76,14 @@ class Int8Linear(QuantizedLinear):
     scale: Tensor
     zero: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        q, scale = quantize(weight.detach(), torch.int8)
-        self.scale = scale
-        if self._is_ours:
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
+        super().__init__(weight, bias, in_pytorch)
+        q, self.scale = quantize(weight.detach(), torch.int8)
+        if self._in_cpp:
             self.register_buffer("weight", linear_cpp.pack_int8(q))
             return
         self.register_buffer("weight", torch.ops.onednn.qlinear_prepack(q, None) if self._on_cpu else q.t())
-        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int32))
+        self.register_buffer("zero", torch.zeros_like(self.scale, dtype=torch.int32))
 
     def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self._on_cpu:
@@ -105,17 +105,17 @@ class Int4Linear(QuantizedLinear):
     bits = 4
     scale_and_zero: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
+        super().__init__(weight, bias, in_pytorch)
         q, scale, low = quantize_groups(weight)
-        if self._is_ours:
+        if self._in_cpp:
             self.register_buffer("weight", linear_cpp.pack_int4(q, scale, low + 8 * scale))
             return
         for_cpu = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self.register_buffer("weight", for_cpu(q, 1) if self._on_cpu else pack_for_cuda(q))
-        # The layout is no part of PyTorch's interface: where it is another one, the kernel alone knows the weights.
+        # PyTorch does not document the layout. If it is not what `unpack_from_cuda` expects, only the kernel is used.
         self.unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
-        # The kernels' own form: weight = (q - 8) * scale + zero.
+        # tinygemm computes weight = (q - 8) * scale + zero.
         scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
         self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
 
@@ -131,17 +131,17 @@ class Int4Linear(QuantizedLinear):
 
 @cache
 def triton_kernels(device: str) -> ModuleType | None:
-    """Return `models.triton_quantize`; None where Triton cannot start its kernels, or they are wrong, which is said."""
+    """Return `models.triton_quantize`; None if Triton cannot start kernels, or with a note if they are wrong."""
     if missing_launcher():
         return None
     from models import triton_quantize
 
-    trial = partial(triton_quantize.wrong_on, device, dequantize)
+    trial = partial(triton_quantize.find_errors, device, dequantize)
     return triton_quantize if works(trial, "multiplies quantised weights") else None
 
 
 def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x [N, dim]` as bytes around 128, and each row's scale `[N, 1]` float32: `(bytes - 128) * scale`."""
+    """Round `x [N, dim]` to `(bytes - 128) * scale`; return the bytes and each row's scale `[N, 1]` float32."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-12)
     return (x / scale + 128).round().to(torch.uint8), scale
@@ -152,18 +152,17 @@ def runs_on_cpu(weight: Tensor) -> bool:
 
 
 def pack_for_cuda(q: Tensor) -> Tensor:
-    """`[d_out, d_in]` int32 of 0..15, in the layout of tinygemm's kernel for GPUs, by way of bytes that hold two."""
+    """Pack codes `[d_out, d_in]` int32 of 0..15 in the layout of tinygemm's kernel for GPUs."""
     pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
     tiles = next(tiles for tiles in INNER_K_TILES if q.shape[1] % (16 * tiles) == 0)
     return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
 
 
 def unpack_from_cuda(packed: Tensor) -> Tensor:
-    """The inverse of `pack_for_cuda`: `[d_out / 8, d_in / (16 * tiles), 32, tiles / 2]` int32 -> `[d_out, d_in]` uint8.
+    """Invert `pack_for_cuda`: `[d_out / 8, d_in / (16 * tiles), 32, tiles / 2]` int32 -> `[d_out, d_in]` uint8.
 
-    A lane's word belongs to the output unit `lane // 4` of its 8, and has of 32 inputs the ones
-    `8 * j + 2 * (lane % 4) + h` (j in 0..3, h in 0..1) at its bits from `16 * h + 4 * j` on: the B operand of the
-    tensor cores (PyTorch, aten/src/ATen/native/cuda/int4mm.cu).
+    A lane's word has output `lane // 4` of 8. Its bits from `16 * h + 4 * j` on are input `8 * j + 2 * (lane % 4) + h`
+    of 32 (j in 0..3, h in 0..1): the B operand of tensor cores (PyTorch, aten/src/ATen/native/cuda/int4mm.cu).
     """
     n_tile, n_block, _, n_word = packed.shape
     lanes = packed.view(torch.uint8).view(n_tile, n_block, 8, 4, n_word, 2, 2)  # ..., h, j // 2
@@ -172,14 +171,14 @@ def unpack_from_cuda(packed: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
-    """The weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with: its form of them, rounded where it rounds."""
+    """Return the weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with, with its rounding."""
     q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
-    of_groups = scale_and_zero.transpose(0, 1).unsqueeze(2)
-    return torch.addcmul(of_groups[..., 1], q, of_groups[..., 0], out=q).flatten(1)
+    scale, zero = scale_and_zero.transpose(0, 1).unsqueeze(2).unbind(-1)
+    return torch.addcmul(zero, q, scale, out=q).flatten(1)
 
 
 def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[d_out, d_in]` as 0..15 (int32), and per GROUP inputs a scale and a lowest value `[d_out, d_in / GROUP]`."""
+    """Return codes 0..15 `[d_out, d_in]` int32, and scale and lowest value of groups `[d_out, d_in / GROUP]`."""
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     scale = ((high - low) / INT4_LEVELS).clamp(min=1e-12)
@@ -203,20 +202,20 @@ def check_scheme(scheme: str, device: torch.device | str) -> None:
 
 
 def takes_shape(shape: Sequence[int], scheme: str) -> bool:
-    """Whether the scheme's kernels multiply weights of that shape, `[d_out, d_in]`."""
+    """True if the scheme's kernels multiply weights of this shape, `[d_out, d_in]`."""
     d_out, d_in = shape
     return d_in % 8 == d_out % 8 == 0 if scheme == "int8" else d_in % GROUP == 0 and d_out % 64 == 0
 
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
-    """The layer in that scheme; None if the kernels do not take its shape."""
+    """Return the layer in a scheme; None if the kernels do not take its shape."""
     if not takes_shape(weight.shape, scheme):
         return None
     return Int8Linear(weight, bias) if scheme == "int8" else Int4Linear(weight, bias)
 
 
 def quantize_linears(module: nn.Module, scheme: str) -> None:
-    """Replace every nn.Linear below `module`. Raises ConfigError where the scheme's kernels do not take one."""
+    """Replace every nn.Linear below `module`. Raises ConfigError for a shape that the kernels do not take."""
     for name, child in list(module.named_children()):
         if not isinstance(child, nn.Linear):
             quantize_linears(child, scheme)
@@ -224,14 +223,14 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
         layer = quantized_linear(child.weight, child.bias, scheme)
         if layer is None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
-            where = f"--quantize or --draft_weights {scheme}: {name}, as this rank holds it"
+            where = f"--quantize or --draft_weights {scheme}: this rank's part of {name}"
             seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
             raise ConfigError("a layer's shape has no quantised kernel", where, seen, steps, fix)
         setattr(module, name, layer)
 
 
 def quantize_head(model: Transformer) -> None:
-    """The head in int8 in either scheme: 4 bits cost it much, and it is read once a step. The embedding stays."""
+    """Quantise the head to int8 in either scheme: 4 bits cost too much accuracy. The embedding stays."""
     weight = model.output.weight if isinstance(model.output, nn.Linear) else model.tok_embeddings.weight
     head = quantized_linear(weight, None, "int8")
     if isinstance(head, Int8Linear):
@@ -240,5 +239,5 @@ def quantize_head(model: Transformer) -> None:
 
 
 def linear_bytes(n_weights: int, scheme: str) -> int:
-    """Bytes of that many weights of linear layers; scales included where there is one per group."""
+    """Return the bytes of `n_weights` weights of linear layers; int4's scales and zeros are counted."""
     return n_weights if scheme == "int8" else n_weights // 2 + n_weights // GROUP * 4

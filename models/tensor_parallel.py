@@ -1,6 +1,6 @@
 """Tensor parallelism, applied from outside the model (Megatron-LM, arXiv 1909.08053, section 3).
 
-Attention and feed-forward each split their first linear layer by columns (heads; units) and their second by rows, so
+Attention and feed-forward each split their first linear layer by outputs (heads; units) and their second by inputs, so
 each ends in an all-reduce. Query heads stay with their KV head. Embedding and head are split by the vocabulary.
 Sizes need not divide evenly: parts differ by at most one KV head, unit or token id.
 """
@@ -44,16 +44,16 @@ class Exchange(Protocol):
     def shard(self) -> Shard: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, computed in place or not."""
+        """Return the sum of all ranks' `x`, which may be written over."""
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """Join the ranks' `x [..., widths[shard]]` on the rank that decides; other ranks get an empty `[..., 0]`."""
+        """Join the ranks' `x [..., widths[shard]]` on the leader; other ranks get an empty `[..., 0]`."""
 
 
 def spans(n: int, count: int) -> list[Span]:
     """Divide `n` indices into `count` contiguous parts, as evenly as possible.
 
-    The first part, whose rank also makes the decisions, is never the larger of two.
+    The first part is never the larger of two, since the leader has further work.
     """
     return list(pairwise(part * n // count for part in range(count + 1)))
 
@@ -64,15 +64,15 @@ def vocab_widths(vocab_size: int, count: int) -> list[int]:
 
 
 def check_count(config: ModelConfig, count: int, where: str) -> None:
-    """Raise ConfigError if `count` ranks are more than the KV heads."""
-    if count > config.n_kv_head:
-        most, seen = config.n_kv_head, f"{config.n_kv_head} KV heads, {count} ranks"
+    """Raise ConfigError if there are more ranks than KV heads."""
+    if count > (most := config.n_kv_head):
+        seen = f"{most} KV heads, {count} ranks"
         fix = f"use at most {most} ranks (torchrun --nproc_per_node), or replicas ({flag('data_parallel')})"
         raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the configuration of one part: its heads, feed-forward units and token ids, with the whole model's `dim`.
+    """Return a part's configuration: its heads, feed-forward units and token ids, and the whole model's `dim`.
 
     It has no end tokens, since these are ids of the whole vocabulary.
     """
@@ -90,25 +90,22 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     """
     if shard.count == 1:
         return tensor
-    head_dim, group, n_kv = config.head_dim, config.group_size, config.n_kv_head
-    first, end = shard.span(n_kv)
-    q = (first * group * head_dim, end * group * head_dim)
-    n_q = group * n_kv  # in wqkv, the query heads come first, then those of keys and of values
-    k, v = (((before + first) * head_dim, (before + end) * head_dim) for before in (n_q, n_q + n_kv))
-    units, ids = shard.span(config.ffn_dim), shard.span(config.vocab_size)
-    matrices = range(2 * max(config.n_expert, 1))  # gate and up, of each expert
-    w13 = [(i * config.ffn_dim + units[0], i * config.ffn_dim + units[1]) for i in matrices]
-    by_rows = {"wqkv": [q, k, v], "w13": w13, "tok_embeddings": [ids], "output": [ids]}
-    by_columns = {"wo": [q], "w2": [units]}
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    spans_of_kind = by_rows.get(kind) or by_columns.get(kind)
-    if spans_of_kind is None:
-        return tensor
-    if kind in by_columns and name.endswith(".bias"):
+    n_kv = config.n_kv_head
+    heads, units, ids = (slice(*shard.span(n)) for n in (n_kv, config.ffn_dim, config.vocab_size))
+    if kind == "wqkv":  # rows of query heads, then of key heads and value heads
+        n_row = n_kv * config.head_dim
+        q_k_v = tensor.split([config.group_size * n_row, n_row, n_row])
+        return torch.cat([x.unflatten(0, (n_kv, -1))[heads].flatten(0, 1) for x in q_k_v])
+    if kind == "w13":  # rows of gate and up, of each expert
+        return torch.cat([x[units] for x in tensor.chunk(2 * max(config.n_expert, 1))])
+    if kind in ("wo", "w2") and name.endswith(".bias"):
         return tensor if shard.index == 0 else torch.zeros_like(tensor)
-    dim = 1 if kind in by_columns else 0
-    parts = [tensor.narrow(dim, start, end - start) for start, end in spans_of_kind]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if kind == "wo":
+        return tensor.unflatten(1, (n_kv, -1))[:, heads].flatten(1)
+    if kind == "w2":
+        return tensor[:, units]
+    return tensor[ids] if kind in ("tok_embeddings", "output") else tensor
 
 
 class Joined(nn.Module):
@@ -137,9 +134,9 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
-    """Connect a Transformer that holds a part of `config`'s model to the other ranks.
+    """Connect a Transformer, this rank's part of the model of `config`, to the other ranks.
 
-    Its `config` keeps the heads of the part, for its caches, and gets the whole vocabulary.
+    Its `config` keeps the heads of the part, for caches, and gets the whole vocabulary.
     """
     shard = exchange.shard
     for layer in model.layers:

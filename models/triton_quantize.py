@@ -1,4 +1,4 @@
-"""Triton kernels for `models.quantize`: of activations in 8 bits, of their products, and of weights in 4 bits."""
+"""Triton kernels for `models.quantize`: round activations to 8 bits, scale products, dequantise weights in 4 bits."""
 
 from collections.abc import Callable
 
@@ -13,15 +13,15 @@ from common.launch import run as run
 from kv_cache.entries import SMALLEST_SCALE, quantize
 
 LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)
-OUTPUTS, GROUPS, WARPS = 1024, 64, 4  # outputs that a program scales, groups that it dequantises, and what runs either
+OUTPUTS, GROUPS, WARPS = 1024, 64, 4  # per program: outputs that it scales, groups that it dequantises, warps
 
 
 @triton.jit(do_not_specialize=["n_row"])
 def quantize_row(x, out, scales, n_row, n_in, BLOCK: tl.constexpr):
-    """Write a row of `x [n_row, n_in]` in 8 bits to `out`, with its scale, or zeros to a row behind them."""
+    """Write a row of `x [n_row, n_in]` in 8 bits to `out`, and its scale; zeros to rows of `out` from `n_row` on."""
     row, inputs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     numbers = tl.load(x + row * n_in + inputs, mask=(inputs < n_in) & (row < n_row), other=0.0).to(tl.float32)
-    # The bits of magnitudes rank as these do, and those of NaN highest, which a maximum of floats would leave out.
+    # Magnitudes are compared as integers, where NaN is the largest; a maximum of floats would drop it.
     largest = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, 127.0)
     scale = tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
@@ -31,7 +31,7 @@ def quantize_row(x, out, scales, n_row, n_in, BLOCK: tl.constexpr):
 
 
 def plan_rows(x: Tensor, fewest: int) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """Return what does `kv_cache.entries.quantize` of `x [N, d_in]`, and the result, of `fewest` rows or more."""
+    """Plan `kv_cache.entries.quantize` of `x [N, d_in]`; the result has at least `fewest` rows."""
     n_row, n_in = x.shape
     out, scales = x.new_empty(max(fewest, n_row), n_in, dtype=torch.int8), x.new_empty(n_row, dtype=torch.float32)
     block = triton.next_power_of_2(n_in)
@@ -41,7 +41,7 @@ def plan_rows(x: Tensor, fewest: int) -> tuple[Launch, tuple[Tensor, Tensor]]:
 
 @triton.jit
 def scale_products(sums, scales, row_scales, out, n_out, BLOCK: tl.constexpr):
-    """Write `sums [N, n_out]` int32, scaled by output and by row, to `out`."""
+    """Multiply `sums [N, n_out]` int32 by the scales of outputs and rows."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     products = tl.load(sums + row * n_out + at, mask=at < n_out).to(tl.float32)
     products = products * tl.load(scales + at, mask=at < n_out) * tl.load(row_scales + row)
@@ -49,7 +49,7 @@ def scale_products(sums, scales, row_scales, out, n_out, BLOCK: tl.constexpr):
 
 
 def plan_products(sums: Tensor, scales: Tensor, row_scales: Tensor, dtype: torch.dtype) -> tuple[Launch, Tensor]:
-    """Return what scales sums of products in 8 bits, those of the rows that have a scale, and the result in `dtype`."""
+    """Plan to scale sums of products in 8 bits, for as many rows as have a scale; the result is in `dtype`."""
     n_row, n_out = len(row_scales), sums.shape[1]
     arguments = {"sums": sums, "scales": scales, "row_scales": row_scales, "n_out": n_out, "BLOCK": OUTPUTS}
     arguments["out"] = out = sums.new_empty(n_row, n_out, dtype=dtype)
@@ -58,7 +58,7 @@ def plan_products(sums: Tensor, scales: Tensor, row_scales: Tensor, dtype: torch
 
 @triton.jit
 def dequantize_row(packed, grids, out, n_out, n_group, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write weights of an output to `out [n_out, 32 * n_group]`; `models.quantize.unpack_from_cuda` has the layout.
+    """Write an output's weights to `out [n_out, 32 * n_group]`; `models.quantize.unpack_from_cuda` explains the layout.
 
     A group's inputs are `8 * j + 2 * lane + h`: [groups, j, lane, h].
     """
@@ -75,21 +75,21 @@ def dequantize_row(packed, grids, out, n_out, n_group, WORDS: tl.constexpr, BLOC
 
 
 def plan_weights(packed: Tensor, grids: Tensor) -> tuple[Launch, Tensor]:
-    """Return what computes `models.quantize.dequantize`, and the result."""
+    """Plan `models.quantize.dequantize`."""
     n_group, n_out = grids.shape[:2]
     arguments = {"packed": packed, "grids": grids, "n_out": n_out, "n_group": n_group, "BLOCK": GROUPS}
     arguments |= {"out": (out := grids.new_empty(n_out, n_group * 32)), "WORDS": packed.shape[-1]}
     return Launch(dequantize_row, (n_out, triton.cdiv(n_group, GROUPS)), arguments, WARPS, num_stages=1), out
 
 
-def wrong_on(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str | None:
-    """Return what a device computes otherwise than PyTorch does on the CPU; None if nothing."""
+def find_errors(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+    """Compare the kernels on a device with PyTorch on the CPU; return which results are equal, None if all are."""
     generator = torch.Generator().manual_seed(0)
     rows, scales = quantize(x := torch.randn(3, 200, generator=generator), torch.int8)
     sums, packed = (torch.randint(-(2**31), 2**31, n, generator=generator).int() for n in ((5, 200), (2, 3, 32, 2)))
     grids = torch.randint(-7, 8, (6, 16, 2), generator=generator).bfloat16()  # Triton's interpreter cuts off bits
-    on, factors, by, words, steps = (one.to(device) for one in (x, sums, scales, packed, grids))
-    found = *run(plan_rows(on, 5)), run(plan_products(factors, on[0], by, x.dtype)), run(plan_weights(words, steps))
-    wanted = F.pad(rows, (0, 0, 0, 2)), scales, sums[:3] * x[0] * scales[:, None], dequantize(packed, grids)
-    equal = [torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True)]
+    expected = F.pad(rows, (0, 0, 0, 2)), scales, sums[:3] * x[0] * scales[:, None], dequantize(packed, grids)
+    x, sums, scales, packed, grids = (tensor.to(device) for tensor in (x, sums, scales, packed, grids))
+    found = *run(plan_rows(x, 5)), run(plan_products(sums, x[0], scales, x.dtype)), run(plan_weights(packed, grids))
+    equal = [torch.equal(ours.cpu(), pytorchs) for ours, pytorchs in zip(found, expected, strict=True)]
     return None if all(equal) else f"activations, their scales, products, weights: {equal}"

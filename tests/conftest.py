@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def combined(properties: Iterable[tuple[str, object]]) -> dict[str, float]:
-    """One figure per name, in order of first appearance."""
+    """Combine properties into a figure per name, in order of first appearance."""
     figures: dict[str, float] = {}
     for name, value in properties:
         if combine := COMBINE.get(name.partition(":")[0]):

@@ -9,7 +9,8 @@ from engine.drafters.combined import Combined
 from engine.drafters.schedules import Confidence, Heuristic, Schedule
 from engine.pacing import Choice
 
-# Of a drafter of so many rows, by gamma; "" is the one that all have. Thresholds are near what tiny models are sure of.
+# Makers of a schedule from gamma and a number of rows; "" drafts gamma tokens. Thresholds are near what tiny models
+# are sure of.
 SCHEDULES = {
     "": lambda gamma, n_rows: Schedule(),
     "heuristic": lambda gamma, n_rows: Heuristic(gamma, n_rows, torch.device("cpu")),
@@ -20,7 +21,7 @@ SCHEDULES = {
 
 
 def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
-    """The drafter, with a new schedule of that name."""
+    """Give the drafter a new schedule of that name, and return it."""
     drafter.schedule = SCHEDULES[schedule](drafter.gamma, n_rows)
     if isinstance(drafter, Combined):
         drafter.model.schedule = drafter.schedule
@@ -28,7 +29,7 @@ def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
 
 
 class Scripted:
-    """Choices in the order given, over and over."""
+    """A pacing that makes its choices in the order given, over and over."""
 
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice]) -> None:
         self.drafters, self.max_gamma = tuple(drafters), max(choice.gamma for choice in choices)
@@ -44,7 +45,7 @@ class Scripted:
 
 
 class Ending(Scripted):
-    """The choices in the order given, interleaved, until there were so many rounds."""
+    """A scripted pacing that ends the decode after `n_rounds` rounds."""
 
     def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rounds: int) -> None:
         super().__init__(drafters, choices[-1:] + choices[:-1])
@@ -56,7 +57,7 @@ class Ending(Scripted):
 
 
 class Clock:
-    """In place of `time`: it goes on when it is looked at, or waited for; seconds."""
+    """A stand-in for `time` that moves on when it is read or waited for; in seconds."""
 
     def __init__(self, tick: float = 1e-3) -> None:
         self.tick, self.now = tick, 0.0

@@ -11,8 +11,8 @@ import torch
 from tiny import TINY
 
 from engine import ModelRunner, generate
-from engine.decoding import GenerateOutput
 from engine.drafters import Drafter
+from engine.generation import GenerateOutput
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.base import KVShape
 from kv_cache.quantized import QuantizedKVCache

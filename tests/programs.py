@@ -1,4 +1,4 @@
-"""The project's programs, as a user starts them: in this process, or in one of their own."""
+"""Run the project's programs as a user starts them, in this process or in another."""
 
 import contextlib
 import io
@@ -23,16 +23,9 @@ BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longsp
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
-class Terminal(io.StringIO):
-    """Output that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @dataclass(frozen=True)
 class Ended:
-    """Exit code, stdout and stderr of a program, and the error that it reported if it ran in this process."""
+    """The end of a program: exit code, stdout, stderr, and the error that it reported if it ran in this process."""
 
     code: object
     out: str
@@ -41,42 +34,40 @@ class Ended:
 
     @property
     def lines(self) -> list[str]:
-        """Lines that were printed before the record."""
+        """The lines that were printed before the record."""
         return self.out.splitlines()[:-1]
 
     @property
     def record(self) -> dict[str, Any]:
-        """The last line that it printed, as one that succeeded."""
+        """The record on the last printed line; requires success."""
         assert self.code == 0, self.err
         return json.loads(self.out.splitlines()[-1])
 
     @property
     def refusal(self) -> str:
-        """The one error that it ended with, having printed nothing."""
+        """The message of its error; requires that there is no other and no output."""
         assert (self.code, self.out) == (2, "") and "Traceback" not in self.err, self.err
         assert len(re.findall(r"^error: \S", self.err, re.MULTILINE)) == 1, self.err
         return self.err[self.err.index("error: ") :]
 
 
 def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
-    """Run Python with those words in a process of its own, whose PYTHONPATH is none but one that is given."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    own |= {"OMP_NUM_THREADS": "1"} | environment
+    """Run Python with those words in another process, without this one's PYTHONPATH."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def run(program: str, arguments: Sequence[str], n_gpus: int = 0) -> Ended:
-    """Run a program in this process and the working directory, as if there were so many GPUs. Words may follow its
-    name, such as a subcommand."""
+def run(program: str, arguments: Sequence[str]) -> Ended:
+    """Run a program in this process, as if there were no GPU. Words may follow its name, such as a subcommand."""
     out, err, code, error = io.StringIO(), io.StringIO(), 0, None
     path, *words = [program] if program == COST_MODEL else program.split()
     with (
         mock.patch.object(sys, "argv", [path, *words, *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch("torch.cuda.is_available", lambda: n_gpus > 0),
-        mock.patch("torch.cuda.device_count", lambda: n_gpus),
+        mock.patch("torch.cuda.is_available", lambda: False),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         warnings.catch_warnings(action="ignore"),

@@ -105,7 +105,7 @@ def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int 
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
     if version == 1:
-        return filled(EagleHead(EagleShape(config, dim, own_embedding=False, fc_bias=True)), seed)
+        return filled(EagleHead(EagleShape(config, dim, has_embedding=False, fc_bias=True)), seed)
     head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))), seed)
     head.target_ids = ids
     return head

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """One recorded function, and how often it was replayed."""
+    """A recorded function, and how often it was replayed."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()

@@ -4,16 +4,14 @@ import shlex
 import sys
 from pathlib import Path
 
-import baseline_benchmark
 import longspec_benchmark
 import selfspec_benchmark
 
-from bench.benchmark_flags import BaselineFlags, LongSpecFlags, SelfSpecFlags
+from bench.benchmark_flags import LongSpecFlags, SelfSpecFlags
 from common import cli
 from engine.parallel.launch import run_on_ranks
 
 PROGRAMS = {
-    "baseline": (baseline_benchmark.main, BaselineFlags),
     "longspec": (longspec_benchmark.main, LongSpecFlags),
     "selfspec": (selfspec_benchmark.main, SelfSpecFlags),
 }

@@ -4,31 +4,76 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from guesses import KINDS, Guesses
 from pacings import SCHEDULES, scheduled
 from policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
+from torch import Tensor
 from witness import cut
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
-from engine.decoding import GenerateOutput
+from engine.batch import Batch
+from engine.drafters import RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.eagle import Eagle
 from engine.drafters.markov import Markov, NGramTable
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.drafters.ngram_cache import NGramCache
+from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.evaluation.reference import decode
+from engine.generation import GenerateOutput
+from engine.noise import Stream, uniform
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
+
+KINDS = ("oracle", "reject", "upto", "ragged", "random")
+
+
+class Guesses(SavedText):
+    """An oracle that errs in a controlled way: it knows each request's future and proposes a part of it, by `kind`.
+
+    All of it ("oracle"), nothing but errors ("reject"), a right beginning of random length and errors behind it
+    ("upto"; "ragged" also drops a random number of the last drafts), or noise ("random"). Guesses for a request at a
+    position do not depend on the batch.
+    """
+
+    def __init__(
+        self, runner, texts: Mapping[int, Sequence[int]], gamma: int, kind: str, vocab_size: int, seed: int = 0
+    ) -> None:
+        super().__init__(runner, texts, gamma)
+        self.kind, self.vocab_size = kind, vocab_size
+        self.seed = torch.tensor(seed)
+        self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
+
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        super().follow(rows)
+        for row, request, *_ in rows:
+            self.requests[row] = request
+
+    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
+        (tokens, n_tokens), of = super().guess(batch, gamma), (self.requests[batch.rows], batch.lengths)
+        if self.kind == "random":
+            return self._below(self.vocab_size, *of, gamma), n_tokens
+        n_right = {"oracle": gamma, "reject": 0}.get(self.kind)
+        right = self._below(gamma + 1, *of, 1) if n_right is None else n_right
+        wrong = (tokens + 1) % self.vocab_size
+        tokens = torch.where(torch.arange(gamma) < right, tokens, wrong)
+        if self.kind == "ragged":
+            n_tokens = torch.minimum(n_tokens, self._below(gamma + 1, of[0], of[1] + 1000, 1)[:, 0])
+        return tokens, n_tokens
+
+    def _below(self, bound: int, requests: Tensor, lengths: Tensor, n: int) -> Tensor:
+        numbers = uniform(self.seed, requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]
+        return (numbers * bound).long()
+
 
 PACED = "paced"
 # What needs no model, made of a runner and gamma.
@@ -171,9 +216,7 @@ class Scenario:
             }
             return Speculated(outer, inner[kind.rpartition(", ")[2]]())
         policy = kind.rpartition(", ")[2]
-        if kind == "standalone, streaming" and self.spare_room > 0:
-            policy = "streaming, positions in the cache"
-        if kind == "eagle-3, streaming" and self.spare_room > 0:
+        if kind in ("standalone, streaming", "eagle-3, streaming") and self.spare_room > 0:
             policy = "streaming, positions in the cache"
         window = self.budget - self.n_sink
         if kind.startswith("eagle"):

@@ -1,4 +1,4 @@
-"""What pays best, chosen before every round: the rule on a simulated machine, and that no token changes."""
+"""The pacing chooses before every round what pays best: its rule on a simulated machine."""
 
 import random
 from collections.abc import Sequence
@@ -26,39 +26,34 @@ def costs(plain: float, draft: float, verify: tuple[float, float], seen: Accepta
 CHEAP = costs(100, 15, (115, 160))
 
 
-def adaptive(*each: Costs, policies: Sequence[str] | None = None) -> Adaptive:
-    return of_rows({8: each}, policies)
-
-
-def of_rows(by_rows: dict[int, Sequence[Costs]], policies: Sequence[str] | None = None) -> Adaptive:
+def adaptive(by_rows: dict[int, Sequence[Costs]]) -> Adaptive:
+    """A pacing by the costs of those numbers of rows."""
     n_drafters = len(next(iter(by_rows.values())))
-    return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS, policies)  # type: ignore[list-item]  # nothing is drafted
+    return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
 
 
-def simulate(
-    each: Sequence[Costs], alphas, n_rounds: int, n_rows: int = 8, policies: Sequence[str] | None = None
-) -> tuple[list[Choice], float]:
-    """Rounds on a machine that has those very costs; `alphas(round)[drafter]` drafts are accepted.
+def simulate(each: Sequence[Costs], alphas, n_rounds: int) -> tuple[list[Choice], float]:
+    """Rounds of 8 rows on a machine that has those very costs; `alphas(round)[drafter]` drafts are accepted.
 
     Returns the choices, and the speedup over plain decoding of the last half of them.
     """
-    pacing, rng, choices, tokens, ms = adaptive(*each, policies=policies), random.Random(0), [], 0.0, 0.0
+    pacing, rng, choices, tokens, ms = adaptive({8: each}), random.Random(0), [], 0.0, 0.0
     for n in range(n_rounds):
-        choice = pacing.choose(n_rows)
+        choice = pacing.choose(8)
         choices.append(choice)
-        accepted = [0] * n_rows
-        for row in range(n_rows):
+        accepted = [0] * 8
+        for row in range(8):
             while accepted[row] < choice.gamma and rng.random() < alphas(n)[choice.drafter]:
                 accepted[row] += 1
         pacing.observe(choice, accepted)
         if n >= n_rounds // 2:
-            tokens += 1 + sum(accepted) / n_rows
+            tokens += 1 + sum(accepted) / 8
             ms += each[0].plain_ms if choice == PLAIN else each[choice.drafter].round_ms(choice.gamma)
     return choices, tokens * each[0].plain_ms / ms
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("measured", [costs(100, 10, (110, 150)), costs(100, 30, (120, 260)), costs(40, 25, (45, 60))])
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.95])
+@pytest.mark.parametrize("measured", [costs(100, 10, (110, 150)), costs(100, 30, (120, 260))])
 def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     """Within 4% of the best fixed gamma or plain decoding, though it begins without knowing alpha."""
     _, speedup = simulate([measured], lambda n: [alpha], 600)
@@ -66,9 +61,28 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     assert speedup > 0.96 * best
 
 
+def test_the_pacing_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():
+    """The oracle knows the acceptance rate of each stretch of a text; a score is its ms per token over the rule's."""
+    pacing, rng, stretches = adaptive({8: [CHEAP]}), random.Random(0), [(200, 0.95), (200, 0.2), (200, 0.75)]
+    round_ms = [CHEAP.plain_ms, *(CHEAP.round_ms(gamma) for gamma in GAMMAS[1:])]
+    ms = oracle_ms = 0.0
+    fixed = dict.fromkeys(GAMMAS, 0.0)
+    for n_rounds, alpha in stretches:
+        tokens = [tokens_per_round(alpha, gamma) for gamma in GAMMAS]
+        best = min(ms_of / n for ms_of, n in zip(round_ms, tokens, strict=True))
+        for _ in range(n_rounds):
+            choice = pacing.choose(8)
+            accepted = [next(n for n in GAMMAS if n == choice.gamma or rng.random() >= alpha) for _ in range(8)]
+            pacing.observe(choice, accepted)
+            ms, oracle_ms = ms + round_ms[choice.gamma], oracle_ms + best * (1 + sum(accepted) / 8)
+        for gamma in GAMMAS:
+            fixed[gamma] += best * tokens[gamma] / round_ms[gamma] / len(stretches)
+    assert oracle_ms / ms > 0.95 > max(fixed.values())
+
+
 @pytest.mark.parametrize("n_drafters", [1, 5])
 def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_drafters):
-    """Of budgets only the largest: none is expected to do better."""
+    """Only the largest of several budgets is tried: none is expected to do better."""
     each = [costs(100, 60 - index / 10, (130, 150)) for index in range(n_drafters)]
     choices, speedup = simulate(each, lambda n: [0.2] * n_drafters, 800)
     tried = [choice for choice in choices if choice != PLAIN]
@@ -101,14 +115,14 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     assert rounds_without(copies, (120, 300)) == [7, 7] and rounds_without(runs, (120, 300)) == [300, 300]
 
 
-def test_what_was_seen_while_costs_were_measured_is_where_it_begins():
+def test_the_first_choice_is_that_of_the_acceptance_seen_while_costs_were_measured():
     """The best gamma of the best drafter, or a plain round."""
     for alpha in (0.6, 0.9):
         best = max(GAMMAS[1:], key=lambda gamma, alpha=alpha: CHEAP.speedup(tokens_per_round(alpha, gamma), gamma))
-        assert abs(adaptive(replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))).choose(8).gamma - best) <= 1
-    assert adaptive(replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))).choose(8) == PLAIN
+        assert abs(adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))]}).choose(8).gamma - best) <= 1
+    assert adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))]}).choose(8) == PLAIN
     dear, cheap = (costs(100, ms, (115, 160), AcceptanceRate(alpha, 400)) for ms, alpha in ((60, 0.95), (15, 0.85)))
-    assert adaptive(dear, cheap).choose(8).drafter == 1
+    assert adaptive({8: [dear, cheap]}).choose(8).drafter == 1
 
 
 @pytest.mark.parametrize("alphas,wanted", [((0.9, 0.85), 1), ((0.95, 0.3), 0), ((0.6, 0.58), 1)])
@@ -125,13 +139,13 @@ def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
 def test_the_choice_is_that_of_the_rows_that_are_left():
     """A few rows verify many drafts for the price of one, all rows do not; in between what lies in between pays."""
     few, all_rows = costs(50, 3, (51, 55)), costs(100, 15, (130, 500))
-    pacing = of_rows({8: [all_rows], 2: [few]})
+    pacing = adaptive({8: [all_rows], 2: [few]})
     chosen = [pacing.choose(n_busy).gamma for n_busy in range(1, 10)]
     assert chosen[0] == chosen[1] == 6 and chosen[7] == chosen[8] < 4 and chosen == sorted(chosen, reverse=True)
     assert len(set(chosen)) > 2
 
 
-@pytest.mark.parametrize("alpha,n_chunks,most", [(0.75, 2, 1.0), (0.75, 6, 1.02), (0.9, 2, 0.9), (0.95, 6, 0.95)])
+@pytest.mark.parametrize("alpha,n_chunks,most", [(0.75, 6, 1.02), (0.9, 2, 0.9)])
 def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, n_chunks: int, most: float) -> None:
     """A prompt joins after so many rounds, where a row is free; costs of 8 rows behind 1500 tokens, measured on two
     cores. Prefilling, which takes as long with any rounds, is left out."""
@@ -149,11 +163,7 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
             if left:
                 n_busy = len(left)
                 choice = pacing.choose(n_busy, min(8 - n_busy, waiting)) if pacing else PLAIN
-                ends = (
-                    [few.plain_ms, all_rows.plain_ms]
-                    if choice == PLAIN
-                    else [few.round_ms(choice.gamma), all_rows.round_ms(choice.gamma)]
-                )
+                ends = [one.plain_ms if choice == PLAIN else one.round_ms(choice.gamma) for one in (few, all_rows)]
                 ms += float(np.interp(n_busy, [2, 8], ends))
                 accepted = [next(n for n in range(9) if n == choice.gamma or rng.random() >= alpha) for _ in left]
                 left = [n for n in (n - one - 1 for n, one in zip(left, accepted, strict=True)) if n > 0]
@@ -161,7 +171,7 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
                     pacing.observe(choice, accepted)
         return ms
 
-    assert ms_of(of_rows(by_rows)) < most * ms_of(None)
+    assert ms_of(adaptive(by_rows)) < most * ms_of(None)
 
 
 def test_the_choice_is_that_of_the_context():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from fake_symmetric_memory import STEPS, FakeSymmetricMemory
 
+from engine.parallel import all_reduce
 from engine.parallel.all_reduce import (
     ONE_SHOT_BYTES,
     WORKSPACE_BYTES,
@@ -49,6 +50,9 @@ def test_size_decides_the_way(group, n_bytes, way, dtype):
     torch.testing.assert_close(first, x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("n_ranks", [1, 3])
 @pytest.mark.parametrize("wrong", [*({"fails": step} for step in STEPS), {"error": 1.0}])
-def test_what_fails_or_sums_wrong_is_not_used(group, wrong):
+def test_what_fails_or_sums_wrong_is_not_used(group, wrong, n_ranks, monkeypatch):
+    """No power of two divides by the alignment of three ranks' parts."""
+    monkeypatch.setattr(all_reduce, "ALIGNMENT_BYTES", all_reduce.ALIGNMENT_BYTES * n_ranks)
     assert symmetric(group, FakeSymmetricMemory(**wrong)).name == "gloo"

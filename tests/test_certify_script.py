@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from certificate_cases import Faulty
-from machine import needs_vnni
+from test_certificate import Faulty
 
 from engine.evaluation.certificate import certify
 
@@ -45,14 +44,6 @@ def test_the_coupled_mode_is_held_to_eps_over_the_temperature(certified, monkeyp
     assert record.items() >= expected.items()
     assert 0 < record["eps"] < 1e-11, "digits that count survive the rounding"
     assert held_to == [pytest.approx(record["eps"] / 0.7, rel=1e-4, abs=0)]
-
-
-@needs_vnni
-def test_a_target_in_few_bits_is_certified(certified):
-    record = certified("--kv_dtype fp8 --quantize int4 --attention torch --dtype float64").record
-    expected = {"kv_dtype": "float8_e4m3fn", "quantize": "int4", "attention": "torch", "dtype": "float64"}
-    expected |= {"draft_kv_dtype": "float8_e4m3fn", "draft_weights": "int4", "calibration_flips": 0, "flips": 0}
-    assert record["holds"] and record.items() >= expected.items()
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])

@@ -17,7 +17,7 @@ from kv_cache import StreamingKVCache
 
 
 def drafters_of(runner: ModelRunner) -> list:
-    """One of each kind that can fall behind: two budgets, a model of its own, and the row's own text."""
+    """A drafter of each kind that can fall behind: two budgets, a draft model, and an n-gram lookup."""
     sizes = {"max_batch": runner.max_batch, "n_sink": 2, "dtype": torch.float64}
     small, large = (StreamingKVCache(TINY, budget=n, **sizes) for n in (10, 24))
     own = StreamingKVCache(TINY, budget=24, **sizes, rotate_on_read=True)

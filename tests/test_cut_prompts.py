@@ -16,7 +16,7 @@ def encode(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_asked_stands_early_and_is_answered(kind):
+def test_needles_stand_early_and_answers_repeat_them(kind):
     n_told, n_asked = KINDS[kind]
     prompts, answers = needles(kind, TEXTS, encode, 99)
     assert [len(prompt) for prompt in prompts] == [2400, 2100, 2250] and len({*map(len, answers)}) == 1

@@ -4,7 +4,6 @@ All exact: float64 on a CPU over gloo, a model whose heads, units and token ids 
 """
 
 import json
-import pickle
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from programs import benchmark, python
 from rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
 
 from bench.record import ratio
-from common.errors import ConfigError, RankError
+from common.errors import RankError
 from engine.pacing import PLAIN, Choice
-from engine.parallel.ranks import Ranks, check_replicas
+from engine.parallel.ranks import Ranks
 from engine.stats import Counts, RoundStats, Stats
 
 N_PROMPTS = 7
@@ -33,7 +32,7 @@ OWN = [f"{'It was the best of times, ' * (number % 4)}it was number {number}" fo
 class Case:
     """A script with arguments that one process takes, some for ranks, and what the record says of those.
 
-    Draft: see Models. own: prompts of many lengths, whose rows are saved.
+    draft: the name of a model in `Models`. own: whether prompts are of many lengths and rows are saved.
     """
 
     script: str
@@ -57,16 +56,14 @@ CASES = {
     2: [
         Case("selfspec", "", "--check_ranks", UNDIVIDED),
         Case("selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", UNDIVIDED | {"rank_group": [1, 0]}),
-        Case("baseline", COUPLED, "", UNDIVIDED),
         Case("longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}),
-        Case("longspec", COUPLED, "", UNDIVIDED | {"draft_ranks": [0, 1]}, draft="padded"),
+        Case("longspec", "", "", UNDIVIDED | {"draft_ranks": [0, 1]}, draft="padded"),
     ],
     4: [
         Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),
         Case("selfspec", f"{SAMPLED} rejection", "--data_parallel 2", REPLICAS),
         Case("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", REPLICAS),
         Case("selfspec", "--gamma auto", "--data_parallel 2", REPLICAS),
-        Case("baseline", f"{COUPLED} --B 1", "--data_parallel 4", {"data_parallel": 4, "tensor_parallel": 1}),
     ],
 }
 
@@ -75,7 +72,7 @@ CASES = {
 def test_ranks_emit_what_one_process_emits(
     n_ranks: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after another in the same processes. Seven prompts, of which the first of two replicas has three."""
+    """Cases run one after another in the same processes. The first of two replicas has three of seven prompts."""
     cases, folder, alone = CASES[n_ranks], tmp_path / "together", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()
@@ -97,7 +94,7 @@ def test_ranks_emit_what_one_process_emits(
         else:
             assert results(seen) == results(one), case
         assert one["sequences"] == N_PROMPTS
-        if case.own or (n_ranks == 2 and case.script != "baseline"):
+        if case.own or n_ranks == 2:
             assert one["identical_sequences"] == N_PROMPTS
             assert 0 < one["accepted"] < one["verified"], "some drafts are meant to be right, some wrong"
         expected = case.expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
@@ -132,7 +129,7 @@ def rounds(*each: tuple[float, int, int], choice: Choice = PLAIN) -> tuple[Round
     return tuple(RoundStats(*one, choice) for one in each)
 
 
-def test_what_replicas_did_at_the_same_time() -> None:
+def test_stats_of_replicas_add_up() -> None:
     """Throughputs add up, over the rounds in which all rows of that replica are busy; the slowest ends the pass."""
     fast = Stats((Counts(2, 6, 5, [2], [1]),), (rounds((0.5, 1, 3), (0.5, 1, 2), choice=Choice(0, 1)),), 4.0, 0.25)
     slow = Stats((Counts(3, 0, 6), Counts(2, 0, 5)), (rounds((1, 2, 6), (1, 2, 4), (2, 1, 1)),), 3.0, 0.5)
@@ -151,11 +148,3 @@ def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: p
     monkeypatch.setattr(Ranks, "gathered", lambda self, value: [value, "other"])
     with pytest.raises(RankError, match=r"on rank 2, other on rank 3\n(.*\n)+.*look at rank 3:"):
         Ranks(0, 2, check=True, first=2).require_same(lambda: "a round", lambda: [torch.zeros(1)])
-
-
-def test_an_error_is_told_by_another_process_as_by_its_own() -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_replicas(3, 4)
-    error = pickle.loads(pickle.dumps(refused.value))
-    flags = {"data_parallel": "--replicas"}
-    assert type(error) is ConfigError and error.told(flags) == refused.value.told(flags) != str(error)

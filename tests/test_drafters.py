@@ -53,7 +53,7 @@ def test_the_lookup_follows_its_rule_in_ragged_rows(match: str):
 
 
 def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
-    """Its text is the row's, round after round: its proposals are those of a lookup in the tokens so far."""
+    """Proposals are those of a lookup in the row's tokens so far, round after round."""
     model = WitnessModel()
     prompts = random_prompts([9, 3, 30, 12], 4)
     runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))
@@ -103,7 +103,7 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     assert drafts.lengths.tolist() == [0, 0, 0]
 
 
-def test_drafters_draft_for_their_own_runner_alone():
+def test_a_drafter_of_another_runner_is_refused():
     model = tiny_model()
     runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
     for drafter in (NGram(runner, 2), SavedText(runner, {}, 2)):

@@ -44,12 +44,6 @@ def test_samples_are_of_one_text_by_default(call):
     assert again.record["rows"][1]["acceptance_standard_error"] == snapkv["acceptance_standard_error"]
 
 
-def test_a_cache_is_kept_where_a_file_is_named(call, tmp_path: Path):
-    flags = f"{SIZES} --repeats 1 --drafters cache --ngram_cache {tmp_path / 'cache.json'}"
-    first, again = (call("reproduce/drafters.py", flags).record["rows"][0]["mean_accepted_length"] for _ in range(2))
-    assert 1 <= first < again
-
-
 def test_a_table_has_what_stands_behind_what_is_skipped(checkpoint: Path, tmp_path: Path):
     text, table = "in and out " * 18, tmp_path / "table.json"
     (tmp_path / "book.txt").write_text("skipped " + text)

@@ -28,27 +28,16 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
     assert (auto["draft_budget"], auto["budgets"], both["draft_budget"]) == (40, None, "auto")
     # Measured anew in both repeats, the second of which runs in reverse, for one drafter and for two.
     assert [len(costs) for costs in measured] == [1, 2, 2, 1]
-    kept_costs = [row["measured_costs"] for row in rows.values()]
-    assert kept_costs[:5] == [None] * 5 and [list(map(len, runs)) for runs in kept_costs[5:]] == [[1, 1], [2, 2]]
     plain_ms = [round(measured[run][0].plain_ms, 4) for run in (0, 3)]
     assert [costs["plain_ms"] for (costs,) in auto["measured_costs"]] == plain_ms
-    assert len(auto["measured_costs_seconds"]) == 2
     assert {budget for run in both["budgets"] for budget in run} <= {64, 128, None}
     assert [[bool(gamma) for gamma in run] for run in both["gammas"]] == [
         [budget is not None for budget in run] for run in both["budgets"]
     ]
 
 
-def test_a_draft_that_is_stored_otherwise_and_given_twice_runs_once(call):
-    flags = f"{SIZES} --gammas 1 1 --budgets 40 40 --draft_dtype bfloat16 --fixed --repeats 1"
-    plain, stored = call(GAMMA_CELL, flags).record["rows"]
-    assert [row["way"] for row in (plain, stored)] == ["plain", "b=40 g=1"] and stored["draft_dtype"] == "bfloat16"
-    assert stored["identical_rows"] == stored["identical_sequences"] == stored["sequences"] == 2
-    assert min(stored["round_ms"], stored["draft_step_ms"], stored["verify_step_ms"], stored["wall_speedup"]) > 0
-
-
 def test_acceptance_on_three_kinds_of_text(call, tmp_path):
-    """Of which every draft has the same, also where text is sampled."""
+    """Every draft decodes the same texts, also where text is sampled."""
     sizes = "--B 2 --prefix_len 80 --gen_len 24 --device cpu --dtype float64 --snapkv_window 8 --gamma 2"
     lists = "--budgets 16 40 --policies streaming snapkv full"
     record = call("reproduce/acceptance.py", f"{sizes} {lists} --output {tmp_path / 'out.jsonl'}").record

@@ -196,8 +196,8 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, name
 def test_a_head_of_the_other_kind_is_refused(tmp_path):
     medusa = save_head(tmp_path / "m", medusa_tensors(DEEP), {"medusa_num_heads": 4}, "medusa_lm_head.pt")
     eagle = save_head(tmp_path / "e", eagle_tensors(DEEP), eagle_config(DEEP))
-    for path, kind, seen in ((medusa, "eagle", "Medusa's layout"), (eagle, "medusa", "EAGLE-1's")):
-        with pytest.raises(UserError, match=seen):
+    for path, kind in ((medusa, "eagle"), (eagle, "medusa")):
+        with pytest.raises(UserError, match="layout"):
             find_head(path, kind, DEEP)
     (tmp_path / "e" / "model.safetensors").unlink()
     with pytest.raises(UserError):

@@ -37,7 +37,7 @@ FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)
 
 
 class TableModel(FakeModel):
-    """Its logits are looked up by a code of all that a query sees, so every context has a law of its own."""
+    """A model whose logits are looked up by a code of all that a query sees: each context has a law of its own."""
 
     config = FakeConfig(VOCAB, max_context=ROOM)
     dtype = torch.float64
@@ -55,7 +55,7 @@ class TableModel(FakeModel):
         return (self.codes[at, held] * visible).sum(-1, keepdim=True) % len(self.table)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, cache, layers=()) -> tuple[Tensor, Tensor]:
-        """What a head reads are its logits, three times."""
+        """Return hidden states, and logits repeated as the inputs that a head reads."""
         hidden = self.hidden(tokens, positions, cache)
         return hidden, self.logits(hidden).repeat(1, 1, max(1, len(layers)))
 
@@ -63,7 +63,7 @@ class TableModel(FakeModel):
         return self.table[hidden[..., 0]]
 
     def logits_after(self, tokens: list[int]) -> Tensor:
-        """The same from a token list alone: no cache, no batch."""
+        """Return the logits behind a token list, without a cache or a batch."""
         return self.table[sum(int(self.codes[i, token]) for i, token in enumerate(tokens)) % len(self.table)]
 
 
@@ -93,7 +93,7 @@ def laws():
 
 
 def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
-    """Of that kind; behind a colon, by a schedule."""
+    """Make a drafter of that kind; behind a colon stands its schedule."""
     n_slots, config, dtype = runner.cache.max_batch, TARGET.config, TARGET.dtype
     kind, _, schedule = kind.partition(": ")
     if schedule:
@@ -124,7 +124,7 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
 
 
 def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_slots: int, seed: int):
-    """What `generate` makes of one request per group."""
+    """Generate a request per group."""
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, n_slots, ROOM, dtype=TARGET.dtype))
     pacing = None
     if kind == "changing":
@@ -146,7 +146,7 @@ def irregular_groups(n: int, seed: int, ways: tuple[SamplingParams, ...]) -> lis
 
 
 def joint_p_value(groups: list[Group], outputs: list[list[int]], laws) -> tuple[float, float, float]:
-    """Of all groups together: the p-value, the total variation, and what chance makes of the latter."""
+    """Return the p-value and the total variation of all groups together, and the variation that chance alone gives."""
     statistic, freedom, variation, by_chance = 0.0, 0, 0.0, 0.0
     for group, law in laws.items():
         seen = Counter(tuple(tokens) for other, tokens in zip(groups, outputs, strict=True) if other == group)
@@ -186,14 +186,11 @@ CONFIGURATIONS = [
     ("rejection", "eagle", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
-    ("coupled", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 124),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
     ("rejection", "ngram: heuristic", 2, 3, (PLAIN, FILTERED), 112),
     ("rejection", "full: confidence", 3, 3, (PLAIN, FILTERED), 113),
-    ("rejection", "full: confidence, p_min", 3, 4, (PLAIN,), 115),
     ("rejection", "streaming: confidence, auto", 3, 25, (PLAIN,), 116),
-    ("coupled", "full: confidence", 3, 3, (PLAIN, FILTERED), 118),
 ]
 
 

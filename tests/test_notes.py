@@ -1,13 +1,12 @@
 """Sentences about a run, before it, above its table and below."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.config import RunConfig, Sizes, Target
 from bench.plan import DraftPlan, remarks, resolve
-from bench.table import FEW_ROUNDS, headline, notes
+from bench.table import FEW_ROUNDS, notes
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
 
@@ -25,11 +24,9 @@ def record(*rounds_by_gamma: tuple[int, int], **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "run,draft,n_notes",
     [
-        (record((3, 20)), draft_of(6), 0),
         (record((0, 60), (3, 1)), draft_of(6), 0),
         (record((3, FEW_ROUNDS)), draft_of(3, False), 0),
         (record((3, 1), speedup=None), draft_of(6), 0),
-        (record((0, 63)), draft_of(0, False), 0),
         (record((3, 20), measured_costs_seconds=11.26, measured_costs_kept=False), draft_of(6), 1),
         (record((0, 63)), draft_of(6), 1),
         (record((3, FEW_ROUNDS - 1)), draft_of(6), 1),
@@ -47,12 +44,3 @@ def test_remarks_are_made_where_a_plan_would_be_misread(gamma, gen_len, budget, 
     target = Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy")
     draft = SelfConfig(gamma=gamma, policy=Streaming(budget))
     assert len(remarks(resolve(RunConfig(target, draft=draft, sizes=Sizes(2, 200, gen_len))))) == n_remarks
-
-
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_the_headline_names_a_draft_that_drafts(gamma):
-    plan = SimpleNamespace(config=RunConfig(), n_rows=1, draft=draft_of(gamma), gen_len=8)
-    session: Any = SimpleNamespace(plan=plan, ranks=SimpleNamespace(size=1))
-    results = {"model": "M", "device": "cpu", "dtype": "float32", "verification": "greedy", "temperature": 0}
-    said = headline(session, results | {"prefill_seconds": 0.1}, [60])
-    assert ("self draft" in said) == (gamma > 0)

@@ -1,4 +1,4 @@
-"""The commands on the pages: each program is there and takes the flags; and the Python of the README runs."""
+"""The pages: links lead somewhere, programs take the flags of commands, and the Python of the README runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,32 @@ from typing import Any
 
 import pytest
 from programs import COST_MODEL, ROOT, run
-from test_docs import PAGES
 
 from bench.config import DEFAULT_MODEL
 from common import cli
 from common.exit import exit_on_user_error
 from models.checkpoints import model_source
 
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
+OF_PAGES = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+ROOMS = "common|kv_cache|models|engine|bench|cost_model|terminal|serving|tests|reproduce|docs"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # A command within a sentence.
 INLINE = re.compile(r"`((?:python|torchrun) [^`]+)`")
 OWN_MODULES = ("cost_model", "reproduce", "serving")
 MADE_BY_READERS = {"key_norm": "streaming"}  # a policy that is in its place here
+
+
+@OF_PAGES
+def test_links_lead_to_files_and_files_that_are_named_exist(page: Path) -> None:
+    """Records under results/ may not have been made yet."""
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    named = [name for name in re.findall(rf"`((?:{ROOMS})/[\w/]+\.\w+)`", text) if "/results/" not in name]
+    missing = [
+        path for path in (*(page.parent / link for link in links), *map(ROOT.joinpath, named)) if not path.exists()
+    ]
+    assert not missing
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -62,7 +76,7 @@ def read_flags(program: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) 
     return read
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@OF_PAGES
 def test_programs_take_the_flags_of_a_pages_commands(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in commands(page):
         if found := program_of(words):

@@ -10,7 +10,7 @@ from programs import run
 
 from common.errors import DataError
 from reproduce import tables
-from reproduce.helpers.published import by_pair, find_fact, published, published_speedups, target_name
+from reproduce.helpers.published import published, published_speedups
 from reproduce.helpers.records import read_records
 
 
@@ -38,7 +38,7 @@ def test_records_of_older_versions_and_of_sweeps_are_read(tmp_path: Path):
         read_records(file)
 
 
-def test_a_table_of_your_own_records_has_the_published_number_of_the_same_run(tmp_path: Path):
+def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):
     record = {"model": "meta-llama/Meta-Llama-3.1-8B", "B": 32, "prefix_len": 32768, "gamma": 3, "draft_budget": 512}
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")
@@ -48,21 +48,8 @@ def test_a_table_of_your_own_records_has_the_published_number_of_the_same_run(tm
 
 
 def test_the_published_numbers_are_all_there():
-    facts = published()
     origins = Counter(fact["origin"] for fact in published_speedups())
     assert origins == {"8xA100": 11, "8xH100": 8, "figure 6, 8xA100": 58}
-    assert [len(known) for known in by_pair(facts["figure_6"]).values()] == [25, 13, 20]
-    assert Counter(fact["kind"] for fact in facts["ratios"]) == {"verify": 12, "draft": 9}
-    by_context = {fact["prefix_len"]: fact["value"] for fact in facts["acceptance"]}
-    assert len(by_context) == 6 and (by_context[4000], by_context[32000]) == (0.84, 0.81)
     assert all(0.7 < fact["value"] < 2.1 for fact in published_speedups())
-
-
-def test_published_models_and_settings_are_recognised():
-    assert target_name({"model": "meta-llama/Meta-Llama-3.1-8B"}) == target_name({"model": "llama-3.1-8b"})
-    assert target_name({"model": "meta-llama/Llama-3.1-8B-Instruct"}) == "meta-llama/Llama-3.1-8B-Instruct"
-    fact = published()["speedup_tables"][0]
-    record = dict(fact) | {"prefix_len": 32768}
-    assert find_fact(published_speedups(), record) == fact
-    for changed in ({"B": 7}, {"gamma": 5}, {"prefix_len": 9}, {"draft_model": "other"}):
-        assert find_fact(published_speedups(), record | changed) is None
+    facts = published()
+    assert (len(facts["figure_6"]), len(facts["ratios"]), len(facts["acceptance"])) == (58, 21, 6)

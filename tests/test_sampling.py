@@ -25,7 +25,7 @@ PARAMS = st.builds(
 
 @st.composite
 def logit_rows(draw) -> list[float]:
-    """One row of at most 9 logits, at least one of them finite."""
+    """Draw a row of at most 9 logits, at least one of them finite."""
     row = draw(st.lists(LOGITS, min_size=1, max_size=9))
     assume(max(row) > -math.inf)
     return row
@@ -101,7 +101,7 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, s
     torch.testing.assert_close(logprobs.exp(), probs, rtol=1e-12, atol=1e-300)
 
 
-@pytest.mark.parametrize("vocab", [2, 4, 8, 16])
+@pytest.mark.parametrize("vocab", [2, 16])
 def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
     """Equal logits, whose masses are exact: n ids of a row of V reach a top_p of n / V, the lowest ones."""
     equal = torch.zeros(vocab, dtype=torch.float64)
@@ -111,8 +111,7 @@ def test_top_p_counts_the_mass_before_an_id_and_excludes_it_at_equality(vocab):
         assert int((beyond > 0).sum()) == n + 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 9, 301, 2003])
+@pytest.mark.parametrize("vocab,dtype", [(1, torch.float32), (9, torch.float64), (2003, torch.float32)])
 def test_filters_keep_what_they_keep_of_a_sorted_row_and_sort_none(monkeypatch, vocab, dtype):
     each = [(scaled, kept_by_sorting(scaled)) for scaled in scaled_logits(vocab, dtype)]
     monkeypatch.setattr(Tensor, "sort", lambda *_, **__: pytest.fail("the vocabulary is sorted"))

@@ -1,9 +1,7 @@
 """reproduce/serve_load.py: the requests that it sends, and the figures that it makes of the answers."""
 
 import asyncio
-import http.server
 import json
-import threading
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 from programs import Ended, run
 from serving_cases import FLAGS, Served
 
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
-from reproduce.helpers.load import served as served_with
 from reproduce.helpers.prompts import stretches
 from reproduce.serve_load import spread
 
@@ -84,40 +81,6 @@ def test_stretches_begin_differently_and_lengths_are_spread():
     assert 1000 <= min(lengths) < 1400 and 3600 < max(lengths) <= 4000 and len(set(lengths)) == 8
 
 
-class Peer(http.server.BaseHTTPRequestHandler):
-    """One that counts no tokens, ends with a text, and fails at one prompt."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.end_headers()
-        texts = [(" a", None), ("", None), (" c", "length")]
-        events = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in texts]
-        if body["prompt"] == "bad":
-            events[1:] = [{"error": {"message": "out of rows"}}]
-        for event in [json.dumps(event) for event in events] + ["[DONE]"]:
-            self.wfile.write(f"data: {event}\n\n".encode())
-
-    def log_message(self, *words: object) -> None: ...
-
-
-def test_any_server_of_completions_can_be_the_peer():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Peer) as server:
-        server.asked = []  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        peer = Endpoint(f"http://127.0.0.1:{server.server_port}", {"model": "m", "max_tokens": 3})
-        phase = asyncio.run(load(peer, ["one", "bad", "three"], 2, 2))
-        server.shutdown()
-    assert [one.text for one in phase.answers] == [" a c"] * 2 + [""] + [" a c"] * 3 and phase.counters == {}
-    assert [(one.n_tokens, len(one.times)) for one in phase.answers] == [(3, 3)] * 2 + [(0, 1), (3, 3)] + [(3, 3)] * 2
-    asked = {body["seed"]: body for body in server.asked}  # type: ignore[attr-defined]
-    assert asked[5]["prompt"].startswith("three a c\n\n") and asked[4]["prompt"] == "three"
-    assert asked[0]["model"] == "m" and "speculate" not in asked[0]
-    (error,) = failed(phase.answers)
-    assert "1 of 6: ValueError: " in str(error) and "out of rows" in str(error)
-
-
 @pytest.fixture
 def measured(chat_checkpoint: Path, tmp_path: Path):
     """Runs the program on a text whose stretches begin in many ways, with a server of its own."""
@@ -133,7 +96,7 @@ def measured(chat_checkpoint: Path, tmp_path: Path):
 
 
 def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_path: Path):
-    """Exact arithmetic: speculation answers as plain rounds do, and as another server with the same model."""
+    """Speculation answers as plain rounds do, and as another server with the same model: arithmetic is exact."""
     out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other"
     ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 30 {peer} --output {out}")
     record = ended.record
@@ -152,19 +115,13 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
     assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
 
 
-def test_a_conversation_goes_on_behind_what_its_row_holds(measured):
-    ended = measured(
-        "--shortest 90 --longest 99 --clients 2 --turns 2 --requests 4 --repeats 1 --gen_len 9 --temperature 0.6"
-    )
-    rows = ended.record["rows"]
-    assert [row["mode"] for row in rows] == ["plain", "speculation"]
-    for row in rows:
-        assert row["requests"] == row["identical_answers"] == 4 and row["errors"] == 0
-        assert row["reused_prompt_tokens"] >= 180  # the prompts of two first turns
-
-
-def test_servers_that_are_not_there_are_told_of():
+def test_requests_to_a_server_that_is_not_there_count_as_failed():
     phase = asyncio.run(load(Endpoint("http://127.0.0.1:9", {}), ["a", "b"], 2))
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
-    with pytest.raises(ConfigError, match="seen:     --no_such_flag"), served_with(["--no_such_flag"]):
-        pass
+
+
+def test_a_conversation_goes_on_behind_what_its_row_holds(served: Served):
+    endpoint = Endpoint(served.url, {"max_tokens": 9, "temperature": 0.6})
+    phase = asyncio.run(load(endpoint, ["a" * 90, "b" * 99], 2, 2))
+    assert failed(phase.answers) == [] and len(phase.answers) == 4
+    assert summary([phase])["reused_prompt_tokens"] >= 180  # the prompts of two first turns

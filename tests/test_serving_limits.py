@@ -1,13 +1,10 @@
 """Requests and servers that are refused, by the name of the field and in the words of the route's family."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from serving_cases import PLAIN, Served, serving
 
 from common import cli
@@ -69,33 +66,24 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
     [
         (of_tgi(temperature=-1), "parameters.temperature"),
         (of_tgi(temperature=float("nan")), "parameters.temperature"),
-        (of_tgi(temperature="0.5"), "parameters.temperature"),
         (of_tgi(top_p=1.01), "parameters.top_p"),
         (of_tgi(top_k=True), "parameters.top_k"),
         (of_tgi(seed=2**63), "parameters.seed"),
-        (of_tgi(max_new_tokens=0), "parameters.max_new_tokens"),
         (of_tgi(max_new_tokens=9), "parameters.max_new_tokens"),
         (of_tgi(stop=["a", "b", "c"]), "parameters.stop"),
         (of_tgi(speculate=False), "parameters.speculate"),
-        ((TGI, {"inputs": 3}), "inputs"),
         ((TGI, {"inputs": ""}), "inputs"),
         ((TGI, {"inputs": "a" * 60}), "inputs"),
         ((TGI, []), "body"),
         ((V1, {"prompt": "a", "logprobs": 2}), "logprobs"),
-        ((V1, {"prompt": []}), "prompt"),
         ((V1, {"prompt": ["a", "b"]}), "prompt"),
-        ((V1, {"prompt": [[1], [2]]}), "prompt"),
-        ((V1, {"prompt": [3, "a"]}), "prompt.1"),
         ((V1, {"prompt": [1, 10**6]}), "prompt"),
         ((V1, {"prompt": "a", "stop": ["a", ""]}), "stop.1"),
         ((V1, {"prompt": "a", "stop": "a" * 257}), "stop.0"),
-        ((CHATS, {"messages": []}), "messages"),
-        ((CHATS, {"messages": [{"role": "user"}]}), "messages.0"),
         ((CHATS, {"messages": [{"role": "user", "content": None}]}), "messages.0"),
         ((CHATS, {"messages": [{"role": "wizard", "content": "a"}]}), "messages.0.role"),
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
-        ((CHATS, CHAT | {"max_completion_tokens": 2}), "max_tokens"),
         ((CHATS, {"messages": MESSAGES, "max_tokens": 9}), "max_completion_tokens"),
     ],
 )
@@ -138,7 +126,7 @@ def test_a_chat_template_that_refuses(served: Served, monkeypatch):
     served.until_idle()
 
 
-def test_a_key_is_wanted(chat_checkpoint, monkeypatch):
+def test_a_key_is_required(chat_checkpoint, monkeypatch):
     monkeypatch.setenv(API_KEY, "sécret")
     with serving(chat_checkpoint) as server:
         body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
@@ -165,17 +153,14 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
     [
         "--api_key=",
         "--port 99999",
-        "--host nowhere.invalid",
-        "--max_queue -1",
         "--prefill_tokens 0",
         "--load_format dummy",
         "--data_parallel 2",
         "--draft oracle",
-        "--draft cache --no_prefix_reuse",
         "--text_match 2 --text_drafts cache --no_prefix_reuse",
     ],
 )
-def test_servers_that_cannot_be(chat_checkpoint, words):
+def test_impossible_servers_are_refused(chat_checkpoint, words):
     flags = cli.read(Serve, [f"--model={chat_checkpoint}", *PLAIN.split(), *words.split()], prog="serving")
     with pytest.raises(ConfigError):
         flags.config()
@@ -194,45 +179,3 @@ def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):
         goes_on.set()
         assert waiting.getresponse().status == 200
         server.until(lambda: server.get("/health").status == 200, "it goes on")
-
-
-NASTY = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from([10**400, "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-FITTING = st.sampled_from([None, 1, 2, 0.5, "a", True, False, 0, ["a"], [3, 4], "auto"])
-
-
-def bodies(kind: type[Body], **required: Any) -> st.SearchStrategy[Any]:
-    names = st.sampled_from([*kind.model_fields, *NEUTRAL, "max_new_tokens", "unknown"])
-    fields = st.dictionaries(names, st.one_of(FITTING, FITTING, NASTY), max_size=4)
-    return st.one_of(fields.map(lambda some: required | some), fields.map(lambda some: some | required), NASTY)
-
-
-REQUESTS = st.one_of(
-    bodies(Parameters).map(lambda fields: ("/", {"inputs": "ab", "parameters": fields, "stream": True})),
-    bodies(Completion, prompt="ab").map(lambda fields: (V1, fields)),
-    bodies(ChatCompletion, messages=MESSAGES).map(lambda fields: (CHATS, fields)),
-    bodies(Message, role="user", content="x").map(lambda fields: (CHATS, {"messages": [fields], "max_tokens": 2})),
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
-@given(REQUESTS)
-def test_no_request_is_answered_with_a_500(strict: Served, request):
-    path, body = request
-    try:
-        data = json.dumps(body).encode()
-    except (ValueError, UnicodeEncodeError):
-        return
-    answer = strict.ask(path, data)
-    assert answer.status in (200, 400, 422), (request, answer.body)
-    if answer.status != 200:
-        error = answer.json["error"]
-        assert error["message"] if path.startswith("/v1") else error and answer.json["error_type"] == "validation"

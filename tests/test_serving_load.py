@@ -150,11 +150,7 @@ def test_a_mistake_of_the_server_fails_a_single_request(served: Served, alone: A
     assert [answer.status for answer in answers] == [200, 500, 200] and answers[1].json["error_type"] == "internal"
     assert [answers[i].json["generated_text"] for i in (0, 2)] == [alone.text(text, 30) for text in ("abc", "abcd")]
     served.until_idle()
-    monkeypatch.setattr(served.server.service, "_limit", lambda *given: 1 // 0)
-    assert served.ask(V1, {"prompt": "secret"}).json["error"]["type"] == "server_error"
-    served.until(lambda: "ZeroDivisionError" in caplog.text, "a traceback")
-    said = capsys.readouterr().err + caplog.text
-    assert "no such token" in said and "secret" not in said
+    assert "no such token" in capsys.readouterr().err + caplog.text
 
 
 def test_logits_that_are_not_finite_end_a_single_request(served: Served, monkeypatch):
@@ -174,7 +170,7 @@ def test_logits_that_are_not_finite_end_a_single_request(served: Served, monkeyp
 
 
 def test_failures_are_counted_by_their_kinds(chat_checkpoint):
-    """Also requests that take too long."""
+    """Requests that take too long are a kind."""
     flags = "--api_key k --request_seconds 0.5 --max_batch 1 --max_body_bytes 900"
     with serving(chat_checkpoint, flags) as server, slow(server, 0.05):
         key, body = {"Authorization": "Bearer k"}, {"inputs": "a", "parameters": LONG}

@@ -76,7 +76,7 @@ def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Al
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_dies_is_told_to_clients(tmp_path, chat_checkpoint, rank):
+def test_clients_see_that_a_rank_died(tmp_path, chat_checkpoint, rank):
     with serving_process(tmp_path, chat_checkpoint, 2) as (job, server):
         streams = begun(server, 2)
         pid = job.rank(rank)

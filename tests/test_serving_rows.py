@@ -1,11 +1,9 @@
-"""What a server does with its rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
+"""A server's rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
-import pytest
 import torch
 from recorded_graph import RecordedGraph, RecordedGraphs
 from serving_cases import FLAGS, PLAIN, Alone, Served, serving
@@ -87,23 +85,6 @@ def forwards(served: Served) -> list[tuple[int, int]]:
     return ran
 
 
-def test_without_reuse_every_token_of_a_prompt_is_run(chat_checkpoint):
-    """Also of the same prompt again, of a prompt that begins with it, and of prompts at the same time."""
-    guess, other = "the password is swordfish", "something else"
-    with serving(chat_checkpoint, "--no_prefix_reuse") as server, ThreadPoolExecutor(3) as pool:
-        ran = forwards(server)
-        for texts in ([guess, other], [guess], [guess + " not"], [guess, guess, other], [guess[:20]]):
-            ran.clear()
-            timings = [*pool.map(lambda text: server.generate(text, max_new_tokens=6)["details"]["timings"], texts)]
-            n_tokens = [1 + len(text) for text in texts]  # of each byte, and the first
-            assert [timing["prompt_n"] for timing in timings] == n_tokens
-            assert {timing["cache_n"] for timing in timings} == {0}
-            assert sum(n for rows, n in ran if rows == 1) == sum(n_tokens)
-        answer = server.ask("/v1/completions", {"prompt": guess, "max_tokens": 2})
-        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert server.metrics()["foretoken_reused_prompt_tokens_total"] == 0
-
-
 def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
     with serving(chat_checkpoint, "--prefill_tokens 16") as server:
         ran = forwards(server)
@@ -115,15 +96,6 @@ def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
     chunks = [place for place, (rows, n) in enumerate(ran) if rows == 1 and n == 16]
     assert len(chunks) == 12 and max(n for _, n in ran) == 16
     assert all(later - earlier > 1 for earlier, later in pairwise(chunks))  # rounds in between
-
-
-def test_log_probabilities_are_the_models_own(served: Served, alone: Alone):
-    how = {"temperature": 0.7, "top_k": 5, "seed": 3}
-    expected = alone.logprobs("logs", 20, SamplingParams(**how))
-    details = served.generate("logs", max_new_tokens=20, **how)["details"]
-    assert [token["logprob"] for token in details["tokens"]] == pytest.approx(expected, abs=1e-5)
-    answer = served.ask("/v1/completions", {"prompt": "logs", "max_tokens": 20, "logprobs": 0, **how}).json
-    assert answer["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_rejection_accepts_drafts(chat_checkpoint):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serving_cases import Alone
 
 from engine.stats import Counts
-from models.checkpoints.text_stream import MOST_HELD, TextStream
+from models.checkpoints.text_stream import MOST_PENDING, TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from serving.answers import Answer, Stops
 from serving.scheduler import ServedRequest, Update
@@ -81,15 +81,15 @@ def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
     half, *_ = alone.tokenizer.encode("ä", add_bos=False)
     noise = random.Random(5).choices(range(alone.vocab_size), k=600)
     whole = alone.tokenizer.encode("😀", add_bos=False)
-    late = [token for n in range(MOST_HELD - 5, MOST_HELD + 5) for token in [half] * n + whole]
+    late = [token for n in range(MOST_PENDING - 5, MOST_PENDING + 5) for token in [half] * n + whole]
     for tokens in ([half] * 400, [0] * 400, noise, late, alone.tokenizer.encode("\ufffd" * 90)):
         counting = Counting(alone.tokenizer)
         stream, tokens = TextStream(counting), [*tokens, *alone.tokenizer.encode("b€", add_bos=False)]  # type: ignore[arg-type]
         assert "".join(map(stream.add, tokens)) + stream.rest() == alone.tokenizer.decode(tokens)
-        assert counting.most <= 2 * MOST_HELD
+        assert counting.most <= 2 * MOST_PENDING
 
 
-def test_what_comes_behind_a_stop_string_is_nobodys(alone: Alone):
+def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):
     tokens = alone.tokenizer.encode("ab STOP cd", add_bos=False)
     answer = answer_of(alone.tokenizer, ["STOP"])
     answer.take(update(tokens[:1], 0))

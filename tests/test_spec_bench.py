@@ -49,7 +49,7 @@ def bench(talking: Path, tmp_path: Path) -> Callable[..., Ended]:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]], Any, int]]:
-    """What was decoded: the name of the pass, its prompts, its output, and the first request's number."""
+    """A list that grows by each pass: its name, prompts and output, and the number of its first request."""
     calls: list[tuple[str, list[list[int]], Any, int]] = []
     original = passes.decode
 
@@ -133,15 +133,6 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(bench, decoded, talk
     others = [call[2].tokens != batch[0][2].tokens for batch in batches for call in batch[1:]]
     assert any(others) == bool(sampling)
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
-
-
-def test_samples_are_of_one_text_by_default(bench) -> None:
-    """All drafters, the oracle too, decode plain decoding's samples; in rejection mode they need not."""
-    sampling = "--categories math --temperature 1.5 --seed 3 --top_k 40"
-    rows = bench(sampling).record["rows"]
-    assert [row["drafter"] for row in rows] == DRAFTERS and {row["identical_sequences"] for row in rows} == {5}
-    [rejection] = bench(f"{sampling} --drafters self --verification rejection").record["rows"]
-    assert rejection["identical_sequences"] is None
 
 
 def test_the_standard_error_is_over_conversations(bench, decoded, tmp_path: Path) -> None:

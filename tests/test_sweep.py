@@ -15,7 +15,7 @@ from common.checkout import ROOT
 from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
-from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
+from reproduce.sweep import make_cells, parse_ranges, read_grid
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
@@ -102,11 +102,6 @@ def test_after_a_signal_rows_are_kept_and_nothing_is_left_running(script: Path, 
     os.kill(process.pid, number)
     assert process.wait(20) == 130
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 and not left_over(script)
-
-
-def test_flags_become_arguments():
-    cell = Cell(SELFSPEC, {"B": 8, "benchmark": True, "budgets": [64, 128], "x": -1})
-    assert str(cell) == "-m tests.selfspec_benchmark --B=8 --benchmark --budgets 64 128 --x=-1"
 
 
 def test_benchmarks_that_sample_decode_one_text_in_all_cells():

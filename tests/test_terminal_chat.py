@@ -41,7 +41,7 @@ def chat(talker: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 
 def continued(talker: Path, *messages: tuple[str, str]) -> str:
-    """What plain decoding says behind a conversation."""
+    """Return the text that plain decoding puts behind a conversation."""
     config = RunConfig(
         target=Target(model=str(talker), device="cpu", dtype="float64"),
         sizes=Sizes(gen_len=24),
@@ -56,7 +56,7 @@ def continued(talker: Path, *messages: tuple[str, str]) -> str:
 def test_every_line_is_answered_behind_all_that_was_said(
     chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which only what is new is prefilled."""
+    """Only what is new is prefilled."""
     requests, submit = list[Request](), Decoder.submit
     monkeypatch.setattr(Decoder, "submit", lambda own, request: requests.append(request) or submit(own, request))
     ended = chat("Hello", "", "And then?", "/reset", "Hello", "/exit", "never")
@@ -78,7 +78,7 @@ def test_a_conversation_begins_with_the_system_message(chat: Chat, talker: Path)
 
 
 def test_an_interrupted_answer_ends_alone(chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is of it has been said; the next one is decoded behind it."""
+    """The beginning of the answer is printed, and the next question is answered whole."""
     step, steps = Decoder.step, iter(range(1000))
 
     def interrupted(decoder: Decoder) -> object:
@@ -94,19 +94,13 @@ def test_an_interrupted_answer_ends_alone(chat: Chat, talker: Path, monkeypatch:
     assert whole.startswith(cut) and 0 < len(cut) < len(whole)
 
 
-def test_what_is_no_utf8_is_answered(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
-    ended = run("foretoken.py chat", [str(talker), *FLAGS.split()])
-    assert ended.code == 0 and ended.out == printable(continued(talker, ("user", "caf\ufffd"))) + "\n"
-
-
 @pytest.mark.parametrize("flags", ["oracle", "--gamma auto", "--draft_budget auto"])
 def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str) -> None:
     assert "is known of" in chat("Hello", flags=f"{flags} --device cpu").refusal
 
 
-def test_a_full_conversation_is_told(chat: Chat, talker: Path) -> None:
-    """And a command that there is not is no part of a conversation."""
+def test_a_full_conversation_is_refused_with_a_note(chat: Chat, talker: Path) -> None:
+    """An unknown command is no part of a conversation."""
     ended = chat("Hello", "x" * 60, "/reste", "/reset", "Hello", flags=f"{FLAGS} --context 80")
     whole = printable(continued(talker, ("user", "Hello")))
     assert ended.code == 0 and ended.err.count("no room") == 1 and "no command /reste" in ended.err

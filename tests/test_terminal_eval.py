@@ -29,10 +29,10 @@ from models.checkpoints.tokenizer import Tokenizer
 
 @pytest.mark.parametrize(
     ("right", "n", "interval"),
-    [(81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))],
+    [(81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611))],
 )
 def test_wilson_gives_published_intervals(right: int, n: int, interval: tuple[float, float]) -> None:
-    """Those of Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3."""
+    """Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3."""
     assert wilson(right, n) == pytest.approx(interval, abs=5e-5)
 
 
@@ -46,7 +46,6 @@ def test_mcnemar_counts_the_tosses_that_are_as_uneven(first: int, second: int) -
 def test_the_interval_of_a_difference_is_a_published_one() -> None:
     """The example of `ci.prop.ps` in the R package statpsych."""
     assert paired_difference(4, 26, 48) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)
-    assert paired_difference(26, 4, 48) == pytest.approx((-0.6251933, -0.2548067), abs=1e-7)
     assert paired_difference(0, 0, 48) == pytest.approx((-0.0554, 0.0554), abs=1e-4), "none is seen, some may be"
 
 
@@ -170,12 +169,11 @@ def test_a_broken_verification_is_significant_and_a_right_one_is_not(
 
 @pytest.mark.parametrize(
     "mode,draft",
-    [("--temperature 0", "self"), ("--verification coupled", "DRAFT"), ("--verification coupled", "self --gamma auto")],
+    [("--temperature 0", "self --gamma auto"), ("--verification coupled", "DRAFT")],
 )
 def test_reproducible_modes_give_identical_answers(mode: str, draft: str, evaluate: Evaluate, characters: Path) -> None:
-    """Also of a model that never is right, which is no error."""
-    draft = draft.replace("DRAFT", str(characters)) + (" --draft_budget 24" if draft != "ngram" else "")
-    record = evaluate(f"{draft} --nb_prompts 6 --B 4 {mode}").record
+    """A model that never is right is no error."""
+    record = evaluate(f"{draft.replace('DRAFT', str(characters))} --draft_budget 24 --nb_prompts 6 --B 4 {mode}").record
     assert (record["identical_answers"], record["plain"]["right"], record["mcnemar_p"]) == (6, 0, 1)
     assert record["plain"]["interval"][0] == 0 < record["plain"]["interval"][1] and not record["significant"]
 

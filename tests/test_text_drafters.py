@@ -10,12 +10,11 @@ from test_joint_law import N_NEW, N_REQUESTS, PLAIN, PROMPTS, ROOM, STOP, TARGET
 from test_joint_law import laws as laws  # a fixture
 from tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
-from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Guess, HostDrafter, RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.markov import Markov, NGramTable
-from engine.drafters.ngram_cache import NGramCache, NGramCacheConfig
+from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from engine.pacing import PLAIN as PLAIN_STEP
@@ -23,10 +22,6 @@ from engine.pacing import Choice
 from kv_cache import FullKVCache, StreamingKVCache
 
 DRAWS = (7, 3)
-
-
-def runner_of(n_rows: int = 3) -> ModelRunner:
-    return tiny_runner(n_rows)
 
 
 def longest_repeated(text: list[int]) -> tuple[int, int]:
@@ -51,7 +46,7 @@ def test_the_automaton_finds_the_longest_suffix_where_it_last_stood():
 
 
 def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
-    drafter = Suffix(runner_of(), gamma=3)
+    drafter = Suffix(tiny_runner(3), gamma=3)
     drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5], 0), RowUpdate(2, 1, [1, 2, 1], 0)])
     drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5, 6], 8)])
     drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(), 3)
@@ -64,7 +59,7 @@ def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
 
 
 def plainly_counted(text: list[int], order: int, context: list[int]) -> int | None:
-    """What most often followed the longest end of the context that has stood before; among equals the latest."""
+    """Return the token that most often followed the longest known end of the context; among equals the latest."""
     for n in range(min(order, len(context)), 0, -1):
         places = [i for i in range(n, len(text)) if text[i - n : i] == context[-n:]]
         if places:
@@ -96,7 +91,7 @@ def guesses(drafter: HostDrafter, shown: RowUpdate) -> list[int]:
 
 
 def test_rows_learn_from_each_other_and_the_oldest_goes():
-    cache = NGramCache(runner_of(), 3, max_ngram=2, size=12)
+    cache = NGramCache(tiny_runner(3), 3, max_ngram=2, size=12)
     assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4], 0)) == []
     assert guesses(cache, RowUpdate(1, 1, [9, 2], 0)) == [3, 4]
     assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4, 5, 6], 4)) == []
@@ -109,7 +104,7 @@ def test_rows_learn_from_each_other_and_the_oldest_goes():
 
 def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     """Neither its own tokens of another time, nor those of another row at the same time; others may."""
-    cache = NGramCache(runner_of(), 3)
+    cache = NGramCache(tiny_runner(3), 3)
     first = RowUpdate(0, 3, [1, 2, 3, 4], 0, DRAWS)
     assert guesses(cache, first) == [] and guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2], 4, DRAWS)) == [3, 4, 2]
     again = RowUpdate(1, 3, [1, 2], 0, DRAWS)
@@ -117,13 +112,13 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     assert guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2, 3], 5, DRAWS)) == [4, 2, 3], "8 is of the other row"
     assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
     table = cache._table
-    assert guesses(Markov(runner_of(), 3, table), first) == []
-    assert guesses(Markov(runner_of(), 3, table), first._replace(draws=None)) == [2, 3, 4]
+    assert guesses(Markov(tiny_runner(3), 3, table), first) == []
+    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(draws=None)) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["cache", "combined"])
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
-    """The same requests twice, in rejection mode: the second time, the drafter has all of their tokens."""
+    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
     drafter = NGramCache(runner, 2, max_ngram=6)
@@ -198,16 +193,3 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
     for paced in ("drafter", "pacing"):
         assert rounds["always", paced][0] == 0 < rounds["now and then", paced][0] < rounds["never", paced][0]
         assert rounds["one row", paced][0] == rounds["never", paced][0] and rounds["now and then", paced][1] > 0
-
-
-def test_a_cache_is_kept_when_its_drafter_goes(tmp_path: Path):
-    path, runner = tmp_path / "cache.json", runner_of()
-    config = NGramCacheConfig(ngram_cache=str(path))
-    config.check()
-    cache = NGramCache(runner, 3, path=path)
-    cache.continued(RowUpdate(0, 0, [1, 2, 3], 0))
-    del cache
-    config.check()
-    assert guesses(NGramCache(runner, 3, path=path), RowUpdate(0, 0, [1], 0)) == [2, 3]
-    with pytest.raises(ConfigError, match="cannot be written"):
-        NGramCacheConfig(ngram_cache=str(tmp_path / "none" / "cache.json")).check()

@@ -10,8 +10,8 @@ from tiny import random_prompts, tiny_model
 
 from bench.passes import TURN, take_turns
 from engine import ModelRunner, SamplingParams
-from engine.decoding import Generation
 from engine.drafters import Drafter
+from engine.generation import Generation
 from engine.requests import Progress
 from kv_cache import FullKVCache
 
@@ -29,7 +29,7 @@ class Noted(Progress):
 
 
 def passes_of(runner: ModelRunner, drafter: Drafter, mode: str, n_prompts: int) -> dict[str, Any]:
-    """What each pass emits, its counts, and its rounds but for their seconds; and the order of their tokens."""
+    """Return what each pass emits, its counts and rounds without their seconds, and the order of all tokens."""
     sampling = SamplingParams() if mode == "greedy" else SamplingParams(0.9, seed=5)
     order: list[tuple[str, int]] = []
     prompts = random_prompts([5, 19, 11, 2, 8][:n_prompts], runner.vocab_size)

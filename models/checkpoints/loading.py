@@ -1,4 +1,4 @@
-"""model.pth: its content, how it is written, and how it becomes a Transformer."""
+"""Write a model.pth, read it, and load it as a Transformer."""
 
 import ctypes
 import mmap
@@ -22,7 +22,7 @@ from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.presets import preset_config
 from models.quantize import check_scheme, quantize_head, quantize_linears
-from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
+from models.tensor_parallel import WHOLE, Exchange, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
 CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the state dict of a model.pth. `wqkv` stacks the rows of q, k and v (rotary pairs in
-    half-split layout), `w13` those of gate and up; a tied head is not stored."""
+    half-split layout), `w13` the rows of gate and up. A tied head is not stored."""
     parts = source_parts(config).items()
     return {name: (sum(shape[0] for _, shape in stacked), *stacked[0][1][1:]) for name, stacked in parts}
 
@@ -41,7 +41,7 @@ def drop_layers(
     state_dict: Mapping[str, Value], config: ModelConfig, layers: Iterable[int]
 ) -> tuple[dict[str, Value], ModelConfig]:
     """Remove layers from a state dict and its config, and renumber the rest. Values are shared, not copied. Raises
-    ConfigError for an index that is not a layer, or if no layer would be left."""
+    ConfigError for an index that is no layer, or if no layer would be left."""
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
@@ -50,8 +50,8 @@ def drop_layers(
         raise ConfigError(what, "layers to drop", sorted(dropped), required, fix)
     shallower: dict[str, Value] = {}
     for name, value in state_dict.items():
-        head, *rest = name.split(".", 2)
-        if head != "layers":
+        module, *rest = name.split(".", 2)
+        if module != "layers":
             shallower[name] = value
         elif int(rest[0]) in kept:
             shallower[f"layers.{kept.index(int(rest[0]))}.{rest[1]}"] = value
@@ -59,7 +59,7 @@ def drop_layers(
 
 
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
-    """Write a model.pth atomically; its manifest is the caller's to update. Raises CheckpointError."""
+    """Write a model.pth atomically. The caller updates the manifest. Raises CheckpointError."""
     content = {"config": asdict(config), "state_dict": dict(state_dict)}
     with atomic_path(path) as partial:
         torch.save(content, partial)
@@ -68,11 +68,11 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
 def read_checkpoint(
     path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Map a model.pth (or the one in a folder) into memory and check it against the config.json beside it and its
-    manifest (`check_files` has `verify`). Returns the config and CPU tensors in the stored dtypes, backed by the file.
+    """Map a model.pth into memory and check it against its config and manifest.
 
-    config: to run the model with instead of its config.json; the shapes of its tensors have to be the file's.
-    Raises CheckpointError, ConfigError.
+    path: the file, or its folder. verify: see `check_files`.
+    config: runs the model instead of the config.json beside it; it must have tensors of the same shapes.
+    Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
@@ -89,25 +89,22 @@ def read_checkpoint(
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
     if config is None and stored != expected:
-        ours, theirs = asdict(stored), asdict(expected)
-        other = [name for name in ours if ours[name] != theirs[name]]
-        seen, required = (", ".join(f"{name} {values[name]}" for name in other) for values in (ours, theirs))
+        differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
+        seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
         what = "the weights belong to another config"
         raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
-    if shapes != (wanted := expected_shapes(expected)):
-        found, missed = sorted(shapes.items() - wanted.items()), sorted(wanted.items() - shapes.items())
-        raise CheckpointError("the tensors are not the config's", path, found[:4], missed[:4], CONVERT_AGAIN)
+    if shapes != (required_shapes := expected_shapes(expected)):
+        unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
+        raise CheckpointError("the tensors are not the config's", path, unknown[:4], sorted(missing)[:4], CONVERT_AGAIN)
     return expected, state_dict
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return norms of ones and other weights normal with deviation 0.02, equal in each call."""
+    """Return norms of ones, and other weights normal with deviation 0.02, equal in each call."""
     generator = torch.Generator(device).manual_seed(0)
-    weights = {name: torch.empty(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
+    weights = {name: torch.ones(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
     for name, tensor in weights.items():
-        if name.endswith("norm.weight"):
-            tensor.fill_(1)
-        else:
+        if not name.endswith("norm.weight"):
             tensor.normal_(0, 0.02, generator=generator)
     return weights
 
@@ -129,23 +126,20 @@ def load_model(
     """Load a Transformer for inference, its weights in `dtype` on `device`.
 
     Args:
-        path: a model.pth, or the folder that holds it.
-        load_format: "pth", or "dummy" for random weights of the shape of `config`, else of the preset named `path`.
+        path: a model.pth, or its folder.
+        load_format: "pth", or "dummy" for random weights of `config`'s shape, or of the preset named `path`.
         prepack: repack linear layers for the CPU: faster, but their weights leave the state dict.
         layers: load only these layers.
-        exchange: read only this rank's shard, and join it to the other ranks'.
+        exchange: read only this rank's shard, and connect it to the other ranks.
         attention: see `select_backend`.
         quantize: "int8" or "int4" (`models.quantize`).
     Raises: what `read_checkpoint` raises; CheckpointError also for weights that are not finite in `dtype`.
     """
     state_dict: dict[str, Tensor] = {}
-    if load_format == "pth":
-        config, state_dict = read_checkpoint(path, config=config, verify=verify)
-    elif load_format == "dummy":
+    if load_format == "dummy":
         config = config or preset_config(str(path))
     else:
-        required, fix = "pth or dummy", "use pth to read a checkpoint, dummy for random weights"
-        raise ConfigError("unknown load format", "load_format", load_format, required, fix)
+        config, state_dict = read_checkpoint(path, config=config, verify=verify)
     if layers is not None:
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
@@ -154,28 +148,26 @@ def load_model(
             what, required = "the weights of experts are not quantised", "a model without experts"
             raise ConfigError(what, f"--quantize: {path}", f"{config.n_expert} experts", required, "leave it out")
     shard = exchange.shard if exchange else WHOLE
-    check_count(config, shard.count, f"tensor parallelism of {path}")
-    own = shard_config(config, shard)
-    backend = select_backend(attention, device, attention_spec(own, dtype)).backend
+    part = shard_config(config, shard)
     with torch.device("meta"):
-        model = Transformer(own).eval().requires_grad_(False)
-    model.backend = backend
+        model = Transformer(part).eval().requires_grad_(False)
+    model.backend = select_backend(attention, device, attention_spec(part, dtype)).backend
     if load_format == "dummy":
-        state_dict = _dummy_weights(own, device, dtype)
+        state_dict = _dummy_weights(part, device, dtype)
     # Load block by block, so that at most a block is in memory twice.
     blocks = dict(model.named_children()) | {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     del blocks["layers"]
     for module, block in blocks.items():
         weights = {}
-        for own_name, _ in block.named_parameters():
-            name = f"{module}.{own_name}"
+        for parameter, _ in block.named_parameters():
+            name = f"{module}.{parameter}"
             tensor = state_dict.pop(name)
-            if load_format == "pth":
+            if load_format != "dummy":
                 tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
                 if not is_finite(tensor):
                     seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
                     raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
-            weights[own_name] = tensor
+            weights[parameter] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):
             quantize_linears(block, quantize)
@@ -187,14 +179,14 @@ def load_model(
         pack_model(model)
     if exchange is not None:
         parallelise(model, config, exchange)
-    use_pointwise(model, pointwise_beside(backend))
+    use_pointwise(model, pointwise_beside(model.backend))
     return model
 
 
 def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """Copy `part`, a view of `mapped` or made from it, and give the pages of `mapped` back. Otherwise the resident set
+    """Copy `part`, a view of `mapped` or made from it, and give the pages of `mapped` back: otherwise the resident set
     would grow by the whole file, of which a shard may need a fraction."""
-    # Pages of the storage, not of the tensor: with a stride of 0 that is larger than its part of the file.
+    # Pages of the storage, not of the tensor: a tensor with a stride of 0 is larger than its part of the file.
     storage = mapped.untyped_storage()
     is_view = part.untyped_storage().data_ptr() == storage.data_ptr()
     copied = part.to(device=device, dtype=dtype, copy=is_view, memory_format=torch.contiguous_format)

@@ -1,10 +1,9 @@
-"""manifest.json of a checkpoint folder: sizes and SHA-256 of its files, and the recipe of the last conversion."""
+"""The manifest.json of a checkpoint folder: sizes and SHA-256 of its files, and the recipe of the last conversion."""
 
 import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -19,17 +18,11 @@ from models.cpp_build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
-PARTIAL = ".partial"  # ends the names of folders in which files are written
+PARTIAL = ".partial"  # suffix of folders in which files are written
 DAY = 24 * 3600
 REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
-SIDE_FILES = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS, GENERATION)
-# By format of a download: the pattern of its weight files, then the name of their index.
-WEIGHT_PATTERNS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-    ("*.gguf",),
-)
+SIDE_FILES: tuple[str, ...] = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+SIDE_FILES += ("special_tokens_map.json", "generation_config.json")
 
 
 @contextmanager
@@ -66,39 +59,34 @@ def sha256_of(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return a file's hex SHA-256, from the cache folder (of `cpp_build`) if this version of the file was read before.
-    A version is an inode, size and times, so that bits which a disk changes by itself go unnoticed."""
+    """Return a file's hex SHA-256, from `cache_folder` if this version of the file was read before. A version is an
+    inode, size and times, so bits that a disk changes by itself go unnoticed."""
     stat = path.stat()
     if stat.st_size < REMEMBERED_FROM:
         return sha256_of(path)
     version = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-    with suppress(OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: a user without a home folder
-        known = (cache_folder() / "sha256" / version).read_text(encoding="utf-8")
-        if re.fullmatch("[0-9a-f]{64}", known):
-            return known
-    seen = sha256_of(path)
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
         note = cache_folder() / "sha256" / version
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(seen, encoding="utf-8")
-    return seen
+        if not note.exists():
+            write_text(note, sha256_of(path))
+        return note.read_text(encoding="utf-8")
+    return sha256_of(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder: {"files": {name: {"size": bytes, "sha256": hex}}, ...}, without files if missing.
-    An entry's "generated" says that a conversion made the file from a GGUF's metadata. "converted_from" is the recipe
-    of the last conversion; its "published" names the dtypes of the source's matrices. Raises CheckpointError."""
+    "generated" marks a file that a conversion made from a GGUF's metadata. "converted_from" is the recipe of the last
+    conversion; its "published" lists the dtypes of the source's matrices. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
-        well_formed = all(entry.keys() >= {"size", "sha256"} for entry in manifest["files"].values())
-        well_formed &= all(isinstance(one, str) for one in manifest.get("converted_from", {}).get("published", ()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        well_formed = False
-    if not well_formed:
-        seen, required = "other content, or not JSON", '{"files": {name: {"size": ..., "sha256": ...}}}'
+        for name, entry in manifest["files"].items():
+            if not entry.keys() >= {"size", "sha256"}:
+                raise ValueError(f"{name} has no size or sha256")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        required = '{"files": {name: {"size": ..., "sha256": ...}}}'
         fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
-        raise CheckpointError("the manifest is damaged", path, seen, required, fix)
+        raise CheckpointError("the manifest is damaged", path, repr(error), required, fix) from None
     return dict(manifest)
 
 
@@ -117,8 +105,8 @@ def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: A
 
 
 def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> None:
-    """Compare sizes and SHA-256 of files with the manifest; names that it does not list pass. verify: read every file,
-    whatever is remembered. Raises CheckpointError naming the file that is missing or differs."""
+    """Compare sizes and SHA-256 of files with the manifest; files that it does not list pass. verify: read every file
+    instead of using stored sums. Raises CheckpointError naming the file that is missing or differs."""
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         path, entry = folder / name, entries[name]
@@ -126,7 +114,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
         required: object = entry["size"]
         if seen == required:
             required = entry["sha256"]
-            # A remembered sum that differs may be garbled: read the file.
+            # A stored sum that differs may be garbled: read the file.
             if verify or (seen := remembered_sha256(path)) != required:
                 seen = sha256_of(path)
         if seen != required:
@@ -135,8 +123,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
             raise CheckpointError(what, path, seen, f"{required} ({MANIFEST})", fix)
 
 
-def own_side_files(folder: Path) -> tuple[str, ...]:
-    """Return the side files that came with a folder's weights, without those that a conversion generated."""
-    listed = read_manifest(folder)["files"]
-    there = (name for name in SIDE_FILES if (folder / name).is_file())
-    return tuple(name for name in there if not listed.get(name, {}).get("generated"))
+def downloaded_side_files(folder: Path) -> tuple[str, ...]:
+    """Return the side files that came with a folder's weights, without files that a conversion generated."""
+    generated = {name for name, entry in read_manifest(folder)["files"].items() if entry.get("generated")}
+    return tuple(name for name in SIDE_FILES if name not in generated and (folder / name).is_file())

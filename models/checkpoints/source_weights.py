@@ -3,7 +3,6 @@
 import json
 import re
 import zipfile
-from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ from common.errors import CheckpointError
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
 from models.checkpoints.gguf_source import open_gguf, read_gguf
-from models.checkpoints.manifest import CONFIG, own_side_files
+from models.checkpoints.manifest import CONFIG, downloaded_side_files
 from models.config import ModelConfig, read_config
 from models.hf_config import FUSED
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-# By name: shape, dtype (or the name of another type), and the function that reads the tensor.
-Stored = dict[str, tuple[Sequence[int], Any, Any]]
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SAFETENSORS_DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
+READABLE = (*DTYPES, torch.int64, torch.bool)  # the last two are maps of a trained head's vocabulary
+SAFETENSORS_DTYPES = dict(zip(("F64", "F32", "F16", "BF16", "I64", "BOOL"), READABLE, strict=True))
 
 
 def open_source(folder: Path) -> Source:
@@ -34,14 +31,13 @@ def open_source(folder: Path) -> Source:
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        if found := _open_weights(folder, stem, suffix, DTYPES):
-            files, tensors = found
-            hf_config = read_config(folder / CONFIG)
-            config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
-            if hf_config["architectures"][0] in FUSED:
-                tensors = separate_fused(tensors, config)
-            return Source(files, tensors, hf_config, config, own_side_files(folder))
+    if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
+        files = tuple(sorted({tensor.file for tensor in tensors.values()}))
+        hf_config = read_config(folder / CONFIG)
+        config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
+        if hf_config["architectures"][0] in FUSED:
+            tensors = separate_fused(tensors, config)
+        return Source(files, tensors, hf_config, config, downloaded_side_files(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) != 1:
         for path in ggufs:
@@ -49,97 +45,77 @@ def open_source(folder: Path) -> Source:
         seen = ", ".join(path.name for path in ggufs) or "no model.safetensors, pytorch_model.bin, index or *.gguf"
         required = "model.safetensors or pytorch_model.bin, or an index with its shards, or exactly one *.gguf"
         raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
-    return open_gguf(ggufs[0], own_side_files(folder))
+    return open_gguf(ggufs[0], downloaded_side_files(folder))
 
 
-def open_tensors(folder: Path, names: Sequence[tuple[str, str]], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
-    """Return the tensors of the first file, or shards, that a folder has under those stems and suffixes. Raises
-    CheckpointError if it has none, or for a tensor of another dtype."""
-    for stem, suffix in names:
-        if found := _open_weights(folder, stem, suffix, dtypes):
-            return found[1]
-    seen, required = "none of them", " or ".join(f"{stem}{suffix}" for stem, suffix in names)
-    raise CheckpointError("the folder has no weights", folder, seen, required, DOWNLOAD_AGAIN)
-
-
-def _open_weights(
-    folder: Path, stem: str, suffix: str, dtypes: Collection[Any]
-) -> tuple[tuple[Path, ...], dict[str, SourceTensor]] | None:
-    """Return the weight files of one format and their tensors: one file, or the shards of an index; None without
-    either. Raises CheckpointError where it is not certain which files are the model's."""
-    single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
-    own_name = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}")
-    there = {path for path in folder.iterdir() if own_name.fullmatch(path.name)}
-    if not index.is_file():
-        if there and single not in there:
-            seen, required = min(there).name, f"{index.name}, which names all of them"
-            raise CheckpointError("shards without their index", folder, seen, required, DOWNLOAD_AGAIN)
-        return ((single,), _open_shards((single,), dtypes)) if there else None
-    places = _read_index(index)
-    files = tuple(folder / name for name in sorted(set(places.values())))
-    # transformers reads the single file, whatever the index says.
-    if strays := sorted(there.difference(files) or ({single} & there if len(files) > 1 else ())):
-        what, required = "a file of weights that is no shard of the index", f"the shards of {index.name} and no others"
-        fix = f"delete {strays[0].name}, or the index and its shards: whichever is not this model's"
-        raise CheckpointError(what, strays[0], ", ".join(path.name for path in strays[:4]), required, fix)
-    tensors = _open_shards(files, dtypes)
-    for name, file in places.items():
-        seen = tensors[name].file.name if name in tensors else "no file"
-        if seen != file and not name.endswith(IGNORED_SUFFIXES):
-            what, required = "a tensor is not where the index says", f"in {file} ({index.name})"
-            raise CheckpointError(what, folder / file, f"{name} in {seen}", required, DOWNLOAD_AGAIN)
-    return files, tensors
+def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor]:
+    """Return the tensors of one format: of a single file, or of the shards of an index; none without either. Raises
+    CheckpointError if a file is damaged, or if it is not certain which files are the model's."""
+    single, index = f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+    is_weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}")
+    there = {path.name for path in folder.iterdir() if is_weights.fullmatch(path.name)}
+    file_of = _read_index(index) if index.is_file() else {}
+    files = sorted({*file_of.values()}) or [single] * bool(there)
+    if strays := sorted(there.difference(files)):
+        what, required = "a file of weights that no index lists", f"{single}, or the shards of {index.name} alone"
+        fix = "delete the file if it is not this model's, or download the index that lists it"
+        raise CheckpointError(what, folder / strays[0], ", ".join(strays[:4]), required, fix)
+    tensors: dict[str, SourceTensor] = {}
+    for file in files:
+        for name, tensor in _open_file(folder / file).items():
+            if (listed := file_of.get(name, file)) != file:
+                what, required = "a tensor is not where the index says", f"{name} in {listed} ({index.name})"
+                raise CheckpointError(what, folder / file, name, required, DOWNLOAD_AGAIN)
+            tensors[name] = tensor
+    if absent := sorted(file_of.keys() - tensors.keys()):
+        where, required = folder / file_of[absent[0]], f"all tensors of {index.name}"
+        raise CheckpointError("a tensor is missing", where, f"no {absent[0]}", required, DOWNLOAD_AGAIN)
+    return tensors
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file name of each tensor. Raises CheckpointError."""
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if outside := [name for name in places.values() if Path(name).name != name]:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if outside := [name for name in file_of.values() if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
-        return dict(places)
+        return {name: file for name, file in file_of.items() if not name.endswith(IGNORED_SUFFIXES)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
 
 
-def _open_shards(files: Sequence[Path], dtypes: Collection[Any]) -> dict[str, SourceTensor]:
-    """Return the tensors of all files, without IGNORED_SUFFIXES, whose dtype may be any."""
-    tensors: dict[str, SourceTensor] = {}
-    for path in files:
-        try:
-            stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
-        except Exception as error:  # a damaged zip or pickle raises almost anything
-            seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
-            raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
-        for name, (shape, dtype, read) in stored.items():
-            if name.endswith(IGNORED_SUFFIXES):
-                continue
-            if dtype not in dtypes:
-                fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-                required = "float64, float32, float16 or bfloat16"
-                raise CheckpointError("a tensor has the wrong dtype", path, f"{name}: {dtype}", required, fix)
-            if name in tensors:
-                seen, required = f"{name}, which is in {tensors[name].file.name}, too", "each tensor in one file"
-                raise CheckpointError("a tensor is in two files", path, seen, required, DOWNLOAD_AGAIN)
-            tensors[name] = SourceTensor(tuple(shape), dtype, path, read, dtype_name(dtype))
+def _open_file(path: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of a file. Raises CheckpointError if it is damaged, or for a dtype that is not READABLE."""
+    try:
+        stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+    except Exception as error:  # a damaged zip or pickle raises almost anything
+        seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
+        raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in READABLE:
+            seen, required = f"{name}: {tensor.dtype}", "float64, float32, float16 or bfloat16"
+            fix = "use the checkpoint's unquantised weights; quantise while loading instead"
+            raise CheckpointError("a tensor has the wrong dtype", path, seen, required, fix)
     return tensors
 
 
-def _read_safetensors(path: Path) -> Stored:
+def _read_safetensors(path: Path) -> dict[str, SourceTensor]:
     shard = safe_open(str(path), framework="pt", device="cpu")
-    stored: Stored = {}
+    tensors: dict[str, SourceTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a dict)
         view = shard.get_slice(name)
-        dtype = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
-        stored[name] = view.get_shape(), dtype, partial(shard.get_tensor, name)
-    return stored
+        dtype: Any = SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+        read = partial(shard.get_tensor, name)
+        tensors[name] = SourceTensor(tuple(view.get_shape()), dtype, path, read, dtype_name(dtype))
+    return tensors
 
 
-def _read_bin(path: Path) -> Stored:
-    in_zip = zipfile.is_zipfile(path)  # not in the format before torch 1.6, which cannot be mapped
-    values = torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True).items()
-    if strange := [name for name, x in values if not isinstance(name, str) or getattr(x, "is_sparse", False)]:
-        raise ValueError(f"{strange[0]!r} is no dense tensor under a name")
-    tensors: Stored = {name: (x.shape, x.dtype, x.detach) for name, x in values if isinstance(x, Tensor)}
-    return tensors | {name: ((), type(x).__name__, None) for name, x in values if not isinstance(x, Tensor)}
+def _read_bin(path: Path) -> dict[str, SourceTensor]:
+    in_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 is no zip, and cannot be mapped
+    stored = torch.load(path, map_location="cpu", mmap=in_zip, weights_only=True)
+    for name, value in stored.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_sparse:
+            raise ValueError(f"{name!r} is no dense tensor under a name")
+    return {name: SourceTensor(tuple(x.shape), x.dtype, path, x.detach, dtype_name(x.dtype)) for name, x in stored.items()}

@@ -1,41 +1,41 @@
-"""Decode token ids to text as it grows, in whole characters: a character may be spread over several tokens."""
+"""Decode a growing list of token ids to whole characters: a character may be spread over several tokens."""
 
 from models.checkpoints.tokenizer import Tokenizer
 
-# Tokens without a complete end after which the certain part of their text is shown, or they would be kept for ever.
-MOST_HELD = 16
-# A character has at most four bytes: an incomplete one is in the last three tokens.
+# After this many tokens without a complete end, the certain part of their text is returned: it may never be complete.
+MOST_PENDING = 16
+# A character has at most four bytes, so an incomplete character is in the last three tokens.
 INCOMPLETE = 3
 
 
 class TextStream:
-    """Text of a row's new tokens. A few tokens before each new one are decoded with it: some tokenizers drop a space at
-    the beginning of a text."""
+    """The text of a row's new tokens. Each token is decoded together with the tokens before it, because some tokenizers
+    drop a space at the beginning of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []
-        self._held: list[int] = []
+        self._done: list[int] = []
+        self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the characters that this token completes; none while the last of them is incomplete."""
-        self._held.append(token)
-        text, n_shown = self.rest(), len(self._held)
+        """Return the characters that this token completes; none while the last character is incomplete."""
+        self._pending.append(token)
+        text, n_done = self.rest(), len(self._pending)
         if not text or text.endswith("\ufffd"):
-            if n_shown < MOST_HELD:
+            if n_done < MOST_PENDING:
                 return ""
-            text, n_shown = self._certain(text)
-        self._shown, self._held = self._held[:n_shown] if text else self._shown, self._held[n_shown:]
+            text, n_done = self._certain(text)
+        self._done, self._pending = self._pending[:n_done] if text else self._done, self._pending[n_done:]
         return text
 
     def rest(self) -> str:
-        """Return the text of tokens that wait for more."""
-        return self._text(self._held)
+        """Return the text of tokens whose last character is incomplete."""
+        return self._text(self._pending)
 
     def _certain(self, text: str) -> tuple[str, int]:
         """Return the beginning of `text` that no further token can change, and its number of tokens."""
-        parts = ((self._text(self._held[:n]), n) for n in range(len(self._held) - INCOMPLETE, 0, -1))
-        return next(((part, n) for part, n in parts if text.startswith(part)), (text, len(self._held)))
+        parts = ((self._text(self._pending[:n]), n) for n in range(len(self._pending) - INCOMPLETE, 0, -1))
+        return next(((part, n) for part, n in parts if text.startswith(part)), (text, len(self._pending)))
 
-    def _text(self, held: list[int]) -> str:
-        return self._tokenizer.decode([*self._shown, *held])[len(self._tokenizer.decode(self._shown)) :]
+    def _text(self, pending: list[int]) -> str:
+        return self._tokenizer.decode([*self._done, *pending])[len(self._tokenizer.decode(self._done)) :]

@@ -1,7 +1,8 @@
-"""Text to token ids and back, from a checkpoint's own tokenizer.json or tokenizer.model."""
+"""Text to token ids and back, with a checkpoint's tokenizer.json or tokenizer.model."""
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,13 +14,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json; its post-processor adds BOS.
-
-    `encode`: token ids; `add_bos` prepends BOS only where the model's own tokenizer does. `decode` leaves out control
-    tokens, and ids without a token. `pieces`: what each id stands for, as the tokenizer's file writes it; None for an
-    id without a token. `encode_chat`: without BOS; with `control` the text of a control token is that token, without it
-    plain text.
-    """
+    """A Hugging Face tokenizer.json; its post-processor adds BOS."""
 
     def __init__(self, path: Path) -> None:
         self._backend = Backend.from_file(str(path))
@@ -27,13 +22,16 @@ class JsonTokenizer:
         self._backend.no_truncation()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        # Without offsets into the text, which for a book take more memory than the ids.
+        """Return token ids, behind BOS if `add_bos` and if the model's tokenizer has one."""
+        # The fast form makes no offsets into the text, which for a book take more memory than the ids.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without control tokens and ids that have no token."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
     def pieces(self) -> list[str | None]:
+        """Return each id's token as the tokenizer's file writes it; None for an id without a token."""
         by_token = self._backend.get_vocab(with_added_tokens=True)
         pieces: list[str | None] = [None] * (max(by_token.values()) + 1)
         for token, index in by_token.items():
@@ -45,6 +43,7 @@ class JsonTokenizer:
         return {token.content: index for index, token in added if token.special}
 
     def encode_chat(self, text: str, control: bool) -> list[int]:
+        """Return token ids without BOS. control: the text of a control token becomes that token, not plain text."""
         self._backend.encode_special_tokens = not control
         try:
             return self.encode(text, add_bos=False)
@@ -53,8 +52,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece tokenizer.model (Llama 2, Mistral) with JsonTokenizer's methods; BOS is added if the model has
-    one."""
+    """A SentencePiece tokenizer.model (Llama 2, Mistral) with JsonTokenizer's methods."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -78,22 +76,18 @@ class SentencePieceTokenizer:
     def encode_chat(self, text: str, control: bool) -> list[int]:
         ids = self.control_tokens() if control else {}
         parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-        each = ([ids[part]] if part in ids else self.encode(part, add_bos=False) for part in parts if part)
-        return [index for own in each for index in own]
+        encoded = ([ids[part]] if part in ids else self.encode(part, add_bos=False) for part in parts if part)
+        return [*chain.from_iterable(encoded)]
 
 
 Tokenizer: TypeAlias = JsonTokenizer | SentencePieceTokenizer
 
 
-def find_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Path | None:
-    """Return the tokenizer file among `names` in a checkpoint folder, tokenizer.json first; None if there is none."""
-    paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
-    return next((path for path in paths if path.is_file()), None)
-
-
 def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZER_FILES) -> Tokenizer:
-    """Load the tokenizer of a checkpoint folder, one of `names`. Raises CheckpointError if it is missing or damaged."""
-    path = find_tokenizer(checkpoint_dir, names)
+    """Load the tokenizer of a checkpoint folder from a file among `names`, tokenizer.json if both are there. Raises
+    CheckpointError if it is missing or damaged."""
+    paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
         what, required = "the tokenizer is missing", " or ".join(TOKENIZER_FILES)
         fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
@@ -103,5 +97,5 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
         return backend(path)
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
         required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
-        fix = "download it again (download.py); where it was made from a GGUF, delete it and convert again"
+        fix = "download it again (download.py); if it was made from a GGUF, delete it and convert again"
         raise CheckpointError("the tokenizer cannot be read", path, str(error)[:200], required, fix) from None

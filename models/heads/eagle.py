@@ -1,7 +1,7 @@
-"""EAGLE heads: a decoder layer, or a few, over the target's hidden states and the tokens that followed them.
+"""EAGLE heads: a decoder layer or a few that draft from the target's hidden states and the tokens that followed them.
 
-EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) go on from the target's last hidden state and use its output layer.
-EAGLE-3 (2503.01840) reads the inputs of three of its layers, and has its own output layer, often of fewer tokens.
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) continue the target's last hidden state and use its output layer.
+EAGLE-3 (2503.01840) reads the inputs of three of the target's layers. It has an output layer, often for fewer tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -16,23 +16,23 @@ from models.llama import Block, Head, Linear, Step, Transformer
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Shape of an EAGLE head.
+    """The shape of an EAGLE head. The last four fields are EAGLE-3's.
 
     config: the head's layers, with the target's vocabulary.
-    draft_vocab_size: tokens that its output layer knows; None if it uses the target's.
-    inputs_of: layers of the target whose inputs it reads, ascending, all `target_dim` wide; empty for EAGLE-1 and -2,
-        which read the last hidden state.
-    own_embedding: False if it uses the target's.
-    norm_before_residual: the residual stream starts normalised (these four: EAGLE-3 alone).
-    fc_norm: each input is normalised before `fc`. norm_before_fc: all of them at once.
-    norm_output: the next step reads the normalised state, as the output layer does.
+    draft_vocab_size: token ids of its output layer; None if it uses the target's output layer.
+    inputs_of: the target's layers whose inputs the head reads, ascending; empty for EAGLE-1 and -2, which read the last
+        hidden state. All are `target_dim` wide.
+    has_embedding: False if it uses the target's embedding.
+    norm_before_residual: the residual stream starts normalised.
+    norm_before_fc: the inputs are normalised together before `fc`. fc_norm: each input is normalised separately.
+    norm_output: the next step reads the normalised state, like the output layer.
     """
 
     config: ModelConfig
     target_dim: int
     draft_vocab_size: int | None = None
     inputs_of: tuple[int, ...] = ()
-    own_embedding: bool = True
+    has_embedding: bool = True
     fc_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -44,9 +44,15 @@ class EagleShape:
         """Width of the target's states that the head reads."""
         return self.target_dim * max(1, len(self.inputs_of))
 
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Parts of the target that the head uses."""
+        lacks = {"embedding": not self.has_embedding, "output layer": self.draft_vocab_size is None}
+        return tuple(part for part, is_lacking in lacks.items() if is_lacking)
+
 
 class PlainFirstBlock(Block):
-    """First block of EAGLE-1: attention takes the residual stream without a norm."""
+    """The first block of EAGLE-1: attention takes the residual stream without a norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -59,8 +65,7 @@ class PlainFirstBlock(Block):
 
 
 class WideFirstBlock(Block):
-    """First block of EAGLE-3: attention takes the tokens' embeddings, passed as the first `update`, beside the
-    stream."""
+    """The first block of EAGLE-3: attention takes the tokens' embeddings (passed as `update`) beside the stream."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(config)
@@ -78,11 +83,12 @@ class WideFirstBlock(Block):
 
 
 class EagleHead(nn.Module):
-    """A head whose state at position p stands for the tokens up to p. `advance` over a state and the token at p + 1
-    gives the state for the tokens up to p + 1, whose `logits` are those of the token at p + 2. `fused` turns the
-    target's states into the head's. `body` has the layers, the norm and the output layer; `borrow` names the target
-    whose embedding or output layer stands in for a missing one. target_ids: the target's id of each id of the output
-    layer, `[draft_vocab_size]` int64; None if they are equal."""
+    """A head whose state at position p stands for the tokens up to p.
+
+    `fused` turns the target's states into the head's. `advance` takes a state and the token at p + 1, and returns the
+    state at p + 1, whose `logits` predict the token at p + 2. `body` has the layers, the norm and the output layer.
+    target_ids: the target's id of each id of the output layer, `[draft_vocab_size]` int64; None if they are equal.
+    """
 
     target_ids: Tensor | None
 
@@ -94,7 +100,7 @@ class EagleHead(nn.Module):
         self.body.layers[0] = first
         if shape.draft_vocab_size is not None:
             self.body.output = Head(config.dim, shape.draft_vocab_size, bias=False)
-        if not shape.own_embedding:
+        if not shape.has_embedding:
             del self.body.tok_embeddings
         if not self.is_third:
             del self.body.norm
@@ -106,8 +112,8 @@ class EagleHead(nn.Module):
         self._target: tuple[Transformer, ...] = ()
 
     def borrow(self, target: Transformer) -> None:
-        """Use that model's embedding or output layer where the head has none; they stay the model's."""
-        self._target = (target,)  # in a tuple: no submodule
+        """Use the target's embedding or output layer if the head has none."""
+        self._target = (target,)  # in a tuple, so that it is no submodule
 
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
@@ -121,9 +127,9 @@ class EagleHead(nn.Module):
         return self.fc(states)
 
     def advance(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
-        """Return the states `[B, T, dim]` behind `states [B, T, dim]` and the tokens `[B, T]` that followed each.
-        positions: `[B, T]`, where the cache keeps them; only their distances count."""
-        embedding = self.body.tok_embeddings if self.shape.own_embedding else self._target[0].tok_embeddings
+        """Return the next states `[B, T, dim]` for `states [B, T, dim]` and the tokens `[B, T]` that followed each.
+        positions: `[B, T]`, at which the cache keeps them; only their distances count."""
+        embedding = self.body.tok_embeddings if self.shape.has_embedding else self._target[0].tok_embeddings
         x, embedded = states.flatten(0, 1), embedding(tokens).flatten(0, 1).to(states.dtype)
         if not self.is_third:
             x = self.fc(torch.cat([embedded, x], dim=-1))
@@ -132,7 +138,7 @@ class EagleHead(nn.Module):
         return self.body.norm(out) if self.shape.norm_output else out
 
     def draft_logits(self, states: Tensor) -> Tensor:
-        """Return logits of the ids that the output layer knows: `[..., dim] -> [..., draft_vocab_size]`."""
+        """Return logits of the output layer's ids: `[..., dim] -> [..., draft_vocab_size]`."""
         if self.is_third and not self.shape.norm_output:
             states = self.body.norm(states)
         if self.body.output is not None:
@@ -141,7 +147,7 @@ class EagleHead(nn.Module):
         return target.logits(states.to(target.dtype))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits of the target's ids: minus infinity for ids that the output layer does not know."""
+        """Return logits of the target's ids, `[..., vocab_size]`: minus infinity for ids that the head lacks."""
         known = self.draft_logits(states)
         if self.target_ids is None:
             return known

@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv 2401.10774): each guesses the token at one distance, from one hidden state of the target."""
+"""Medusa heads (arXiv 2401.10774): from a hidden state of the target, each guesses the token at another distance."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,21 @@ from models.llama import Head, Linear
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """Shape of Medusa heads: n_layer residual blocks each; dim and vocab_size are the target's. own_output: False if
-    the heads use the target's output layer."""
+    """The shape of Medusa heads, of `n_layer` residual blocks each.
+
+    dim, vocab_size: the target's. has_output: False if the heads use the target's output layer.
+    """
 
     n_head: int
     n_layer: int
     dim: int
     vocab_size: int
-    own_output: bool = True
+    has_output: bool = True
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Parts of the target that the heads use."""
+        return () if self.has_output else ("output layer",)
 
 
 class ResidualBlock(nn.Module):
@@ -30,13 +37,14 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Heads, of which number i guesses the token at position t + 2 + i from the target's hidden state at position t.
-    The names of the state dict are the published ones. `heads[i](hidden [..., dim])` gives logits `[..., vocab_size]`,
-    or without output layers the input of the target's."""
+    """Heads by draft position: head i guesses the token at position t + 2 + i from the target's hidden state at t.
+
+    `heads[i](hidden [..., dim])` gives logits `[..., vocab_size]`, or the input of the target's output layer if the
+    heads have none. The names of the state dict are the published ones.
+    """
 
     def __init__(self, shape: MedusaShape) -> None:
         blocks = [[ResidualBlock(shape.dim) for _ in range(shape.n_layer)] for _ in range(shape.n_head)]
-        own = shape.own_output
-        outputs = [[Head(shape.dim, shape.vocab_size, bias=False)] if own else [] for _ in blocks]
+        outputs = [[Head(shape.dim, shape.vocab_size, bias=False)] if shape.has_output else [] for _ in blocks]
         super().__init__(nn.Sequential(*head, *output) for head, output in zip(blocks, outputs, strict=True))
         self.shape = shape

@@ -56,7 +56,7 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
     with the weights of the target's last layer over the last of its inputs, Medusa with those of the output layer."""
     config, last_layer = target.config, target.layers[-1]
     one_layer = replace(config, n_layer=1, tie_embeddings=False)
-    shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), own_embedding=False)
+    shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), has_embedding=False)
     eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
     eagle.target_ids = known
     with torch.no_grad():
