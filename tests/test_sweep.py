@@ -15,7 +15,7 @@ from common.checkout import ROOT
 from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
-from reproduce.sweep import make_cells, parse_ranges, read_grid
+from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
