@@ -104,18 +104,16 @@ def test_training_that_is_resumed_gives_the_same_weights(model, windows, tmp_pat
     assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
 
 
-SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --held_back 2 --measured_len 8 --window 40 --windows 2"
+SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --window 40 --windows 2"
 
 
-def test_heads_are_trained_and_measured(call, checkpoint, tmp_path):
-    """A second run only measures; another recipe in the same folder is refused."""
-    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --draft_budget 24 --out {tmp_path / 'out'}"
+def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
+    """The whole command on a tiny model; run again, it trains nothing. Another run's folder is refused."""
+    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --out {tmp_path / 'out'}"
     record = call("reproduce/train_head.py", flags).record
-    assert [row["draft"] for row in record["rows"]] == [x for x in ("eagle", "medusa", "ngram", "self") for _ in "12"]
-    assert [row["verification"] for row in record["rows"]] == ["greedy", "coupled"] * 4
     assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
     again = call("reproduce/train_head.py", flags).record
-    assert again["curve"] == record["curve"] and again["rows"][:4] == record["rows"][:4]
+    assert again["curve"] == record["curve"]
     trained, half = tmp_path / "out/eagle", tmp_path / "out/held_back.txt"
     models = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
     sizes = "--draft eagle --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"

@@ -143,7 +143,7 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
 )
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
     """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
-    monkeypatch.setattr("kv_cache.choosing.CHOSEN_CHUNKS", 16)
+    monkeypatch.setattr("kv_cache.choosing.TILE_CHUNKS", 16)
     config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
     ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
     ours.chunk = expected.chunk = chunk
@@ -152,21 +152,19 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
     rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
     n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
     for step in range(3):
-        shares = torch.randint(9, (4, 3, 2, n_chunk + 2), generator=generator) / 8
+        shares = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
         # So few chunks that their number matters, and the order of equal ones.
         shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
-        counts, ends = torch.tensor([[1.0, 0, 2], [0, 0, 3], [1, 1, 1], [2, 1, 0]]), torch.tensor([191, 61, 100, 52])
-        is_new = torch.tensor([True, step != 1, True, step != 2])
-        choice = Choice(rows, counts[:n_row], ends[:n_row] + step, is_new[:n_row])
-        before = ours.held[1].clone()
-        for cache, how in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
-            how.choose(cache.view(rows), 1, full.view(rows), 1, shares, choice)
+        ends = (torch.tensor([191, 61, 100, 52]) + step) * torch.tensor([True, step != 1, True, step != 2])
+        before = ours.source_slots[1].clone()
+        for cache, ops in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
+            ops.choose(cache.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
         assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
-        stayed = (before[..., None] == ours.held[1][..., None, :]).any(-1) & (before >= 0)
-        assert torch.equal(ours.held[1][stayed], before[stayed]), "entries that are chosen again stay in their slots"
+        stayed = (before[..., None] == ours.source_slots[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(ours.source_slots[1][stayed], before[stayed]), "entries that are chosen again stay"
     if (source, target) != (torch.int8, torch.float32):  # which go to the reference
         full.entries.zero_()
-        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, choice)
+        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
         assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
 
 
