@@ -71,7 +71,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         for cache in (policy.new_cache(*sizes) for policy in draft.policies):
             draft_kv += n_caches * cache.n_bytes
             if isinstance(cache, RefreshedKVCache):
-                draft_kv += cache.observer(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
+                draft_kv += cache.new_scores(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
     reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
     return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
 

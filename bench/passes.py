@@ -17,9 +17,10 @@ from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
 from engine.contention import Usage, usage_so_far
 from engine.counts import Counts, total
-from engine.decoding import GenerateOutput, Generation, Phase
+from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.drafters.speculated import Speculated
+from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, captured_sizes
@@ -194,8 +195,8 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     copies = [] if alone else [StreamingKVCache(*sizes) for _ in generations]
     usages, goal = [Usage() for _ in generations], 0.0
     while unfinished := [index for index, generation in enumerate(generations) if not generation.done]:
-        n_going = max(1, *(generations[index].n_going for index in unfinished))
-        goal = math.inf if alone or len(unfinished) == 1 else goal + TURN * n_going
+        n_rows = max(1, *(generations[index].n_unfinished for index in unfinished))
+        goal = math.inf if alone or len(unfinished) == 1 else goal + TURN * n_rows
         for index in unfinished:
             generation = generations[index]
             if copies:

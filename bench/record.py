@@ -15,7 +15,7 @@ from bench.settings import nested, settings_record
 from common.provenance import provenance
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error
-from engine.decoding import GenerateOutput
+from engine.generation import GenerateOutput
 from engine.pacing import Choice
 from engine.stats import RoundStats
 

@@ -18,12 +18,12 @@ from bench.plan import remarks, resolve, resolve_sampling
 from bench.plan_types import DraftPlan, Plan, PromptText
 from common.errors import ConfigError, UserError
 from common.say import dtype_name, say
-from engine.decoding import GenerateOutput, Generation
 from engine.drafters import Drafter
 from engine.drafters.combined import beside_texts
 from engine.drafters.config import DrafterConfig, Parts
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.drafters.speculated import Speculated
+from engine.generation import GenerateOutput, Generation
 from engine.graphs import CudaGraphs
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.requests import check_prompt

@@ -1,4 +1,4 @@
-"""The one place that reads a command line: a frozen dataclass of configuration in, its flags and help out."""
+"""Read a command line into a frozen dataclass, whose fields are the program's flags."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from common.exit import exit_on_user_error
 
 Config = TypeVar("Config")
 Main = Callable[[], None]
-# Flags are the names of fields, however deep these are nested; switches have no `--no_` form.
+# Flags are the names of fields, also of nested dataclasses; switches have no `--no_` form.
 MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
 
 
@@ -25,7 +25,8 @@ def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main,
     """Read a `kind` from the command line and run `main` with it.
 
     kind: a dataclass, or a union of dataclasses, each of which is a subcommand. Its `FLAGS` maps fields of a run to the
-    flags that this program has for them. end: turns a user's errors into exit codes, such as `exit_on_user_error`.
+    names of this program's flags. end: runs a program and turns a user's errors into exit codes, such as
+    `exit_on_user_error`.
     """
     flags = dict(getattr(kind, "FLAGS", {}))
 
@@ -38,7 +39,7 @@ def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main,
 
 
 def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
-    """Read a `kind` and run `main` with it, in a program of one process."""
+    """Read a `kind` from the command line and run `main` with it, in a program of a single process."""
     run(main, kind, exit_on_user_error)
 
 
@@ -59,14 +60,14 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
 
 
 def _plain(message: str) -> str:
-    """Return tyro's message without its frame, and without unknown words that are no flags, which may be secrets."""
+    """Return tyro's message without its frame, and without unknown values, which may be secrets."""
     text = re.sub(r"([\s│╭╮╰╯─]|-{3,})+", " ", message).strip()
     unknown = re.compile(r"(Unrecognized (?:or misplaced )?options: )(.*?)(?= Arguments| Perhaps| For full|$)")
     return unknown.sub(lambda found: found[1] + " ".join(re.findall(r"--?[a-zA-Z]\w*", found[2])), text)
 
 
 def _empty_lists(config: Any) -> Iterator[str]:
-    """Yield the flags of lists that were given without a value."""
+    """Yield the flags that need values and have none."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):

@@ -1,32 +1,32 @@
-"""The exceptions a user can cause."""
+"""Errors that a user can cause."""
 
 import copyreg
 from collections.abc import Mapping
 
 
 def flag(field: str) -> str:
-    """A field of the configuration in a message: whoever prints it knows what the program calls it."""
+    """Mark a field of the configuration in a message; `UserError.with_flags` replaces it by the program's flag."""
     return f"\0{field}\0"
 
 
 class UserError(Exception):
-    """Bad input: what is wrong, where, the value seen, the value required, and a fix."""
+    """Describes bad input: what is wrong, where, the value seen, the value required, and a fix."""
 
     def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
         self.what, self.seen = what, str(seen)
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the message, for the error of another process."""
+        """Pickle the message instead of the five arguments, so that another process can raise the error."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
-    def told(self, flags: Mapping[str, str]) -> str:
-        """The message, with each field under its own name as a flag, or under that which `flags` has for it."""
+    def with_flags(self, flags: Mapping[str, str]) -> str:
+        """Return the message with the flag of each field: the field's entry in `flags`, or else its name."""
         parts = str(self.args[0]).split("\0")
-        return "".join(flags.get(part, f"--{part}") if odd % 2 else part for odd, part in enumerate(parts))
+        return "".join(flags.get(part, f"--{part}") if i % 2 else part for i, part in enumerate(parts))
 
     def __str__(self) -> str:
-        return self.told({})
+        return self.with_flags({})
 
 
 class ConfigError(UserError):
@@ -38,7 +38,7 @@ class CheckpointError(UserError):
 
 
 class DataError(UserError):
-    """Text that is missing, unreadable, or too short for the prompts."""
+    """Texts that are missing, unreadable, or too short for the prompts."""
 
 
 class RankError(UserError):
@@ -46,7 +46,7 @@ class RankError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """Weights and caches that would not fit, found before anything is allocated."""
+    """Weights and caches that do not fit; raised before anything is allocated."""
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:

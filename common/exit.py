@@ -1,4 +1,4 @@
-"""The end of a program: errors of users and Ctrl-C become exit codes; readers may leave before its output ends."""
+"""The end of a program: turn users' errors, Ctrl-C and closed pipes into exit codes."""
 
 import io
 import os
@@ -8,20 +8,20 @@ from contextlib import contextmanager, suppress
 
 from common.errors import UserError
 
-# Exit codes that a shell reports of programs that SIGPIPE and SIGINT ended: 128 and the signal's number.
+# The exit codes of SIGPIPE and SIGINT in a shell: 128 plus the signal's number.
 UNREAD_CODE, INTERRUPTED_CODE = 141, 130
 
 
 def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
     """Run a program's `main`; a `UserError` becomes a message on stderr and exit code 2, Ctrl-C exit code 130.
 
-    flags: the program's flags for fields that it calls by another name.
+    flags: the program's flags of fields, where they differ from the fields' names.
     """
     try:
         with readers_may_leave():
             main()
     except UserError as error:
-        tell(f"error: {error.told(flags or {})}")
+        tell(f"error: {error.with_flags(flags or {})}")
         sys.exit(2)
     except KeyboardInterrupt:
         tell("interrupted")
@@ -30,20 +30,20 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """End the program quietly, with UNREAD_CODE, if a reader of its output has left. Characters that stdout's encoding
-    lacks are escaped."""
+    """End the program with UNREAD_CODE and without a message if the reader of its output has left. Escape characters
+    that stdout's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more when it ends, and would complain: what is buffered goes nowhere.
+        # Python flushes once more at its end: the rest of the output goes to /dev/null, or it would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(UNREAD_CODE)
 
 
 def tell(message: str) -> None:
-    """Print a message on stderr, if anybody still reads there."""
+    """Print a message on stderr, if that is still open."""
     with suppress(OSError):
         print(message, file=sys.stderr, flush=True)

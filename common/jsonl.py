@@ -1,8 +1,7 @@
-"""Files of JSON lines: append records, and read them."""
+"""Append records to files of JSON lines, and read them."""
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from common.say import say
 
 
 def require_appendable(path: str | None, field: str = "output") -> None:
-    """Raise ConfigError unless a record can be appended to `path`; called before a run, not after it."""
+    """Raise ConfigError unless a record can be appended to `path`. Called before a run."""
     if path is None:
         return
     if os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK):
@@ -28,8 +27,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append one JSON line and force it to disk; begin a new line behind one that a killed run left unfinished.
-    Errors: ConfigError for any error of the system."""
+    """Append a JSON line and flush it to disk; begin a new line if a killed run left the last line unfinished. Errors:
+    ConfigError for any error of the system."""
     if path is None:
         return
     try:
@@ -43,12 +42,12 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         required = "a file that can be written, and room on the disk"
-        fix = "make room, or choose another file; what was not appended is printed"
+        fix = "make room, or choose another file; the record is printed"
         raise ConfigError("a record could not be appended", path, error, required, fix) from None
 
 
 def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[UserError]) -> None:
-    """Append a record of a run that goes on if that fails: the record is printed, and the error put off."""
+    """Append a record; if that fails, print it and add the error to `put_off`, so that the run can go on."""
     try:
         append_record(path, record)
     except UserError as error:
@@ -62,9 +61,11 @@ def append_or_put_off(path: str | None, record: dict[str, Any], put_off: list[Us
 def publish(
     path: str | None, record: dict[str, Any], *texts: str, put_off: Sequence[UserError] = (), for_people: bool = False
 ) -> None:
-    """Print the texts and last the record, and append it to `path`, each even if the other fails. for_people: print no
-    record without a `path` to a terminal. Errors: ConfigError if it was not appended, or the first error that the run
-    `put_off`; OSError if it was not printed."""
+    """Print the texts and then the record, and append the record to `path`, even if printing fails.
+
+    for_people: without a `path`, print no record to a terminal. Errors: ConfigError if it was not appended, or the
+    first error in `put_off`; OSError if it was not printed.
+    """
     is_hidden = for_people and path is None and sys.stdout.isatty()
     try:
         for line in (*texts, *([] if is_hidden else [json.dumps(record)])):
@@ -75,27 +76,15 @@ def publish(
         raise put_off[0]
 
 
-# The strings of a line; the last may have no end.
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
-
-
-def is_torn(line: bytes) -> bool:
-    """Return whether a line is the beginning of a JSON object whose writer was killed."""
-    brackets = _STRINGS.sub(b"", line)
-    return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
-
-
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield a file's JSON values with the numbers of their lines. A missing file and empty or torn lines yield nothing;
-    a damaged line yields its text."""
+    """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON.
+
+    Empty lines are skipped, and so are objects that are not whole, since their writer was killed.
+    """
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            if is_torn(line):
-                continue
-            value = line.decode(errors="replace")
-        yield number, value
+            yield number, json.loads(line)
+        except ValueError:
+            if line.strip() and not line.startswith(b"{"):
+                yield number, line.decode(errors="replace")

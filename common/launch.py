@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, and whether Triton can make them here."""
+"""Launch Triton kernels, and find out whether Triton can do so here."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from common.say import say
 
 
 class Launch(NamedTuple):
-    """One kernel launch; `reproduce/kernel_report.py` compiles the same ones without a GPU."""
+    """A kernel with its arguments. `reproduce/kernel_report.py` compiles launches without a GPU."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -24,22 +24,22 @@ class Launch(NamedTuple):
 
 
 def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
-    """Launch kernels on a device: Triton takes the current device, wherever the tensors are."""
+    """Launch kernels on a device: Triton uses the current device, wherever the tensors are."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for launch in launches:
             launch()
 
 
 def run(planned: tuple[Launch, Any]) -> Any:
-    """Launch what is planned on the device of its first argument, and return the result that comes with it."""
+    """Launch a planned kernel on the device of its first argument. planned: the launch, and the result to return."""
     launch, result = planned
     launch_on(next(iter(launch.arguments.values())).device, [launch])
     return result
 
 
 def missing_launcher() -> str | None:
-    """Return why Triton cannot start kernels here, in one line; None if it can. Building or loading the C module of its
-    driver, which launches all kernels, is what this tries."""
+    """Return in one line why Triton cannot start kernels here; None if it can. This builds or loads the C module of its
+    driver, which launches all kernels."""
     try:
         import triton
     except ImportError as error:
@@ -47,26 +47,26 @@ def missing_launcher() -> str | None:
     if triton.knobs.runtime.interpret:
         return None
     try:
-        getattr(triton.runtime.driver.active, "utils")  # noqa: B009, which is what builds or loads it
+        getattr(triton.runtime.driver.active, "utils")  # noqa: B009, since reading it builds or loads the module
     except Exception as error:  # of many classes: no compiler, no headers, no libcuda, no GPU
-        takes = "a C compiler (gcc or clang; CC names another one) with Python's headers"
+        needs = "a C compiler (gcc or clang; CC names another one) with Python's headers"
         cause = traceback.format_exception_only(error)[0].splitlines()[0]
-        return f"Triton cannot build or load its launcher, which takes {takes}: {cause}"
+        return f"Triton cannot build or load its launcher, which needs {needs}: {cause}"
     return None
 
 
 def triton_reads(entries: torch.Tensor) -> bool:
-    """Return whether Triton's kernels run here and read such entries of a cache. Only Ada and Hopper convert float8."""
+    """True if Triton's kernels run here and can read these entries of a cache. Only Ada and Hopper convert float8."""
     if not entries.is_cuda or entries.shape[-1].bit_count() > 1 or missing_launcher():
         return False
     return entries.dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(entries.device) >= (8, 9)
 
 
 def works(trial: Callable[[], str | None], does: str) -> bool:
-    """Return whether a trial of kernels ends and returns None, not what is wrong; else say that PyTorch `does` that."""
+    """True if a trial of kernels runs and returns no problem; otherwise print that PyTorch `does` their work."""
     try:
         wrong = trial()
-    except Exception as error:  # each compiler and driver fails in its own way
+    except Exception as error:  # compilers and drivers raise errors of many classes
         wrong = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
     if wrong:
         say(f"note: PyTorch {does} on the GPU, which is slower, since Triton's kernels do not work here: {wrong}")

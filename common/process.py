@@ -1,23 +1,28 @@
-"""The rank that torchrun gave this process, and how many processes there are."""
+"""The number of this process and of all processes, as set by torchrun."""
 
 import os
-from functools import partial
 
 LEADER = 0
 
 
-def _said(name: str, alone: int) -> int:
-    return int(os.environ.get(name, alone))
+def rank() -> int:
+    return int(os.environ.get("RANK", LEADER))
 
 
-own_rank = partial(_said, "RANK", LEADER)
-# The number of processes that torchrun started.
-world_size = partial(_said, "WORLD_SIZE", 1)
-# This process's number on its machine, and how many run there.
-local_rank = partial(_said, "LOCAL_RANK", 0)
-local_world_size = partial(_said, "LOCAL_WORLD_SIZE", 1)
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    """Return the number of this process among those on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def is_leader() -> bool:
-    """Return whether this is the process that speaks for all."""
-    return own_rank() == LEADER
+    """True in the process that speaks for all."""
+    return rank() == LEADER

@@ -1,4 +1,4 @@
-"""The origin of a measurement: commit, machine, versions."""
+"""The origin of a measurement: commit, machine and versions."""
 
 import os
 import platform
@@ -30,15 +30,15 @@ def _cpu_name() -> str:
 
 
 def git_commit() -> str | None:
-    """Return HEAD, marked `-dirty` if tracked files differ from it or there are untracked Python files; None outside a
-    git checkout."""
+    """Return HEAD, with `-dirty` if tracked files differ from it or there are untracked Python files; None outside of
+    git."""
 
-    def said(*command: str) -> str:
+    def git(*command: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        commit = said("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        is_new = said("ls-files", "--others", "--exclude-standard", "--", "*.py") and not commit.endswith("-dirty")
+        commit = git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        is_new = git("ls-files", "--others", "--exclude-standard", "--", "*.py") and not commit.endswith("-dirty")
         return commit + ("-dirty" if is_new else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,4 +1,4 @@
-"""Progress and remarks of a run."""
+"""Print progress and notes of a run."""
 
 import sys
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from common.process import is_leader
 
 
 def say(message: str) -> None:
-    """Print to stderr, on the leader only: stdout is for results, its last line for the record."""
+    """Print to stderr, on the leader only. Stdout is for results; its last line is the record."""
     if is_leader():
         print(message, file=sys.stderr, flush=True)
 
 
 def note_without_effect(fields: Iterable[str], why: str) -> None:
-    """Print a note that these flags have no effect, and why."""
+    """Print a note that the flags of these fields have no effect, and why."""
     say(f"note: {', '.join(f'--{field}' for field in fields)} without effect: {why}")
 
 

@@ -1,4 +1,4 @@
-"""Tables, drawn for the console or in Markdown from columns that are described once."""
+"""Tables for the console or in Markdown, from the same description of their columns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table. key: an entry of the row, which is a mapping then, or a function of the row. format: as of
-    `format()`, or a function of the value; None is shown as `missing`. align: "<" for texts, ">" for numbers."""
+    """A column of a table.
+
+    key: a key of each row, or a function of it. format: the specification for `format()`, or a function of the value.
+    missing: stands for None. align: "<" for texts, ">" for numbers.
+    """
 
     key: str | Callable[[Any], object]
     head: str
@@ -24,7 +27,7 @@ class Column:
 
 
 def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
-    """Return a line of heads and a line for each row, in columns as wide as their longest cell."""
+    """Return a line of heads and a line for each row, in columns that are as wide as their longest cell."""
     lines = _lines(rows, columns)
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     drawn = (

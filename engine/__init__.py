@@ -1,9 +1,10 @@
-"""The engine: runners, drafters, verification, and the one decode loop."""
+"""The engine: runners, drafters, verification, and the decode loop."""
 
-from engine.decoding import Decoder, GenerateOutput, generate
+from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.drafters.standalone import StandaloneDraft
+from engine.generation import GenerateOutput, generate
 from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams

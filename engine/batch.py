@@ -1,4 +1,4 @@
-"""Batch: what rounds read of the rows that they compute, in tensors that stay where they are."""
+"""Batch: the state of the rows that a round computes, in tensors that stay in place for captured rounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kv_cache.base import Device
 
 
 class Batch:
-    """The state of B rows, either all rows of the caches in order, or the `first` ones of such a batch, each of which
-    can be any row. At first all numbers are 0, and rows are greedy.
+    """The state of B rows: all rows of the caches in order, or fewer rows, in the `first` tensors of such a batch. All
+    numbers begin as 0, and rows as greedy.
 
-    lengths `[B]` int64: tokens that a cache holds of each row, which is the position of `current [B]`, its last token,
-    which no cache holds yet; the token before it is `previous [B]`. seeds, requests `[B]`: key its random numbers. rows
-    `[B]`: which row of the caches, and of a drafter's state, it is. idle `[B]`: 1 for a row that no request decodes,
-    else 0. filters: those that any row will use. narrows: True if a round reads only the slots that its positions can
-    take; captured rounds keep one shape instead.
+    lengths `[B]` int64: the number of a row's tokens that have entries. current `[B]`: the token at that position,
+    which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
+    rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
+    0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
+    captured rounds keep the same shape instead.
     """
 
     def __init__(self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True) -> None:
@@ -38,7 +38,7 @@ class Batch:
         self.lengths, self.previous, self.current, self.seeds, self.requests, self.rows, self.idle = state
 
     def first(self, n: int) -> Batch:
-        """Return `n` rows of this batch, in its tensors; always the same object, and the batch itself for all rows."""
+        """Return a batch of `n` rows in this batch's tensors: for all rows, this batch."""
         if n not in self._firsts:
             fewer = self._firsts[n] = copy.copy(self)
             fewer.distribution, fewer._is_whole = self.distribution.first(n), False
@@ -46,14 +46,14 @@ class Batch:
         return self._firsts[n]
 
     def ahead(self, n: Tensor, previous: Tensor, current: Tensor, most: int) -> Batch:
-        """Return these rows `n [B]` tokens further on, at most `most`, with those last two tokens."""
+        """Return these rows `n [B] <= most` tokens further on, where they end with `previous` and `current`."""
         further = copy.copy(self)
         further.lengths, further.previous, further.current = self.lengths + n, previous, current
         further._longest = self._longest + most
         return further
 
     def view_of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
-        """Return a cache's rows of this batch; with gamma, only the slots that a round of `gamma` drafts can take."""
+        """Return the batch's rows of a cache; with gamma, only the slots that a round of `gamma` drafts can take."""
         rows = slice(None) if self._is_whole else self.rows
         return cache.view(rows, None if gamma is None else self.extent(gamma))
 
@@ -76,7 +76,7 @@ class Batch:
     def set_rows(
         self, sampling: Sequence[SamplingParams], requests: Sequence[int], rows: Sequence[int] | None = None
     ) -> None:
-        """Set how each row is sampled, the request that its random numbers are for, and its row of the caches."""
+        """Set each row's sampling, the request id that keys its random numbers, and its index in the caches."""
         self.distribution.copy_(Distribution.of(sampling, self._state.device, self.distribution.filters))
         seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))

@@ -1,4 +1,4 @@
-"""Contention: whether a pass had the processors that its threads were ready to use."""
+"""Contention: measures whether a pass had the processors that its threads were ready to use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import Any
 
 import psutil
 
-# Shorter passes are not judged: single interruptions decide.
+# Shorter passes get no verdict: single interruptions would decide it.
 LEAST_SECONDS = 2.0
-# Threads waiting plus processors stolen, on average. Passes on a quiet machine of 4 processors showed 0.02 at most,
-# also beside work on other processors; a thread that shared its processor with another showed 0.5.
+# Threads waiting plus processors stolen, on average: measured 0.02 at most on a quiet machine of 4 processors, also
+# beside work on other processors, and 0.5 for a thread that shared its processor with another.
 QUIET = 0.1
-# Seconds that a thread may wait whenever it is woken: 0.0001 or 0.0002 where a processor is idle, 0.004 where another
-# thread has it.
+# Seconds that a thread may wait whenever it is woken: measured 0.0001 or 0.0002 where a processor is idle, 0.004 where
+# another thread has it.
 WAKING = 0.0005
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds by the clock; processor seconds that each thread of this process was ready for and did not get, beyond
-    waking (empty where the system does not tell); and those that the hypervisor gave to others (`stolen`)."""
+    """Seconds by the clock, and processor seconds that this process did not get.
+
+    waits: by thread, the seconds that it was ready and waited, beyond waking; empty where the system does not count
+    them. stolen: the seconds that the hypervisor gave to other machines.
+    """
 
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
@@ -36,7 +39,7 @@ class Usage:
 
     @property
     def waiting(self) -> float | None:
-        """Threads that waited at a time, on average."""
+        """The number of threads that waited at a time, on average."""
         return max(0.0, sum(self.waits.values())) / self.seconds if self.waits else None
 
     def since(self, before: Usage) -> Usage:
@@ -60,8 +63,8 @@ def _waits(threads: Path = Path("/proc/self/task")) -> dict[str, float]:
 
 
 def contention(ranks: Sequence[Usage]) -> dict[str, Any]:
-    """Return record entries for a pass, of the rank worst off; `contended` is None where the pass was too short or the
-    system cannot tell."""
+    """Return a pass's record entries, by the rank that waited most. `contended` is None if the pass was too short or
+    the system does not count."""
     stolen, waits = max(rank.stolen / rank.seconds for rank in ranks), [rank.waiting for rank in ranks]
     waiting = None if None in waits else max(filter(None, waits), default=0.0)
     long_enough = min(rank.seconds for rank in ranks) >= LEAST_SECONDS

@@ -1,16 +1,16 @@
-"""Counts: what became of drafts, of one row or of many, at one level of speculation; and the acceptance rate."""
+"""Counts: how many drafts were verified and accepted, at one level of speculation; and the acceptance rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
 class Counts:
-    """Drafts and tokens of one row, or of many summed.
+    """Drafts and tokens of a row, or sums over rows.
 
     A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
     rejection, a stop token or a limit are not. `emitted` leaves out a row's first token, which its prefill gives.
@@ -27,7 +27,7 @@ class Counts:
         return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one row's block: `accepted` drafts agreed, `emitted <= accepted + 1` tokens were kept."""
+        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept."""
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
@@ -46,12 +46,12 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted share of the verified positions: the alpha of Leviathan et al. 2023."""
+        """The accepted share of the verified positions: the alpha of Leviathan et al. 2023."""
         return self.accepted / self.verified if self.verified else None
 
     @property
     def acceptance_per_position(self) -> list[float | None]:
-        """Acceptance rate of the i-th draft of a block, given that those before it were accepted."""
+        """Acceptance rate of the i-th draft of a block, given that all drafts before it were accepted."""
         pairs = zip(self.accepted_at, self.verified_at, strict=True)
         return [accepted / verified if verified else None for accepted, verified in pairs]
 
@@ -63,11 +63,17 @@ class Counts:
 
 def total(counts: Sequence[Counts]) -> Counts:
     """Return the sum over rows, which all have the same gamma."""
-    each = [
-        [sum(n) for n in zip(*(getattr(c, at) for c in counts), strict=True)] for at in ("verified_at", "accepted_at")
-    ]
-    sums = (sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "emitted"))
-    return Counts(*sums, *each)
+
+    def by_position(lists: Iterable[list[int]]) -> list[int]:
+        return [sum(column) for column in zip(*lists, strict=True)]
+
+    return Counts(
+        sum(row.rounds for row in counts),
+        sum(row.drafted for row in counts),
+        sum(row.emitted for row in counts),
+        by_position(row.verified_at for row in counts),
+        by_position(row.accepted_at for row in counts),
+    )
 
 
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
@@ -87,28 +93,28 @@ def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
 
 
 def acceptance_text(record: Mapping[str, Any]) -> str | None:
-    """Return the acceptance rate, with its standard error if it has one: `0.812 ± 0.013`. None without a rate."""
+    """Return the acceptance rate, with its standard error if that is known: `0.812 ± 0.013`. None without a rate."""
     rate, error = record.get("acceptance_rate"), record.get("acceptance_standard_error")
     return None if rate is None else f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
 
 
 def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
-    """Return how many draft positions of each row's block count as verified: the accepted ones and the first rejected
-    one, even if the drafter had nothing to propose for it, since what rounds yield is what counts."""
+    """Return how many draft positions of each row's block count as verified: those of the accepted drafts and of the
+    first rejection, even if the drafter had no token to propose there, since a round's yield is what counts."""
     return [min(n_accepted + 1, gamma) for n_accepted in accepted]
 
 
 @dataclass(frozen=True)
 class AcceptanceRate:
-    """The accepted share of n verified draft positions."""
+    """The share of `n` verified draft positions that was accepted."""
 
     value: float
     n: float
 
     @property
     def standard_error(self) -> float:
-        """`sqrt(a (1 - a) / n)` of independent drafts, with one accepted and one rejected more than there were: a few
-        drafts that were all accepted, or none, would else seem certain (Agresti and Caffo 2000, The American
-        Statistician 54(4), 280-288). Drafts of one text are not independent: this is a lower bound."""
+        """The standard error `sqrt(a (1 - a) / n)` of independent drafts, with an accepted and a rejected draft added:
+        a few drafts that were all accepted, or none, would else seem certain (Agresti and Caffo 2000, The American
+        Statistician 54(4), 280-288). Drafts of the same text are not independent: this is a lower bound."""
         share = (self.value * self.n + 1) / (self.n + 2)
         return math.sqrt(share * (1 - share) / (self.n + 2))

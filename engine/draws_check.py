@@ -10,12 +10,12 @@ from engine.triton_draws import plan_draw, plan_filter, run
 
 SEEDS, REQUESTS, POSITIONS = [0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1], [0, 1, 8191, 131071]
 STREAM, N_IDS = 1, 999
-# Of three rows: how many ids pass, and up to which mass.
+# The filters of three rows.
 TOP_K, TOP_P = [5, N_IDS, 9], [math.inf, 0.7, 0.9]
 
 
 def wrong_on(device: str, uniform: Callable[..., Tensor], gumbel: Callable[..., Tensor]) -> str | None:
-    """Return what a device draws otherwise than the CPU does by these functions of `engine.noise`; None if nothing."""
+    """Return what a device draws differently from these functions of `engine.noise` on the CPU; None if nothing."""
     keys = [torch.tensor(values) for values in (SEEDS, REQUESTS, POSITIONS)]
     seed, request, position = (x.to(device) for x in keys)
     drawn = run(plan_draw(seed, request, position, STREAM, N_IDS)).cpu()
@@ -29,6 +29,6 @@ def wrong_on(device: str, uniform: Callable[..., Tensor], gumbel: Callable[..., 
     order = scaled.argsort(dim=-1, descending=True)
     mass = scaled.double().softmax(dim=-1).gather(1, order)
     passes = (torch.arange(N_IDS) < top_k[:, None]) & (mass.cumsum(dim=-1) - mass < top_p[:, None])
-    wanted = scaled.masked_fill(~torch.zeros_like(passes).scatter(1, order, passes), -math.inf)
+    expected = scaled.masked_fill(~torch.zeros_like(passes).scatter(1, order, passes), -math.inf)
     filtered = run(plan_filter(scaled.to(device), top_k.to(device), top_p.to(device))).cpu()
-    return None if torch.equal(filtered, wanted) else "its filters let other ids pass"
+    return None if torch.equal(filtered, expected) else "its filters let other ids pass"

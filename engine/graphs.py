@@ -1,4 +1,4 @@
-"""Parts of a round: called, or captured once as CUDA graphs and replayed from then on."""
+"""CUDA graphs of the parts of a round: each is captured once, and replayed from then on."""
 
 import gc
 from collections.abc import Callable, Hashable
@@ -16,10 +16,10 @@ ROUNDING = 1e-2  # relative to the largest number
 
 
 class CudaGraphs:
-    """CUDA graphs on their own stream and in one memory pool, since they never run at the same time.
+    """CUDA graphs on a separate stream, which share a memory pool, since they never run at the same time.
 
-    Destroying a graph frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402):
-    that is why no other owner captures on this stream, and why graphs are only destroyed together.
+    Destroying a graph frees the cuBLAS workspace of its stream, whatever else was captured there (pytorch #193402). So
+    nothing else is captured on this stream, and graphs are only destroyed together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class CudaGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, part: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Capture `part`; return what replays it, and the tensors that every replay fills."""
+        """Capture `part`; return a function that replays it, and the tensors that every replay fills."""
         graph = torch.cuda.CUDAGraph()
         was_enabled = gc.isenabled()
         gc.disable()  # garbage could hold graphs, and destroying one breaks a capture
@@ -44,7 +44,7 @@ class CudaGraphs:
 
     def close(self) -> None:
         """Destroy all graphs; others may be captured afterwards."""
-        torch.cuda.synchronize(self._device)  # they are replayed on other streams than their own
+        torch.cuda.synchronize(self._device)  # graphs are replayed on other streams
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -52,12 +52,12 @@ class CudaGraphs:
 
 
 class Captured:
-    """Calls each part once, to warm it up; captures it the second time; replays it from then on.
+    """Calls each part the first time, to warm it up; captures it the second time; replays it from then on.
 
-    A capture is of the function given the second time, with the very tensors that it then found: they, and all that
-    they are computed from, must stay the same ones. A `checked` part is replayed and called that time, and always
-    called if the results differ. agreed: returns whether something is true on every rank, all of which ask. Errors:
-    ConfigError if an operation of the part cannot be captured.
+    The function that is given the second time is captured, with the very tensors that it then finds: these, and all
+    that they are computed from, must stay in place. A `checked` part is replayed and called that time; if the results
+    differ, it is always called. agreed: returns whether its argument is true on every rank. Errors: ConfigError if an
+    operation of the part cannot be captured.
     """
 
     def __init__(self, graphs: CudaGraphs, agreed: Callable[[bool], bool]) -> None:
@@ -66,7 +66,7 @@ class Captured:
         self._wrong: set[Hashable] = set()
 
     def __call__(self, name: str, kind: Hashable, part: Callable[[], Outputs], checked: bool = False) -> Outputs:
-        """Run the part `name` of a round of that kind. checked: running it twice does no harm."""
+        """Run the part `name` of a round of that kind. checked: compare a replay with a call; running twice is safe."""
         key = name, kind
         if key not in self._captured:
             self._captured[key] = None
@@ -77,7 +77,7 @@ class Captured:
             replay()
             if known or not checked:
                 return outputs
-        called = part()  # last, over whatever a wrong replay has written to a cache
+        called = part()  # after the replay, to overwrite entries that a wrong replay has written
         if key not in self._wrong:
             if self._agreed(_agree(outputs, called)):
                 return outputs
@@ -101,7 +101,7 @@ class Captured:
 
 
 def _agree(found: Any, expected: Any) -> bool:
-    """Return whether tensors are equal, floating-point ones up to sums in another order."""
+    """Return whether tensors are equal, up to rounding where they are of floating point."""
     for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         if isinstance(x, Tensor):
             finite = y[y.isfinite()]

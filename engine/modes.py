@@ -1,7 +1,7 @@
 """The three verification modes: how a round's drafts are drawn, and how the target verifies them.
 
-A mode joins the pure functions of `verification` with the distribution of each row and with random numbers
-keyed by what they are for. The first token after a prefill is that of a round without drafts.
+A mode joins the pure functions of `verification` with the distribution of each row and with random numbers, which are
+keyed by their purpose. The first token after a prefill is that of a round without drafts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ MODES = ("auto", GREEDY, "rejection", "coupled")
 
 
 class Drafts(NamedTuple):
-    """A round's proposals.
+    """The draft tokens of a round.
 
     tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection needs
-    them; None from a drafter without probabilities. lengths: `[B]` int64, how many of each row's tokens count; None:
-    all.
+    them; None from a drafter without probabilities. lengths: `[B]` int64, each row's number of drafts; None: g.
     """
 
     tokens: Tensor
@@ -42,9 +41,9 @@ class Greedy:
     verified: Tensor | None = None
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Greedy:
-        """Return the verification of the `i`-th inner round, whose drafts follow `ahead [B]` tokens of this round. Its
-        `verified` are then the distributions `[B, g + 1, V]` that tokens there are drawn from, where the outer
-        verification needs them."""
+        """Return the verification of the `i`-th inner round, whose drafts follow `ahead [B]` tokens of this round.
+        Where the outer verification needs them, its `verified` are the distributions `[B, g + 1, V]` that the inner
+        round draws tokens from."""
         return self
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
@@ -57,11 +56,11 @@ class Greedy:
 
 
 class Rejection:
-    """Drafts, accepts and resamples by a stream of numbers each.
+    """Drafts, accepts and resamples by separate streams of numbers.
 
-    What a round drew behind its first rejection is drawn anew, by the numbers of another index: what it drew may have
-    decided how far it went, and so what a draft's cache still holds. Numbers of the `i`-th inner round are keyed by
-    where the outer round began, and by `i`: by nothing that two inner rounds may share.
+    Tokens behind a round's first rejection are drawn anew by other numbers, as drafts are keyed by their index, too:
+    the numbers of the rejected drafts may have decided how far that round went, and so what a draft's cache holds. The
+    `i`-th inner round's numbers are keyed by where the outer round began and by `i`, so no two inner rounds share any.
     """
 
     verified: Tensor | None = None
@@ -82,7 +81,7 @@ class Rejection:
         probs = self._batch.distribution.probs(logits)
         self.verified = probs if self._is_inner else None
         accept = self._accept(drafts.tokens.shape[1])
-        # A row resamples once a round, at a position not known yet; its rounds start at different positions.
+        # Keyed by the round's start, since the position is not known yet: a row resamples once a round.
         resample = self._gumbel(self._batch.lengths + 1, Stream.RESAMPLE, probs)
         return verify_rejection(drafts.tokens, drafts.probs, probs, accept, resample, drafts.lengths)
 
@@ -99,8 +98,8 @@ class Rejection:
 
 
 class Coupled:
-    """Draws drafts and the target's tokens by one Gumbel vector per position, computed once for both: with the first
-    draft, or for verifying where nothing was drawn; a rank that does not decide never needs it."""
+    """Draws drafts and the target's tokens by the same Gumbel vector per position, computed with the first draft, or
+    for verifying where nothing was drawn. Ranks that do not decide never compute it."""
 
     verified: Tensor | None = None
 
@@ -110,28 +109,26 @@ class Coupled:
         self._drawn_with: Tensor | None = None
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
-        """Share this round's noise, from each row's place on; what lies beyond the round is dropped there."""
-        places = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
+        """Share this round's noise from each row's position on; drafts beyond the round are dropped."""
+        index = ahead[:, None] + torch.arange(n_drafts + 1, device=ahead.device)
 
         def noise() -> Tensor:
-            shared = self.shared()
-            row = torch.arange(len(shared), device=shared.device)[:, None]
-            return shared[row, places.clamp(max=shared.shape[1] - 1)]
+            shared, row = self.shared(), torch.arange(len(index), device=index.device)[:, None]
+            return shared[row, index.clamp(max=shared.shape[1] - 1)]
 
         return Coupled(self._batch, noise)
 
     def shared(self) -> Tensor:
-        """Return the noise of the drafted round, which all its inner rounds share."""
+        """Return the noise that all draws of this round share, and those of its inner rounds."""
         if self._drawn_with is None:
             self._drawn_with = self._noise()
         return self._drawn_with
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
-        if i == 0 or self._drawn_with is None:
-            self._drawn_with = self._noise()
-        return (self._batch.distribution.logprobs(logits) + self._drawn_with[:, i]).argmax(dim=-1), None
+        return (self._batch.distribution.logprobs(logits) + self.shared()[:, i]).argmax(dim=-1), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
+        # Noise that is computed here is not kept: where this is captured, a call computes it again, to be compared.
         noise = self._noise() if self._drawn_with is None else self._drawn_with
         logprobs = self._batch.distribution.logprobs(logits)
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)

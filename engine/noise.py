@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a function of what they are for, not of what was drawn before.
+"""Counter-based random numbers: a function of their purpose, not of numbers drawn before.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensor arithmetic, so
 that every device gives the same bits. The key is the seed; the counter is (pair of vocabulary ids, stream, position,
-request). No state, so a batch's order, its size and what was accepted cannot matter.
+request). There is no state, so neither the batch nor acceptance can change a number.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 # Blocks per pass: on a CPU the intermediates of a pass stay in the cache, on a GPU a pass fills the machine.
 BLOCKS_PER_PASS = {"cpu": 1 << 17, "cuda": 1 << 22}
-
-
-def blocks_per_pass(device: torch.device) -> int:
-    return BLOCKS_PER_PASS.get(device.type, BLOCKS_PER_PASS["cpu"])
 
 
 class Stream(IntEnum):
@@ -61,7 +57,7 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
 
     seed: int64, any value. request, position: int64, 0 <= value < 2**32, broadcast with the seed. n_ids: entries
     0 .. n_ids - 1 (vocabulary ids) of each (seed, request, position); entry i does not depend on n_ids. On a GPU a
-    Triton kernel draws these and `gumbel`, where there is Triton; else as many rows at once as `blocks_per_pass` says.
+    Triton kernel draws these and `gumbel`, where there is Triton; else a pass draws BLOCKS_PER_PASS at most.
     """
     if not seed.is_cpu and (kernels := triton_kernels()):
         return kernels.run(kernels.plan_draw(seed, request, position, stream, n_ids))
@@ -69,7 +65,8 @@ def uniform(seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids:
     pairs = torch.arange((n_ids + 1) // 2, device=seed.device)
     rows = [x.reshape(-1, 1) for x in (position, request, seed & MASK, (seed >> 32) & MASK)]
     purpose = torch.full((1, 1), int(stream), device=seed.device)
-    n_rows, parts = max(1, blocks_per_pass(seed.device) // len(pairs)), []
+    n_blocks = BLOCKS_PER_PASS.get(seed.device.type, BLOCKS_PER_PASS["cpu"])
+    n_rows, parts = max(1, n_blocks // len(pairs)), []
     for position, request, low, high in zip(*(x.split(n_rows) for x in rows), strict=True):
         w0, w1, w2, w3 = philox((pairs, purpose, position, request), (low, high))
         # Integers until the last step, which is exact: on every device the bits are the same.
@@ -103,7 +100,7 @@ Draw: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int, int], Tensor]"
 
 
 def drawn_by(library: ctypes.CDLL) -> Draw:
-    """Return what computes `gumbel` in float32 by the kernel."""
+    """Return a function that computes `gumbel` in float32 by the C++ kernel."""
     kernel = library.foretoken_gumbel
     kernel.argtypes, kernel.restype = [*[c_int64] * 2, *[c_void_p] * 3, c_int64, c_void_p, c_int], None
 
@@ -119,9 +116,9 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 @functools.cache
 def triton_kernels(device: str = "cuda") -> ModuleType | None:
-    """Return `engine.triton_draws`, which draws tokens on a GPU; None where Triton cannot start its kernels, or where
-    they are wrong, which is said."""
-    if missing_launcher():  # as is said where attention is chosen
+    """Return `engine.triton_draws`, which draws tokens on a GPU; None if Triton cannot start its kernels, or if they
+    are wrong, which prints a note."""
+    if missing_launcher():  # the choice of attention prints this
         return None
     from engine import draws_check, triton_draws
 
@@ -131,7 +128,7 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
 
 @functools.cache
 def _kernel() -> Draw | None:
-    """Return what draws by the C++ kernel; None where it cannot be built."""
+    """Return the function that draws by the C++ kernel; None if that cannot be built."""
     try:
         return drawn_by(load_library("noise"))
     except BuildError as error:

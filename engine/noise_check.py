@@ -1,4 +1,4 @@
-"""Cases that check the noise kernel: numbers for keys from one end of their range to the other."""
+"""Cases that check the noise kernel, with keys from the whole of their range."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +21,7 @@ candidate, REFERENCE = drawn_by, exact
 
 
 def cases() -> Iterator[Case]:
-    """Yield numbers of ids that fill no vector at the end; the kernel rounds each result to float32."""
+    """Yield cases whose last vector is not full; the kernel rounds each result to float32."""
     for stream, n_ids in ((Stream.COUPLED, 9001), (Stream.RESAMPLE + len(Stream), 35)):
         compute = partial(_draw, int(stream), n_ids)
         yield Case("Gumbel numbers", 1e-7, compute, compute(exact))

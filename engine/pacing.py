@@ -1,4 +1,4 @@
-"""Pacing: which drafter drafts how far in each round; `Fixed` never changes."""
+"""Pacing: chooses the drafter and gamma of each round; `Fixed` never changes them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,7 +7,7 @@ from engine.drafters import Drafter
 
 
 class Choice(NamedTuple):
-    """One round: the index of its drafter and how many tokens it drafts a row; None and 0 is a plain step."""
+    """The index of a round's drafter, and the number of tokens that it drafts a row; None and 0 for a plain step."""
 
     drafter: int | None
     gamma: int
@@ -17,18 +17,20 @@ PLAIN = Choice(None, 0)
 
 
 class Pacing(Protocol):
-    """Chooses before every round and observes after it. Ranks that share a model have to choose alike. drafters: those
-    that a choice can name. max_gamma: the largest of any choice."""
+    """Chooses before every round and observes after it. Ranks that share a model have to choose alike.
+
+    drafters: all that a choice can name. max_gamma: the largest gamma of any choice.
+    """
 
     drafters: tuple[Drafter, ...]
     max_gamma: int
 
     def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
-        """Return the next round's choice, while `n_busy` rows decode, behind `context` tokens in the mean, and
-        `n_joining` more are about to; None ends the decode, and every row keeps the tokens that it has."""
+        """Return the next round's choice. `n_busy` rows decode, behind `context` tokens on average, and `n_joining`
+        more are about to. None ends the decode, and every row keeps the tokens that it has."""
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        """Take how many drafts of each decoding row were accepted in a round of that choice."""
+        """Learn how many drafts of each decoding row were accepted in a round of that choice."""
 
 
 class Fixed:

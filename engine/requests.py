@@ -1,4 +1,4 @@
-"""Requests: one prompt with its limits, the tokens emitted for it so far, and why it ended."""
+"""Requests: a prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
 from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -15,7 +15,10 @@ FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
 
 class Outcome(NamedTuple):
-    """A round's outcome in a row: drafts; the accepted ones and the target's token; which logits are finite."""
+    """A round's outcome in a row.
+
+    block: the accepted drafts and the target's token. finite: 1 for each position whose logits are finite.
+    """
 
     drafts: list[int]
     block: list[int]
@@ -24,13 +27,13 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way through the batch: at most `limit` new tokens, the stop token included.
+    """A prompt to be continued by at most `limit` tokens, the stop token included.
 
     id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in messages. logprobs: a list to get
     each token's log-probability, the model's at temperature 1 and without filters, on the rank that decides; or None.
-    speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held. taken_by:
-    stands for the decoder that it was submitted to. text: the prompt and `tokens`, a list that grows, so that a round
-    copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
+    speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held. text: the
+    prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. Errors: ConfigError
+    naming a field that is not of integers, or out of range.
     """
 
     prompt: Sequence[int]
@@ -47,18 +50,17 @@ class Request:
     logprobs: list[float] | None = None
     speculate: bool = True
     n_reused: int = field(default=0, init=False)
-    taken_by: object | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.index, self.limit = self._integers("index", [self.index])[0], self._integers("limit", [self.limit])[0]
-        self.id = self._integers("id", [self.id])[0]
+        self.index = self._integers("index", [self.index])[0]
+        self.limit, self.id = self._integers("limit", [self.limit])[0], self._integers("id", [self.id])[0]
         self.prompt = self._integers("prompt", self.prompt)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
             raise _refuse("a request id is out of range", f"prompt {self.index}: id", self.id, "0 <= id < 2**32")
 
     def _integers(self, name: str, values: Iterable[Any]) -> list[int]:
-        """Return Python's integers for those of any library."""
+        """Return integers of Python for integers of any library."""
         try:
             return [*map(as_integer, values)]
         except TypeError:
@@ -67,11 +69,11 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens whose entries the target's cache holds: all but the last one emitted."""
+        """The number of tokens whose entries the target's cache holds: all but the last emitted token."""
         return len(self.text) - 1
 
     def draws(self, mode: str) -> tuple[int, int] | None:
-        """Return the seed and id of its random numbers in rejection mode, where no guess may know what they draw."""
+        """Return the seed and id that key its random numbers in rejection mode, where no guess may depend on them."""
         return (self.sampling.seed, self.id) if mode == "rejection" and not self.sampling.greedy else None
 
     def emit(self, block: Sequence[int]) -> int:
@@ -104,8 +106,9 @@ class Request:
 
 
 class Progress:
-    """Notified of tokens that are prefilled, and emitted by all rows; before that of what a round did to a request and
-    how many of its tokens were kept; and of every request that ends by itself. Does nothing."""
+    """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
+    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; and every request
+    that ends by itself."""
 
     def prefilled(self, n_tokens: int) -> None: ...
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...
@@ -121,13 +124,13 @@ def make_requests(
     request_ids: Sequence[int] | None = None,
     numbered_from: int = 0,
 ) -> list[Request]:
-    """Make a request of each prompt; limits, stop tokens and sampling are one value, or one per prompt. Errors:
-    ConfigError if a list is not as long as the prompts, or samples would share their noise."""
+    """Make a request of each prompt. Limits, stop tokens and sampling are a single value, or a value per prompt.
+    Errors: ConfigError if there are not as many values as prompts, or samples would share their noise."""
     sampling = SamplingParams() if sampling is None else sampling
-    n_prompts, is_one_stop = len(prompts), all(isinstance(stop, Integral) for stop in stop_tokens)
+    n_prompts, is_flat = len(prompts), all(isinstance(stop, Integral) for stop in stop_tokens)
     columns: dict[str, Sequence[Any]] = {
         "max_new_tokens": max_new_tokens if isinstance(max_new_tokens, Sized) else [max_new_tokens] * n_prompts,
-        "stop_tokens": [stop_tokens] * n_prompts if is_one_stop else stop_tokens,
+        "stop_tokens": [stop_tokens] * n_prompts if is_flat else stop_tokens,
         "sampling": [sampling] * n_prompts if isinstance(sampling, SamplingParams) else sampling,
         "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
     }
@@ -136,8 +139,8 @@ def make_requests(
             raise _refuse(f"{name} given per prompt does not match the prompts", name, len(values), n_prompts)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
-    for index, (prompt, *given, request_id) in enumerate(zip(prompts, *columns.values(), strict=True), numbered_from):
-        limit, stop, params = given
+    each = zip(prompts, *columns.values(), strict=True)
+    for index, (prompt, limit, stop, params, request_id) in enumerate(each, numbered_from):
         requests.append(Request(prompt, limit, stop, params, request_id, index))
         first = index if params.greedy else owner.setdefault((request_id, params.seed), index)
         if first != index:
@@ -153,13 +156,15 @@ def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: 
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         outside = next(token for token in prompt if not 0 <= token < vocab_size)
-        fix = "encode the prompt with the model's own tokenizer"
+        fix = "encode the prompt with the model's tokenizer"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
     needed = len(prompt) + limit + gamma + 1
-    rooms = (("the model's context", runner.model.config.max_context), ("the KV cache", runner.cache.max_block))
-    for name, room in rooms:
+    for name, room in (
+        ("the model's context", runner.model.config.max_context),
+        ("the KV cache", runner.cache.max_block),
+    ):
         if needed > room:
             seen = f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens"
             shorter = f"shorten the prompt ({flag('prefix_len')}) by {needed - room} tokens"

@@ -1,12 +1,12 @@
-"""Round: propose, verify, accept, roll back."""
+"""Round: its parts propose, verify, accept and roll back, each of which can be a captured CUDA graph."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,38 +22,20 @@ from engine.runner import ModelRunner, finite_rows
 from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
 
-
-def captured_part(
-    result: str | None, verifies: bool = False
-) -> Callable[[Callable[[Round], Any]], Callable[[Round], None]]:
-    """Make a method a part that is called, or captured and replayed (see `engine.graphs`); the buffer `result` takes
-    what it returns. verifies: what a graph of it gives is compared once; it is captured apart where it observes."""
-
-    def decorate(method: Callable[[Round], Any]) -> Callable[[Round], None]:
-        @wraps(method)
-        def run(self: Round) -> None:
-            kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
-            part = partial(method, self)
-            outputs = self._captured(method.__name__, kind, part, verifies) if self._captured else part()
-            if result is not None:
-                setattr(self, result, outputs)
-
-        return run
-
-    return decorate
+Result = TypeVar("Result")
 
 
 class Round:
     """A round in which `drafter` proposes at most `gamma` tokens a row; without a drafter, a plain step of the target.
 
-    Its parts run in order, over the batch as it then is: `roll_back` after the decoder has set `batch.lengths` to what
-    the round left of each row. Each part fills a buffer, which keeps its place where parts are captured. Captured parts
-    outlive this object: a replay reads only tensors of the batch, of these buffers and of the drafter.
+    Its parts run in order, over the batch as it then is; before `roll_back` the decoder sets `batch.lengths` to the
+    lengths that the round left. Captured parts outlive this object: a replay reads only tensors of the batch, of the
+    drafter and of the results below, which keep their memory.
 
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
-    n_drafts + n_drafts + 1]` int64: numbers of drafts and of accepted ones, the next token, the drafts, and whether
-    logits at each position are finite.
+    n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
+    the logits at each position are finite.
     """
 
     proposed: tuple[Drafts, Verification]
@@ -73,46 +55,50 @@ class Round:
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
+    def _part(self, name: str, part: Callable[[], Result], verifies: bool = False) -> Result:
+        """Call a part of a round, or capture and replay it (see `engine.graphs`). verifies: the part runs the target,
+        so its first replay is compared with a call, and rounds in which the drafter observes are captured apart."""
+        if self._captured is None:
+            return part()
+        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+        return self._captured(name, kind, part, verifies)
+
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run the drafter, where it is due behind its `refresh`, in a `phase` "refresh"."""
+        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh"."""
         assert self.drafter is not None
         self.drafter.n_rounds += 1
         if self.drafter.is_due():
             with phase("refresh"):
-                self.refresh()
-        self.draft()
+                self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
+        self.proposed = self._part("draft", self._draft)
 
-    @captured_part(None)
-    def refresh(self) -> None:
-        assert self.drafter is not None
-        self.drafter.refresh(self.batch, self.gamma)
-
-    @captured_part("proposed")
-    def draft(self) -> tuple[Drafts, Verification]:
+    def _draft(self) -> tuple[Drafts, Verification]:
         assert self.drafter is not None
         verification = self._new_verification()
         return self.drafter.propose(self.batch, verification, self.gamma), verification
 
     @property
     def observes(self) -> bool:
-        """True if the drafter observes this verification, to begin its next round with `refresh`."""
+        """True if the drafter observes this verification, since its next round begins with `refresh`."""
         return self.drafter is not None and self.drafter.is_due(ahead=1)
 
-    @captured_part("logits", verifies=True)
-    def verify(self) -> Tensor:
+    def verify(self) -> None:
         """Run the target once over each row's current token and its drafts."""
+        self.logits = self._part("verify", self._verify, verifies=True)
+
+    def _verify(self) -> Tensor:
         return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
-        """Return the target's logits `[B, T, V]` of `block [B, T]`, T <= gamma + 1, whose entries are stored."""
+        """Store entries of `block [B, T]`, T <= gamma + 1, and return the target's logits `[B, T, V]`."""
         if self.drafter is None:
             return self.batch.verify(self.runner, block, self.gamma)
         return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
 
-    @captured_part("decided", verifies=True)
-    def accept(self) -> Tensor:
-        """Decide, on every rank, how many drafts of each row are accepted, and the token behind them."""
-        return self.runner.ranks.decided(self._decide, len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1)
+    def accept(self) -> None:
+        """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
+        shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
+        self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
 
     @property
     def n_drafts(self) -> int:
@@ -125,16 +111,18 @@ class Round:
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
 
-    @captured_part(None)
     def roll_back(self) -> None:
         """Forget every rejected draft in the target's cache and in the drafter's: positions >= the new `lengths`."""
+        self._part("roll_back", self._forget_rejected)
+
+    def _forget_rejected(self) -> None:
         self.batch.view_of(self.runner.cache).rollback(self.batch.lengths)
         if self.drafter is not None:
             self.drafter.rollback(self.batch)
 
     def outcomes(self) -> list[Outcome]:
-        """Read what `accept` decided, the only read of a round from the device. Errors: RankError if ranks are compared
-        and disagree; RuntimeError for a lost rank."""
+        """Read `decided`, the only read of a round from the device. Errors: RankError if ranks are compared and
+        disagree; RuntimeError for a lost rank."""
         ranks = self.runner.ranks
         if ranks.timeout is not None:
             synchronize(ranks.device, ranks.timeout)
@@ -159,9 +147,9 @@ class Rounds:
     def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
 
-        When capturing, to limit the number of graphs, take the mode of all requests so far, and no filters or all of
-        them; a row's result does not depend on either: a greedy row is a distribution with one token, and filters that
-        a row does not have exclude nothing.
+        mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and the
+        filters are none or all. A row's result does not depend on either: a greedy row is a distribution with a single
+        token, and filters that a row does not have exclude nothing.
         """
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
@@ -169,22 +157,22 @@ class Rounds:
             filters = Filters(True, True, True, ALL)
         if self._kind != (mode, filters):
             if self._kind is not None:
-                self._runner.drop_graphs()  # those of fewer filters, which never come again
+                self._runner.drop_graphs()  # those of fewer filters are never used again
             self._kind = mode, filters
             self._batch, self._captured = self._batch_and_parts(mode, filters)
         return mode, self._batch
 
     def _batch_and_parts(self, mode: str, filters: Filters) -> tuple[Batch, Captured | None]:
-        """Return the batch that rounds read, and captured parts, which the runner keeps with their memory for the next
-        decode of this kind, until one of their drafters is gone; then all are dropped (see `CudaGraphs`)."""
+        """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
+        of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
         batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
             runner.drop_graphs()
-        # Captured parts call these very objects. Drafters refer to the runner: with strong references here, neither
-        # would go before garbage is collected.
+        # Captured parts belong to these objects. Drafters refer to the runner: with strong references here, neither
+        # would be freed before garbage is collected.
         drafters = tuple(map(weakref.ref, self._drafters))
         key = (drafters, mode, filters, runner.model.backend, runner.model.pointwise)
         if key not in runner.captured:
@@ -203,7 +191,7 @@ class Rounds:
 
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:
-    """Return the token that follows a prompt, by its last `logits [V]`: that of a round without drafts."""
+    """Choose the token that follows a prompt, by the prompt's last `logits [V]`, as a round without drafts does."""
     batch = Batch(1, Filters.of([request.sampling]), runner.device)
     batch.set_rows([request.sampling], [request.id])
     batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])

@@ -15,7 +15,7 @@ from common.errors import ConfigError, UserError, flag
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import ModelConfig, Transformer
 from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
@@ -24,14 +24,13 @@ from models.tensor_parallel import vocab_widths
 Value = TypeVar("Value")
 # A prefill: yields the number of tokens of every chunk that ran.
 Chunks: TypeAlias = Generator[int, None, Value]
-# Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the host
-# launches a chunk's kernels one by one, which should not take longer than they do: on 8 ranks, an estimated 10 to 14 ms
-# for an 8B model, whose products take as long with 4096 tokens.
+# Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the kernels
+# of a chunk should take longer than the host takes to launch them: for an 8B model on 8 ranks an estimated 10 to 14 ms.
 CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 512, 4096
 
 
 def finite_rows(x: Tensor) -> Tensor:
-    """Return whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, one pass over `x`."""
+    """Return whether every entry along the last dimension is finite: `[..., V] -> [...]` bool, in one pass."""
     return torch.isfinite(x.sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
@@ -52,7 +51,7 @@ def run_through(chunks: Chunks[Value]) -> Value:
 
 
 def prefill_chunk_of(device: torch.device) -> int:
-    """Return how many tokens of a prompt run at once, where the cache takes as many."""
+    """Return how many tokens of a prompt run at once, if the cache has room for them."""
     return CPU_PREFILL_CHUNK if device.type == "cpu" else GPU_PREFILL_CHUNK
 
 
@@ -65,9 +64,9 @@ class ModelRunner:
     """Runs `model` over `cache`. Every forward of the engine goes through here.
 
     A row that still holds a prompt is rolled back to it instead of running it again, so that a baseline and a
-    speculation decode from the same state. ranks: the processes that run the same calls, where the model is sharded.
-    new_graphs: makes `CudaGraphs`, where rounds are captured. Errors: ConfigError if the cache is not of the model's
-    dtype and shape.
+    speculation decode from the same state. ranks: the processes that make the same calls, where the model is sharded.
+    new_graphs: makes `CudaGraphs`, where rounds are captured. Errors: ConfigError if dtype and shape of the cache are
+    not the model's.
     """
 
     def __init__(
@@ -82,15 +81,15 @@ class ModelRunner:
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        # What `engine.round` has captured over this model and cache.
+        # Batches and parts that `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
-        given = (model.dtype if keys.dtype in largest() else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
+        given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
             where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
-            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit one"
+            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit dtype"
             raise ConfigError("the cache does not fit the model", where, given, needed, fix)
 
     @property
@@ -99,24 +98,24 @@ class ModelRunner:
         return self.graphs is None
 
     def n_computed(self, n_busy: int) -> int:
-        """Return how many rows a round of `n_busy` rows computes: a number that is captured; else two at least, since
-        libraries compute a product with one row in another order, and a row's bits would depend on its neighbours."""
+        """Return how many rows a round of `n_busy` rows computes. This is a number that is captured, or at least two:
+        libraries compute a product with a single row in another order, and bits would depend on the number of rows."""
         if self.narrows:
             return min(self.max_batch, max(n_busy, 2))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:
-        """Return a runner of the same ranks over another cache, of this or another model."""
+        """Return a runner of this or another model over another cache, on the same ranks."""
         return ModelRunner(model or self.model, cache, ranks=self.ranks)
 
     def drop_graphs(self) -> None:
-        """Destroy what was captured, with its memory; later rounds are captured anew."""
+        """Destroy captured rounds with their memory; later rounds are captured anew."""
         if self.graphs is not None:
             self.captured.clear()
             self.graphs.close()
 
     def prefill_row(self, row: int, prompt: Sequence[int]) -> Prefilled:
-        """Fill one row with `prompt` unless it holds it."""
+        """Fill a row with `prompt` unless it holds it already."""
         return run_through(self.start_prefill(row, prompt)[1])
 
     def start_prefill(
@@ -131,16 +130,18 @@ class ModelRunner:
         held = self.cache.prefilled.pop(row, None)
         is_whole = held and held.model is self.model and held.prompt == tuple(prompt)
         if held and is_whole and n_shared in (n_prompt, held.bad_position):
-            return n_prompt, self._prefill(row, prompt, n_prompt, held, chunk)
-        n_shared = min(n_shared, n_prompt - 1) if reuses else 0
-        return n_shared, self._prefill(row, prompt, n_shared, None, chunk)
+            n_shared = n_prompt
+        else:
+            held, n_shared = None, min(n_shared, n_prompt - 1) if reuses else 0
+        return n_shared, self._prefill(row, prompt, n_shared, held, chunk)
 
     def _prefill(
-        self, row: int, prompt: Sequence[int], n_shared: int, whole: Prefilled | None, chunk: int | None
+        self, row: int, prompt: Sequence[int], n_shared: int, held: Prefilled | None, chunk: int | None
     ) -> Chunks[Prefilled]:
-        if whole is not None:
+        """Roll the row back to the prompt that it holds, or run the prompt behind its first `n_shared` tokens."""
+        if held is not None:
             self._forget_from(row, len(prompt))
-            done = replace(whole, answer=())
+            done = replace(held, answer=())
         else:
             hidden, finite = yield from self.filling(row, prompt, n_shared, chunk)
             logits = self.model.logits(hidden)
@@ -167,7 +168,7 @@ class ModelRunner:
         return n if held.bad_position is None else min(n, held.bad_position)
 
     def keep_answer(self, row: int, answer: Sequence[int]) -> None:
-        """Record the tokens that a prefilled row holds behind its prompt."""
+        """Record the answer, the tokens that a row holds behind its prompt."""
         if held := self.cache.prefilled.get(row):
             self.cache.prefilled[row] = replace(held, answer=tuple(answer))
 
@@ -175,17 +176,17 @@ class ModelRunner:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
     def fill_row(self, row: int, prompt: Sequence[int], n_held: int = 0) -> tuple[Tensor, Tensor]:
-        """Run `filling` at once."""
+        """Run all chunks of `filling`, and return its result."""
         return run_through(self.filling(row, prompt, n_held))
 
     def filling(
         self, row: int, prompt: Sequence[int], n_held: int = 0, chunk: int | None = None
     ) -> Chunks[tuple[Tensor, Tensor]]:
-        """Run `prompt` into one row behind its first `n_held` tokens, which the row keeps. Return the last token's
-        hidden state `[dim]`, and whether each state that was computed is finite, `[n]` bool."""
+        """Run `prompt` into a row behind its first `n_held` tokens, which the row keeps. Return the last token's hidden
+        state `[dim]`, and whether each state that was computed is finite, `[n]` bool."""
         cache, n_token = self.cache, len(prompt)
         if cache.selects and n_token > cache.capacity:
-            # The prompt first runs over a full cache, which entries are selected from.
+            # Run the prompt over a full cache, then select entries from that.
             whole = FullKVCache(self.model.config, 1, n_token, cache.device, cache.keys.dtype)
             runner = self.over(whole)
             result = yield from runner.filling(0, prompt, chunk=chunk)
@@ -208,7 +209,7 @@ class ModelRunner:
         return hidden[0, -1], torch.cat(finite)
 
     def fill_rows(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Run prompts into their rows: together, where the cache takes only short blocks of each."""
+        """Run prompts into their rows, together where the cache has room for short blocks only."""
         if self.cache.in_order or self.cache.selects:
             for row, prompt in prompts.items():
                 self.fill_row(row, prompt)
@@ -218,7 +219,7 @@ class ModelRunner:
         self._run_blocks({row: (prompt, 0) for row, prompt in prompts.items()}, self.prefill_chunk)
 
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
-        """Append to each row the tokens of its text that the cache lacks: in blocks as of a round, or in chunks of one
+        """Append to each row the tokens of its text that the cache lacks: in a round's blocks, or in chunks of a single
         row where these are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
         n_alike = Counter(len(text) - held for text, held in behind.values())
         together = {}
@@ -231,8 +232,9 @@ class ModelRunner:
         self._run_blocks(together, min(self.prefill_chunk, MAX_BLOCK))
 
     def _run_blocks(self, behind: Mapping[int, tuple[Sequence[int], int]], block: int) -> None:
-        """Append to each row the tokens that it lacks, in blocks that do not depend on the other rows. The rows' first
-        blocks run together where they are equally long, then their second: no more tokens at once than of a prompt."""
+        """Append to each row the tokens that it lacks, in blocks that do not depend on the other rows. The first blocks
+        of all rows run together if they are equally long, then the second blocks, and so on, no more tokens at once
+        than a chunk of a prompt has."""
         forwards: dict[tuple[int, int], list[tuple[int, range]]] = {}
         for row, (text, held) in behind.items():
             for i, start in enumerate(range(held, len(text), block)):
@@ -250,7 +252,7 @@ class ModelRunner:
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """Return the queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]`."""
         _, queries = self.recompute(row, text, range(len(text) - n, len(text)))
-        return [of_layer[0].transpose(0, 1) for of_layer in queries]
+        return [layer[0].transpose(0, 1) for layer in queries]
 
     def recompute(
         self, row: int, text: Sequence[int], at: range, layers: Sequence[int] = ()
@@ -266,8 +268,8 @@ class ModelRunner:
         return states, view.queries
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
-        """Return logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; of a sharded model on the rank that
-        decides, and empty elsewhere. cache: a view of the runner's, or one that also writes to a draft's."""
+        """Return logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; they are empty on ranks that do not
+        decide. cache: a view of the runner's cache, which may also write to a draft's."""
         return self.model(tokens, positions, cache or self.cache)
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -291,12 +293,12 @@ class RemoteRunner:
         return self.config.vocab_size
 
     def _skip(self, *given: object) -> None:
-        """Do nothing: only ranks that hold the model do this."""
+        """Do nothing: only ranks that hold the model fill its cache."""
 
     fill_rows = extend_rows = _skip
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
-        """Return, on the rank that decides, the logits `[B, V]` that the holders gather; empty elsewhere."""
+        """Return the logits `[B, V]` that the holders gather; they are empty on ranks that do not decide."""
         widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
         where = tokens.device
         nothing = torch.zeros(len(tokens), max(widths), dtype=logits_dtype(self.dtype, where), device=where)

@@ -20,19 +20,20 @@ from common.errors import ConfigError, flag
 from engine.noise import triton_kernels
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
-ALL = 2**63 - 1  # of a vocabulary
+ALL = 2**63 - 1  # the number of ids that pass where there is no top-k
 WHOLE = 2.0**62  # the mass of all ids
-DIGIT = 11  # bits of a value that the search for the last kept value looks at together
+DIGIT = 11  # bits that each step of the search for the last kept value looks at
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's next token is chosen.
+    """The rule that chooses a request's next token.
 
     temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all. top_p: keep the
     likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint: both look at the unfiltered
-    distribution at that temperature, and an id has to pass both; ties go to the lowest id. seed: the random numbers'
-    key, the same for every machine, batch and drafter. Errors: ConfigError naming the field that is out of range.
+    distribution at that temperature, and an id has to pass both; ties go to the lowest id. seed: keys the random
+    numbers, equally on every machine, in every batch and with every drafter. Errors: ConfigError naming a field that is
+    out of range.
     """
 
     temperature: float = 0.0
@@ -66,14 +67,16 @@ class SamplingParams:
 
     @cached_property
     def needs(self) -> Filters:
-        """The filters that this distribution takes."""
+        """The filtering steps that this distribution needs."""
         most_kept = self.top_k or (1 if self.greedy else ALL)
         return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept)
 
 
 class Filters(NamedTuple):
-    """The steps that the distributions of some rows take; an unneeded step changes nothing. most_kept: the largest
-    top-k of a row; `ALL` where a sampled row has none."""
+    """The filtering steps that any of some rows need; a row that does not need a step is not changed by it.
+
+    most_kept: the largest top-k of a row; `ALL` if a sampled row has no top-k.
+    """
 
     any_top_k: bool = False
     any_top_p: bool = False
@@ -101,7 +104,7 @@ class Distribution:
     def of(
         cls, rows: Sequence[SamplingParams], device: str | torch.device = "cpu", filters: Filters | None = None
     ) -> Distribution:
-        """Return the distribution of some rows; `filters` may be those of more rows."""
+        """Return the distribution of some rows; `filters` may be those of further rows, too."""
         top_p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         return cls(
             torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
@@ -125,11 +128,11 @@ class Distribution:
         return self._filtered(logits).log_softmax(dim=-1)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return probabilities, shape and dtype as `logprobs`."""
+        """Return probabilities in the shape and dtype of `logprobs`."""
         return self._filtered(logits).softmax(dim=-1)
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """Return scaled logits, the largest of them 0, with -inf where a filter excludes an id."""
+        """Return scaled logits, the largest of each row 0, with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
@@ -145,8 +148,8 @@ class Distribution:
         return scaled
 
     def kept(self, scaled: Tensor) -> Tensor:
-        """Return which ids of `scaled [B, ..., V]`, scaled logits of which the largest is 0, pass both filters: the
-        likeliest of each row, lowest ids first among equals."""
+        """Return which ids pass both filters: the likeliest, and among equals the lowest. `scaled [B, ..., V]` are
+        scaled logits, the largest of each row 0."""
         top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
 
         def masses(values: Tensor) -> Tensor:
@@ -170,8 +173,8 @@ class Distribution:
 
 
 def _before(scaled: Tensor, mass: Tensor, limit: Tensor) -> Tensor:
-    """Return which ids of a row have less than `limit [B, ..., 1]` of the mass, int64, before them, in likelier ids and
-    in lower ones as likely. Finds the last value kept without a sort, digit by digit, by the mass of each digit."""
+    """Return which ids have less than `limit [B, ..., 1]` of the mass (int64) before them: in likelier ids, and in
+    lower ids that are as likely. The last value kept is found without a sort, digit by digit, by each digit's mass."""
     bits = 8 * scaled.element_size() - 1
     # Nothing is above 0: in the order of these integers, the likeliest come first.
     key = scaled.view(torch.int64 if bits == 63 else torch.int32).long() & (1 << bits) - 1
@@ -197,10 +200,10 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def logprobs_of(blocks: Sequence[Sequence[int]], logits: Tensor) -> list[list[float]]:
-    """Return the log-probabilities of each row's tokens by its `logits [B, T, V]`, T or fewer, at temperature 1 without
-    filters; all are read from the device at once."""
-    places = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
-    row, i, token = torch.tensor(places, device=logits.device).T
+    """Return the log-probabilities of each row's tokens, at most T of them, by its `logits [B, T, V]` at temperature 1
+    without filters. All are read from the device at once."""
+    index = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
+    row, i, token = torch.tensor(index, device=logits.device).T
     chosen = logits[row, i].float()
     values = (chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).cpu()
     return [part.tolist() for part in values.split([*map(len, blocks)])]

@@ -1,4 +1,4 @@
-"""What a run did: counts that add up to the tokens emitted, and the time of each round."""
+"""Stats: counts of drafts and tokens that add up to the tokens emitted, and the time of each round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.pacing import Choice
 
 @dataclass(frozen=True)
 class RoundStats:
-    """One round: its wall time, the rows that were decoding, their new tokens, and what drafted."""
+    """A round's wall time in seconds, how many rows were decoding, and how many tokens these emitted."""
 
     seconds: float
     busy: int
@@ -22,8 +22,8 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A run's rows, and in order the rounds of every replica, all of which decode at the same time. Prefill is timed
-    apart; `draft_prefill_seconds` is the drafter's part of it."""
+    """Counts of a run's rows, and the rounds of each replica in order; replicas decode at the same time. Prefill is
+    timed apart; `draft_prefill_seconds` is the drafters' part of it."""
 
     rows: tuple[Counts, ...]
     replicas: tuple[tuple[RoundStats, ...], ...]

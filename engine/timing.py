@@ -1,4 +1,4 @@
-"""Phase times: measured in a separate pass, because synchronising around phases inflates totals."""
+"""Times of a round's phases, measured in a separate pass, because synchronising around phases inflates totals."""
 
 import time
 from collections import defaultdict

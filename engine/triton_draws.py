@@ -8,13 +8,13 @@ from torch import Tensor
 from common.launch import Launch
 from common.launch import run as run
 
-PAIRS, WARPS = 512, 4  # pairs of ids that one program draws, and what runs it
-FILTERED, FILTER_WARPS = 2048, 16  # ids that a filter looks at together, and what runs it
+PAIRS, WARPS = 512, 4  # pairs of ids that a program draws
+FILTERED, FILTER_WARPS = 2048, 16  # ids that a filter looks at together
 
 
 @triton.jit(do_not_specialize=["n_row", "purpose"])
 def draw_row(keys, out, n_row, n_id, purpose, IS_GUMBEL: tl.constexpr, PAIRS: tl.constexpr):
-    """Numbers `out [n_row, n_id]` of seeds, requests and positions, `keys [3, n_row]` int64."""
+    """Write random numbers to `out [n_row, n_id]`, by seeds, requests and positions, `keys [3, n_row]` int64."""
     row = tl.program_id(0).to(tl.int64)
     seed, request, position = tl.load(keys + row), tl.load(keys + n_row + row), tl.load(keys + 2 * n_row + row)
     pair = (tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)).to(tl.uint32)
@@ -30,7 +30,7 @@ def draw_row(keys, out, n_row, n_id, purpose, IS_GUMBEL: tl.constexpr, PAIRS: tl
 def plan_draw(
     seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, gumbel_in: torch.dtype | None = None
 ) -> tuple[Launch, Tensor]:
-    """Return what draws `engine.noise.uniform` of these arguments, or `gumbel` in that dtype, and the result."""
+    """Return a launch that draws `engine.noise.uniform` of these arguments, or `gumbel` in a dtype, and its result."""
     keys = torch.stack(torch.broadcast_tensors(seed, request, position))
     out, n_row = keys.new_empty(*keys.shape[1:], n_ids, dtype=gumbel_in or torch.float64), keys.numel() // 3
     arguments = {"keys": keys, "out": out, "n_row": n_row, "n_id": n_ids, "purpose": int(stream)}
@@ -40,10 +40,11 @@ def plan_draw(
 
 @triton.jit
 def filter_row(scaled, top_k, top_p, n_id, n_step, BLOCK: tl.constexpr):
-    """Write -inf over what the filters `r // n_step` exclude of row r of `scaled [R, n_id]`, the largest of which is 0.
+    """Write -inf over ids of row r of `scaled [R, n_id]`, whose largest is 0, that the filters `r // n_step` exclude.
 
-    Searches for the smallest value that both keep, between two values of the row, until these are one; what is above
-    `upper`, `n` ids of that mass, is kept, and the lowest ids at it. The first step sums up the mass of all ids.
+    Searches for the smallest value that both keep, between the values `lower` and `upper` of the row, until these are
+    equal. All `n` ids above `upper`, of that mass, are kept, and the lowest ids at `upper`. The first step sums up the
+    mass of all ids.
     """
     row = tl.program_id(0).to(tl.int64)
     scaled += row * n_id
@@ -82,8 +83,8 @@ def filter_row(scaled, top_k, top_p, n_id, n_step, BLOCK: tl.constexpr):
 
 
 def plan_filter(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Launch, Tensor]:
-    """Return what filters scaled logits `[B, ..., V]`, the largest of each row 0, by `top_k` and `top_p [B]`, and the
-    result, which may be the logits' own memory."""
+    """Return a launch that filters scaled logits `[B, ..., V]`, the largest of each row 0, by `top_k` and `top_p [B]`,
+    and its result, which may be the logits' memory."""
     scaled = scaled.contiguous()
     n_id, n_row = scaled.shape[-1], scaled[..., 0].numel()
     arguments = {"scaled": scaled, "top_k": top_k, "top_p": top_p, "n_id": n_id, "n_step": n_row // len(top_k)}

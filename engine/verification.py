@@ -1,11 +1,9 @@
 """Verification: which drafts the target accepts, and the token that it adds; pure functions over the batch.
 
 Everywhere `draft_tokens [B, g]` int64 are the drafts (g may be 0), entry i of a target tensor `[B, g + 1, V]` belongs
-to the token after i drafts, and `draft_lengths [B]` int64 says how many of a row's g drafts are real, all of them if
-None. No function reads a value back to the host.
+to the token after i drafts, and `draft_lengths [B]` int64 is each row's number of drafts, g if None. No function reads
+a value back to the host.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from engine.sampling import greedy
 
 
 class Verdict(NamedTuple):
-    """Per row: `num_accepted [B]` int64 drafts kept, then `next_token [B]` int64 (recovered, or bonus)."""
+    """Each row keeps `num_accepted [B]` drafts, then adds `next_token [B]` (recovered, or bonus); both int64."""
 
     num_accepted: Tensor
     next_token: Tensor
@@ -31,10 +29,10 @@ def verify_greedy(draft_tokens: Tensor, target_logits: Tensor, draft_lengths: Te
 def verify_coupled(
     draft_tokens: Tensor, target_logprobs: Tensor, gumbel: Tensor, draft_lengths: Tensor | None = None
 ) -> Verdict:
-    """Accept drafts while they equal the target's own draw, `argmax(log p + gumbel)`, then emit that draw.
+    """Accept drafts while they equal the target's draw, `argmax(log p + gumbel)`, then emit that draw.
 
     Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978, section 4): the emitted tokens depend on p and on the noise
-    alone. A drafter that takes the argmax of `log q + gumbel` over the same noise is accepted the more often the closer
+    alone. A drafter that takes the argmax of `log q + gumbel` with the same noise is accepted the more often the closer
     q is to p. `target_logprobs` are -inf where p is 0; `gumbel [B, g + 1, V]` is keyed by the position of the token
     that each entry draws.
     """
@@ -53,11 +51,11 @@ def verify_rejection(
     arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 
     Draft d is accepted iff `u * q(d) < p(d)`; the first rejection is replaced by a draw from the normalised
-    `max(p - q, 0)`, and a row without one adds a draw from p.
+    `max(p - q, 0)`, and a row without a rejection adds a draw from p.
 
     draft_probs: `[B, g, V]`, the very distributions that the drafts were drawn from; None for a drafter without
     probabilities, each of whose drafts counts as a point mass. accept_uniform: `[B, g]` in [0, 1), independent of the
-    numbers that drew the drafts. resample_gumbel: `[B, V]`, independent of both; each row spends it on one draw.
+    numbers that drew the drafts. resample_gumbel: `[B, V]`, independent of both; each row draws once.
     """
     p_of_draft = target_probs[:, :-1].gather(2, draft_tokens[..., None]).squeeze(2)
     if draft_probs is None:
@@ -76,8 +74,8 @@ def verify_rejection(
 def _residual(
     p: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, num_accepted: Tensor, draft_lengths: Tensor | None
 ) -> Tensor:
-    """Return the unnormalised distribution of the next token: `max(p - q, 0)` after a rejection, else `p [B, V]`; p
-    too where rounding left the residual without mass."""
+    """Return the unnormalised distribution of the next token: `max(p - q, 0)` after a rejection, else `p [B, V]`, and
+    also p where rounding left the residual without mass."""
     n_drafts = draft_tokens.shape[1]
     index = num_accepted.clamp(max=n_drafts - 1)
     if draft_probs is None:
@@ -92,13 +90,13 @@ def _residual(
 
 
 def _accept_equal(draft_tokens: Tensor, choice: Tensor, draft_lengths: Tensor | None) -> Verdict:
-    """Accept drafts while they equal the target's `choice [B, g + 1]`, which is what is emitted."""
+    """Accept drafts while they equal the target's `choice [B, g + 1]`, then emit that choice."""
     num_accepted = _leading_true(draft_tokens == choice[:, :-1], draft_lengths)
     return Verdict(num_accepted, choice.gather(1, num_accepted[:, None]).squeeze(1))
 
 
 def _leading_true(accepted: Tensor, draft_lengths: Tensor | None) -> Tensor:
-    """Return how many drafts of each row are accepted before its first rejection, or its end."""
+    """Return how many drafts of each row stand before its first rejection, or its last draft."""
     if draft_lengths is not None:
         index = torch.arange(accepted.shape[1], device=accepted.device)
         accepted = accepted & (index < draft_lengths[:, None])

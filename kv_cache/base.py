@@ -1,8 +1,8 @@
-"""The cache protocol: slots that hold keys, values and the position of the token that they belong to.
+"""The cache protocol: each slot holds a token's key and value in every layer, and the token's position.
 
 One rule decides what a query sees, whatever the policy: a query at position `p` sees a slot iff
-`0 <= positions[slot] <= p`. A policy is a subclass that says which slot a position takes (`slots`)
-and which positions of a long context it keeps (`retained_positions`). Rolling back is one masked fill.
+`0 <= positions[slot] <= p`. A policy's subclass defines which slot a position takes (`slots`) and which
+positions of a long context it keeps (`retained_positions`). A rollback is one masked fill.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from common.errors import require_at_least
-from kv_cache.entries import KV, Store, dequantize, largest, store, stored_as
+from kv_cache.entries import KV, LARGEST, Store, dequantize, store, stored_as
 
 EMPTY = -1
 Device: TypeAlias = "str | torch.device"
-NewTensor: TypeAlias = "Callable[..., Tensor]"
 
 
 class KVShape(Protocol):
-    """The three sizes of a model that its caches depend on (a `ModelConfig` has them)."""
+    """The sizes of a model that its caches depend on (a `ModelConfig` has them)."""
 
     @property
     def n_layer(self) -> int: ...
@@ -40,8 +39,9 @@ class KVShape(Protocol):
 class Prefilled:
     """A prompt that a row holds.
 
-    model: what computed it, compared by identity. logits: `[V]` after its last token; `[0]` on ranks that do not
-    decide. bad_position: the first one that is not finite. answer: the tokens that the row holds behind the prompt.
+    model: the model that computed it, compared by identity. logits: `[V]` after its last token; `[0]` on ranks that do
+    not decide. bad_position: the first position whose numbers are not finite. answer: tokens in the row after the
+    prompt.
     """
 
     model: object
@@ -59,15 +59,17 @@ class KVCache(ABC):
     because a CPU reads one head's keys as one stream; attention backends get `[B, C, n_kv_head, head_dim]` views.
     """
 
-    # Whether slot i holds position i or nothing, with no gap below a query: visibility is then a length.
+    # True if slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
+    # True if a policy selects entries of a prompt longer than the cache by content, with `selected`.
+    selects = False
+    # The longest context that a row can follow; None: no bound.
+    max_length: int | None = None
     # The number of a prompt's last queries that `selected` needs.
     n_queries = 0
-    # Rounds after which a self-draft's entries are chosen anew; 0: never.
-    refresh_every = 0
-    # In a view: True if a block that runs over it takes its last slots, in order, in every row.
+    # True in a view if the block that runs over it takes its last slots, in order, in every row.
     block_ends_view = False
-    # In a view over rows that a tensor names: the row of the entries behind each of its rows, `[B]` int64.
+    # In a view over a tensor of rows: the index in `entries` of each row, `[B]` int64.
     rows: Tensor | None = None
 
     def __init__(
@@ -80,10 +82,10 @@ class KVCache(ABC):
         shape = (config.n_layer, 2, max_batch, config.n_kv_head, capacity, config.head_dim)
         # Zeros, not empty: `pack` too stores finite numbers only.
         self.entries = torch.zeros(shape, device=device, dtype=dtype)
-        self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in largest() else None
+        self.scales = torch.zeros(shape[:-1], device=device, dtype=torch.float32) if dtype in LARGEST else None
         self._positions = torch.full((max_batch, capacity), EMPTY, device=device)
         self._rows = torch.arange(max_batch, device=device)[:, None]
-        # By row, the prompt that a runner has filled it with; resetting the row forgets it.
+        # The prompt that a runner has filled each row with; resetting the row forgets it.
         self.prefilled: dict[int, Prefilled] = {}
 
     @property
@@ -92,17 +94,17 @@ class KVCache(ABC):
 
     @property
     def positions(self) -> Tensor:
-        """`[max_batch, capacity]`; a copy in a view over rows that a tensor names."""
+        """Positions of the slots' tokens, `[max_batch, capacity]`; a copy in a view over a tensor of rows."""
         return self._positions[self.stored_rows]
 
     @property
     def stored_rows(self) -> slice | Tensor:
-        """The index that picks this view's rows out of the entries'."""
+        """The index that selects this view's rows in `entries`."""
         return slice(None) if self.rows is None else self.rows
 
     @property
     def row_indices(self) -> Tensor:
-        """The row of the entries behind each row, `[B]` int64."""
+        """The index in `entries` of each row, `[B]` int64."""
         return self._rows[:, 0]
 
     @property
@@ -111,7 +113,7 @@ class KVCache(ABC):
 
     @property
     def keys(self) -> Tensor:
-        """`[n_layer, max_batch, n_kv_head, capacity, head_dim]`, as stored."""
+        """Keys as stored, `[n_layer, max_batch, n_kv_head, capacity, head_dim]`."""
         return self.entries[:, 0]
 
     @property
@@ -121,7 +123,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slot of each position: int64, same shape as `positions`."""
+        """Return the slot of each position, int64 in the shape of `positions`."""
 
     @abstractmethod
     def retained_positions(self, length: int) -> Tensor:
@@ -134,23 +136,18 @@ class KVCache(ABC):
 
     @property
     def prefill_block(self) -> int:
-        """The most tokens of a prompt that should run at once."""
+        """The most tokens of a prompt that should run in one forward."""
         return self.max_block
 
-    @property
-    def max_length(self) -> int | None:
-        """The longest context that a row can follow; None: no bound."""
-        return None
-
     def begin(self, positions: Tensor) -> Tensor:
-        """Claim slots `[B, T]` for a forward over `positions [B, T]`."""
+        """Claim slots for a forward over `positions [B, T]`, and return them, `[B, T]`."""
         slots = self.slots(positions)
         self._positions[self._rows, slots] = positions
         return slots
 
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rotary positions of queries at `positions [B, T]`, and those of the keys of all slots `[B, C]`;
-        None where keys are stored already rotated. Called after `begin`."""
+        """Return the rotary positions of queries at `positions [B, T]`, and of the keys in all slots, `[B, C]`, or None
+        if keys are stored already rotated. Called after `begin`."""
         return positions, None
 
     def write(self, layer: int, slots: Tensor, new: Tensor, store: Store = store) -> None:
@@ -159,24 +156,18 @@ class KVCache(ABC):
         store(self.entries[layer], None if self.scales is None else self.scales[layer], self._rows, slots, new)
 
     def read(self, layer: int, queries: Tensor | None = None) -> KV:
-        """Return views of one layer's entries. queries: those that read them, `[B, T, n_head, head_dim]`, rotated if
-        keys are."""
+        """Return views of one layer's entries. queries: the queries that will attend to them, `[B, T, n_head,
+        head_dim]`, rotated if keys are."""
         keys, values = self.entries[layer].transpose(2, 3)
         key_scales, value_scales = (None, None) if self.scales is None else self.scales[layer].transpose(2, 3)
         return KV(keys, values, key_scales, value_scales, self.rows)
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return one layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots [B, n_kv_head, n]`, and scales."""
-        entries, device = self.entries[layer], self.device
-        both, row, head, line, _ = entries.stride()
-        first = [torch.arange(2, device=device)[:, None, None, None] * both, self.row_indices[:, None, None] * row]
-        first.append(torch.arange(slots.shape[1], device=device)[:, None] * head)
-        # Rows of one table of vectors, which are then copied whole.
-        at, shape = (sum(first) // line + slots).flatten(), (2, *slots.shape)
-        found = entries.as_strided((2 * both // line, line), (line, 1)).index_select(0, at).view(*shape, line)
-        if self.scales is None:
-            return found, None
-        return found, self.scales[layer].as_strided((2 * both // line,), (1,)).index_select(0, at).view(shape)
+        """Return one layer's entries `[2, B, n_kv_head, n, head_dim]` at `slots`, and their scales or None. slots: `[B,
+        n_kv_head, n]`, or a shape that broadcasts to it."""
+        heads = torch.arange(self.entries.shape[3], device=self.device)[:, None]
+        at = slice(None), self.row_indices[:, None, None], heads, slots
+        return self.entries[layer][at], None if self.scales is None else self.scales[layer][at]
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget every token at a position >= `lengths [B]` int64."""
@@ -185,8 +176,8 @@ class KVCache(ABC):
 
     def reset_row(self, row: int) -> None:
         """Forget everything in one row."""
-        self.prefilled.pop(row, None)
         assert self.rows is None, "rows are filled and reset in the cache itself"
+        self.prefilled.pop(row, None)
         self.positions[row] = EMPTY
 
     @property
@@ -194,18 +185,13 @@ class KVCache(ABC):
         """All tensors that hold a row's tokens."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
 
-    @property
-    def selects(self) -> bool:
-        """True if entries of a prompt longer than the cache are selected by content: the policy defines `selected`."""
-        return type(self).selected is not KVCache.selected
-
-    def selected(self, kept: Tensor, length: int, keys: NewTensor, queries: NewTensor) -> Tensor:
+    def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
         """Return the positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` by head. keys:
-        returns one layer's, `[n_kv_head, length, head_dim]`; queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
+        one layer's, `[n_kv_head, length, head_dim]`. queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
         return kept
 
-    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
-        """Called when a row of a layer was filled from token `n_known` on. keys(n): returns its keys from n on."""
+    def filled(self, layer: int, row: int, keys: Callable[[int], Tensor], n_known: int) -> None:
+        """Called after a row of a layer was filled with the tokens from `n_known` on. keys(n): its keys from n on."""
         return
 
     def fill_row(
@@ -218,42 +204,42 @@ class KVCache(ABC):
         source_row: int | None = None,
         n_known: int = 0,
     ) -> None:
-        """Replace a row by what this policy keeps of a row of `source`, `length` tokens long.
+        """Fill a row with the entries that this policy keeps of a row of `source`, `length` tokens long.
 
         Args:
-            source_row: None: the row of the same number.
             layers: the source's layers that this cache has, in order; None: all.
             queries: of the last `n_queries` tokens in every layer of the source, `[n_head, n_queries, head_dim]`.
+            source_row: the row of the source; None: the row of the same number.
             n_known: the first tokens are in place; only later ones are copied, and the selection stays.
         """
         selects = self.selects and length > self.capacity and not n_known
         assert not (selects and self.n_queries and queries is None), "the policy selects by a prompt's last queries"
         from_row = row if source_row is None else source_row
+        from_view = source.view(slice(from_row, from_row + 1))
         kept = self.retained_positions(length)
         kept = kept[kept >= n_known].to(self.device)
         to_slots = self.slots(kept)
-        head = torch.arange(self.entries.shape[3], device=self.device)[:, None]
         if not n_known:
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            keys = partial(source.keys_in_order, from_layer, from_row, length)
-            last = partial(torch.empty, 0) if queries is None else partial(queries.__getitem__, from_layer)
-            from_slots = source.slots(self.selected(kept, length, keys, last) if selects else kept)
-            entries = source.entries[from_layer, :, from_row][:, head, from_slots]
-            scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, head, from_slots]
-            self.put(to_layer, row, to_slots, *stored_as(entries, scales, self.entries.dtype))
-            self.filled(to_layer, row, keys, n_known)
+            positions = kept
+            if selects:
+                last = torch.empty(0) if queries is None else queries[from_layer]
+                positions = self.selected(kept, length, source.keys_in_order(from_layer, from_row, length), last)
+            self.put(to_layer, row, to_slots, *from_view.gather(from_layer, source.slots(positions)))
+            self.filled(to_layer, row, partial(source.keys_in_order, from_layer, from_row, length), n_known)
         self.positions[row, to_slots] = kept
 
     def put(self, layer: int, row: int, slots: Tensor, entries: Tensor, scales: Tensor | None) -> None:
-        """Store entries `[2, n_kv_head, n, head_dim]` in `slots [n]` of a row of a layer, as they are."""
-        self.entries[layer, :, row][:, :, slots] = entries
+        """Store entries that another cache gathered, `[2, 1, n_kv_head, n, head_dim]`, in `slots [n]` of a row."""
+        entries, scales = stored_as(entries, scales, self.entries.dtype)
+        self.entries[layer, :, row][:, :, slots] = entries[:, 0]
         if self.scales is not None and scales is not None:
-            self.scales[layer, :, row][:, :, slots] = scales
+            self.scales[layer, :, row][:, :, slots] = scales[:, 0]
 
     def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> Tensor:
-        """Return one layer's keys of a row that holds all positions below `length`, from the `first` on:
-        `[n_kv_head, length - first, head_dim]`."""
+        """Return one layer's keys at positions `first` to `length - 1` of a row, which holds them all:
+        `[n_kv_head, length - first, head_dim]` float32."""
         slots = self.slots(torch.arange(first, length, device=self.device))
         scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
         return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
@@ -261,16 +247,16 @@ class KVCache(ABC):
     def view(
         self, rows: slice | Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
     ) -> KVCache:
-        """Return the same storage, narrowed to `rows` and to the slots that positions below `extent` can take.
+        """Return a view of this cache, narrowed to `rows` and to the slots that positions below `extent` can take.
 
         rows: a range, or `[B]` int64 in any order. With a tensor of rows, entries are not sliced: the backend indexes
-        them. Only `extent` can be narrowed again, and rows cannot be filled or reset. block_at_end: a promise that the
-        block to be run takes the last positions below `extent`, in every row.
+        them. Such a view can only be narrowed by `extent`, and its rows cannot be filled or reset. block_at_end: the
+        block that will run over the view takes the last positions below `extent`, in every row.
         """
         extent = self.capacity if extent is None else min(extent, self.capacity)
         narrowed = copy.copy(self)
         stored = rows if isinstance(rows, slice) else slice(None)
-        assert self.rows is None or stored == rows == slice(None), "rows of a view over named rows"
+        assert self.rows is None or stored == rows == slice(None), "a view over a tensor of rows is narrowed by rows"
         narrowed.entries = self.entries[:, :, stored, :, :extent]
         if self.scales is not None:
             narrowed.scales = self.scales[:, :, stored, :, :extent]

@@ -1,4 +1,4 @@
-"""The Triton kernel that chooses entries and copies them, as `kv_cache.refreshed` does in PyTorch."""
+"""The Triton kernel that selects entries and copies them; `kv_cache.refreshed` does that in PyTorch."""
 
 from typing import Any
 
@@ -9,50 +9,46 @@ from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of, works
 from kv_cache.base import KVCache
-from kv_cache.refreshed import Choice, RefreshedKVCache, SelectionOps
+from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 
-CHOSEN_ENTRIES, CHUNKS_PER_WARP = 32, 512  # that a program of `choose` copies at once, and that one warp ranks
-CHOSEN_CHUNKS = 1024  # that it takes at once, when they are ranked
-# The rank of a chunk that is chosen whatever is attended to.
+# Entries that a program of `choose` copies at once, chunks that a warp ranks, and ranked chunks that are read at once.
+COPIED_ENTRIES, CHUNKS_PER_WARP, TILE_CHUNKS = 32, 512, 1024
+# The rank of a chunk that is always chosen.
 ALWAYS = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_chunk", "n_first", "n_chosen"])
+@triton.jit(do_not_specialize=["n_kv_head", "n_chunk", "n_first", "n_chosen"])
 def choose(
-    shares, counts, ends, is_new, rows, held, scratch, source, target, source_scales, target_scales,
-    share_row, share_token, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
+    shares, ends, rows, source_slots, scratch, source, target, source_scales, target_scales,
+    share_row, share_head, s_both, s_row, s_head, s_slot, t_both, t_row, t_head, t_slot,
     ss_both, ss_row, ss_head, ts_both, ts_row, ts_head,
-    n_token, n_kv_head, n_chunk, n_first, n_chosen,
-    MAPPED: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    n_kv_head, n_chunk, n_first, n_chosen,
+    SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Choose `n_chosen` entries of a row and KV head by the attention of its chunks of TOGETHER, and copy them, where
-    `is_new [B]`; grid `[B * n_kv_head]`.
+    """Choose `n_chosen` entries of a row and KV head by the shares of its chunks of CHUNK entries, and copy them; grid
+    `[B * n_kv_head]`.
 
-    The result is that of `SelectionOps.choose`. With MAPPED, `rows [B]` index the shares. Of a chunk
-    the first entries are chosen. `held [rows, n_kv_head, n_chosen]` int64 has the entry in each place of `target`:
-    those that are chosen again stay there, and others take the places that are left, with their scales if SCALED.
-    scratch: int32 `[B * n_kv_head, 2 * (n_chunk + n_chosen)]`.
+    The result is that of `SelectionOps.choose`. Of a chunk that is chosen in part, the first entries are chosen.
+    `source_slots [rows, n_kv_head, n_chosen]` int64 has the source's slot of each entry of `target`: entries that are
+    chosen again stay in place, and new ones go to the other places, with their scales if SCALED. scratch: int32 `[B *
+    n_kv_head, 2 * (n_chunk + n_chosen)]`.
     """
     index = tl.program_id(0).to(tl.int64)
     b, h = index // n_kv_head, index % n_kv_head
-    if tl.load(is_new + b) == 0:
-        return
     row, end = tl.load(rows + b), tl.load(ends + b).to(tl.int32)
+    if end == 0:
+        return
     ranks = scratch + index * 2 * (n_chunk + n_chosen)
     marks, fresh, free = ranks + n_chunk, ranks + 2 * n_chunk, ranks + 2 * n_chunk + n_chosen
     chunk, place = tl.arange(0, CHUNKS), tl.arange(0, PLACES)
-    share = tl.zeros([CHUNKS], tl.float32)
-    shares += (row if MAPPED else b) * share_row + h * share_head
-    for token in tl.range(0, n_token):
-        count = tl.load(counts + b * n_token + token)
-        share += count * tl.load(shares + token * share_token + chunk, mask=chunk < n_chunk, other=0.0)
+    share = tl.load(shares + b * share_row + h * share_head + chunk, mask=chunk < n_chunk, other=0.0)
 
-    # The bits of floats that are not negative rank as they do. The last chunk that is chosen has the highest ones
-    # beyond which, themselves included, there are enough entries.
-    rank = tl.where(chunk < n_first // TOGETHER, ALWAYS, share.to(tl.int32, bitcast=True))
-    rank = tl.where(chunk * TOGETHER < end, rank, -1)
-    size = tl.minimum(end - chunk * TOGETHER, TOGETHER)
+    # Floats that are not negative have the order of their bits. `lowest`, the rank of the last chunk that is chosen, is
+    # the highest number such that chunks of at least that rank have enough entries.
+    rank = tl.where(chunk < n_first // CHUNK, ALWAYS, share.to(tl.int32, bitcast=True))
+    rank = tl.where(chunk * CHUNK < end, rank, -1)
+    size = tl.minimum(end - chunk * CHUNK, CHUNK)
     lowest = tl.full([], 0, tl.int32)
     for bit in tl.range(0, 31):
         higher = lowest | (1 << (30 - bit))
@@ -60,36 +56,37 @@ def choose(
     left = n_chosen - tl.sum(tl.where(rank > lowest, size, 0), 0)
     tl.store(ranks + chunk, rank, mask=chunk < n_chunk)
 
-    # How many of each chunk's entries are held, then how many are chosen: those that are new, and places without one.
-    held += (row * n_kv_head + h) * n_chosen + place
-    entry = tl.load(held, mask=place < n_chosen, other=-1).to(tl.int32)
-    entry = tl.where(entry < n_chunk * TOGETHER, entry, -1)  # of a longer text that the row held before
-    of_chunk, in_chunk = tl.maximum(entry, 0) // TOGETHER, tl.maximum(entry, 0) % TOGETHER
+    # `marks` has the number of each chunk's entries that are in `target`, then the number that is chosen. `fresh` lists
+    # the entries to be copied, `free` the places for them.
+    source_slots += (row * n_kv_head + h) * n_chosen + place
+    entry = tl.load(source_slots, mask=place < n_chosen, other=-1).to(tl.int32)
+    entry = tl.where(entry < n_chunk * CHUNK, entry, -1)  # left by a longer text in the same row
+    of_chunk, in_chunk = tl.maximum(entry, 0) // CHUNK, tl.maximum(entry, 0) % CHUNK
     tl.store(marks + chunk, 0, mask=chunk < n_chunk)
     tl.debug_barrier()
     tl.atomic_max(marks + of_chunk, in_chunk + 1, mask=entry >= 0)
     tl.debug_barrier()
     n_copied = tl.full([], 0, tl.int32)
     for start in tl.range(0, n_chunk, TILE):
-        some = start + tl.arange(0, TILE)
-        their_rank = tl.load(ranks + some, mask=some < n_chunk, other=-1)
-        known = tl.load(marks + some, mask=some < n_chunk, other=0)
-        their_size = tl.minimum(end - some * TOGETHER, TOGETHER)
-        equal = tl.where(their_rank == lowest, their_size, 0)  # of these the first are chosen
+        tile = start + tl.arange(0, TILE)
+        tile_rank = tl.load(ranks + tile, mask=tile < n_chunk, other=-1)
+        known = tl.load(marks + tile, mask=tile < n_chunk, other=0)
+        tile_size = tl.minimum(end - tile * CHUNK, CHUNK)
+        equal = tl.where(tile_rank == lowest, tile_size, 0)  # of equal chunks, the first are chosen
         taken = tl.minimum(tl.maximum(left - tl.cumsum(equal, 0) + equal, 0), equal)
         left -= tl.sum(equal, 0)
-        taken = tl.where(their_rank > lowest, their_size, taken)
+        taken = tl.where(tile_rank > lowest, tile_size, taken)
         n_new = tl.maximum(taken - known, 0)
         first = n_copied + tl.cumsum(n_new, 0) - n_new
         n_copied += tl.sum(n_new, 0)
-        for i in tl.range(0, TOGETHER):
-            tl.store(fresh + first + i, some * TOGETHER + known + i, mask=i < n_new)
-        tl.store(marks + some, taken, mask=some < n_chunk)
+        for i in tl.range(0, CHUNK):
+            tl.store(fresh + first + i, tile * CHUNK + known + i, mask=i < n_new)
+        tl.store(marks + tile, taken, mask=tile < n_chunk)
     tl.debug_barrier()
     stays = (entry >= 0) & (in_chunk < tl.load(marks + of_chunk))
     is_free = (place < n_chosen) & (stays == 0)
     order = tl.cumsum(is_free.to(tl.int32), 0) - 1
-    tl.store(held, tl.load(fresh + order, mask=is_free, other=0).to(tl.int64), mask=is_free)
+    tl.store(source_slots, tl.load(fresh + order, mask=is_free, other=0).to(tl.int64), mask=is_free)
     tl.store(free + order, place, mask=is_free)
     tl.debug_barrier()
 
@@ -111,42 +108,41 @@ def choose(
 
 
 def plan_choice(
-    to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+    to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, share: Tensor, ends: Tensor
 ) -> Launch:
-    """Plan the launch that does what `SelectionOps.choose` does, between entries of one dtype or without scales."""
-    n_kv_head, n_chosen = to.held.shape[2:]
+    """Plan the launch that replaces `SelectionOps.choose`, between caches of the same dtype or without scales."""
+    n_kv_head, n_chosen = to.source_slots.shape[2:]
     read, written = source.entries[from_layer], to.entries[to_layer]
-    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), shares.shape[-1]), len(choice.ends) * n_kv_head
+    n_chunk, n_program = min(triton.cdiv(read.shape[3], to.chunk), share.shape[-1]), len(ends) * n_kv_head
     if read.dtype.itemsize == 1:  # copied as bytes, which any GPU can
         read, written = read.view(torch.uint8), written.view(torch.uint8)
     # Pointers that a variant never follows still need a tensor.
     both = (source.scales, from_layer, read), (to.scales, to_layer, written)
-    scales = [x[..., 0] if of_all is None else of_all[layer] for of_all, layer, x in both]
+    scales = [entries[..., 0] if scales is None else scales[layer] for scales, layer, entries in both]
     tensors = {"source": read, "target": written, "source_scales": scales[0], "target_scales": scales[1]}
-    tensors |= {"shares": shares, "counts": choice.counts, "ends": choice.ends, "is_new": choice.is_new}
-    tensors |= {"rows": to.row_indices.contiguous(), "held": to.held[to_layer]}
-    tensors["scratch"] = to.held.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
-    strides = strides_of("row token head", share=shares) | strides_of("both row head slot", s=read, t=written)
+    tensors |= {"shares": share, "ends": ends, "rows": to.row_indices.contiguous()}
+    tensors["source_slots"] = to.source_slots[to_layer]
+    tensors["scratch"] = to.source_slots.new_empty(n_program, 2 * (n_chunk + n_chosen), dtype=torch.int32)
+    strides = strides_of("row head", share=share) | strides_of("both row head slot", s=read, t=written)
     strides |= strides_of("both row head", ss=scales[0], ts=scales[1])
-    numbers = {"n_token": choice.counts.shape[1], "n_kv_head": n_kv_head, "n_chunk": n_chunk}
-    numbers |= {"n_first": to.n_first, "n_chosen": n_chosen}
+    numbers = {"n_kv_head": n_kv_head, "n_chunk": n_chunk, "n_first": to.n_first, "n_chosen": n_chosen}
     n_ranked = max(triton.next_power_of_2(n_chunk), CHUNKS_PER_WARP)
-    variant: dict[str, Any] = {"MAPPED": isinstance(choice.rows, Tensor), "SCALED": to.scales is not None}
-    variant |= {"HEAD_DIM": read.shape[-1], "PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": CHOSEN_ENTRIES}
-    variant |= {"TOGETHER": to.chunk, "CHUNKS": n_ranked, "TILE": min(n_ranked, CHOSEN_CHUNKS)}
+    variant: dict[str, Any] = {"SCALED": to.scales is not None, "HEAD_DIM": read.shape[-1], "CHUNK": to.chunk}
+    variant |= {"PLACES": triton.next_power_of_2(n_chosen), "ENTRIES": COPIED_ENTRIES}
+    variant |= {"CHUNKS": n_ranked, "TILE": min(n_ranked, TILE_CHUNKS)}
     n_warp = min(max(n_ranked // CHUNKS_PER_WARP, 4), 16)
     return Launch(choose, (n_program,), tensors | strides | numbers | variant, n_warp, num_stages=1)
 
 
 class TritonSelectionOps(SelectionOps):
-    """SelectionOps by the kernel, where it has the dtypes, until it fails."""
+    """SelectionOps that use the kernel where it takes the dtypes, until it fails."""
 
     _runs = True
 
     def choose(
-        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, share: Tensor, ends: Tensor
     ) -> None:
-        given = to, to_layer, source, from_layer, shares, choice
+        given = to, to_layer, source, from_layer, share, ends
         if self._runs and (to.scales is source.scales is None or to.entries.dtype == source.entries.dtype):
             self._runs = works(lambda: launch_on(to.device, [plan_choice(*given)]), "chooses entries")
             if self._runs:

@@ -1,32 +1,25 @@
-"""Entries: one layer's keys and values as attention reads them, stored as they are or in 8 or 4 bits."""
+"""One layer's keys and values as attention reads them: in the model's dtype, in 8 bits, or in 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-# Keeps the scale of an all-zero vector from dividing by zero.
-SMALLEST_SCALE = 1e-12
-# Keeps the step of a group of equal numbers from dividing by zero.
-SMALLEST_STEP = 1e-8
+# The largest magnitude that each dtype of 8 bits can store.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# The least scale of a vector and the least step of a group in 4 bits, so that equal numbers divide by no zero.
+SMALLEST_SCALE, SMALLEST_STEP = 1e-12, 1e-8
 # The largest code of 4 bits.
 LEVELS = 15
 # Neighbouring entries that share one score (`KV.chunk_scores`).
 SCORE_CHUNK = 8
 
 
-@cache
-def largest() -> dict[torch.dtype, float]:
-    """Return the largest magnitude that each 8-bit storage holds."""
-    return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-
-
 class Packed(NamedTuple):
-    """Numbers of 4 bits, `code * step + low`, of tokens in the order of their positions, from 0 on.
+    """Entries in 4 bits, `code * step + low`, in the order of their positions, from 0 on.
 
     key_codes: uint8, by groups of tokens, `[max_batch, n_kv_head, n / group, ceil(head_dim / 2), group]`; a byte holds
         two codes, the first half of the head dim in the lower bits.
@@ -35,8 +28,8 @@ class Packed(NamedTuple):
         head_dim]`.
     value_grids: by parts of the head dim and token, `[2, max_batch, n_kv_head, n_part, n]`.
     n_token: the number of tokens that queries see, `<= n`.
-    recent: `[B', ring]` int64, positions of tokens held as they are, which count instead of their 4-bit copies;
-        position p is in slot `p % ring` or nowhere.
+    recent: `[B', ring]` int64, positions of tokens that `KV` has in full, which replace their 4-bit copies; position p
+        is in slot `p % ring` or nowhere.
     """
 
     key_codes: Tensor
@@ -56,19 +49,19 @@ class Packed(NamedTuple):
         return split(self.key_codes[rows].mT, low.shape[-1]).to(dtype).mul_(step).add_(low).flatten(2, 3)
 
     def values(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values, of the shape of `keys`."""
+        """Return the values `[B', n_kv_head, n, head_dim]`."""
         low, step = self.value_grids[:, rows].mT[..., None]
         codes = split(self.value_codes[rows], self.key_grids.shape[-1]).to(dtype)
         return codes.unflatten(-1, (low.shape[-2], -1)).mul_(step).add_(low).flatten(-2)
 
 
 def split(codes: Tensor, size: int) -> Tensor:
-    """Return `[..., ceil(size / 2)]` bytes as `[..., size]` codes of 4 bits."""
+    """Split bytes `[..., ceil(size / 2)]` into codes of 4 bits, `[..., size]`."""
     return torch.cat([codes & LEVELS, codes >> 4], dim=-1)[..., :size]
 
 
 def joined(codes: Tensor) -> Tensor:
-    """Return codes `[..., size]` of 4 bits as `[..., ceil(size / 2)]` bytes: the inverse of `split`."""
+    """Join codes of 4 bits, `[..., size]`, into bytes `[..., ceil(size / 2)]`: the inverse of `split`."""
     low, high = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).chunk(2, dim=-1)
     return low | high << 4
 
@@ -76,12 +69,14 @@ def joined(codes: Tensor) -> Tensor:
 class KV(NamedTuple):
     """Keys and values `[B, C, n_kv_head, head_dim]`, the last stride 1.
 
-    Entries of int8 or float8_e4m3fn mean `stored * scale`, a scale per token and head, `[B, C, n_kv_head]` float32;
-    without scales they are the values. rows: `[B']` int64, the row of the entries that each row of queries attends to;
-    None: row by row. packed: older tokens in 4 bits, where positions are those of all tokens; `unpacked` serves a
-    backend that cannot read them. chunk_scores: a buffer `[max_batch, >= T, n_kv_head, >= C / SCORE_CHUNK]` float32
-    that attention of a short block fills, in those rows, with the largest share that an entry of each chunk gets of
-    each token's attention, averaged over the heads of its group; None: not needed.
+    key_scales, value_scales: `[B, C, n_kv_head]` float32, a scale per token and head by which entries of int8 or
+        float8_e4m3fn are multiplied; None for other entries.
+    rows: `[B']` int64, the row of the entries that each row of queries attends to; None: the row of the same number.
+    chunk_scores: a buffer `[max_batch, >= T, n_kv_head, >= C / SCORE_CHUNK]` float32 that attention of a short block
+        fills, in those rows, with the largest share that an entry of each chunk gets of each token's attention,
+        averaged over the heads of its group; None: not needed.
+    packed: older tokens in 4 bits, where positions are those of all tokens; `unpacked` serves a backend that cannot
+        read them.
     """
 
     keys: Tensor
@@ -93,29 +88,31 @@ class KV(NamedTuple):
     packed: Packed | None = None
 
     def unpacked(self, dtype: torch.dtype) -> KV:
-        """Return packed and recent tokens as entries of `dtype` in the order of their positions, a row for each row of
-        queries, so that `rows` is None."""
+        """Return packed and recent tokens as entries of `dtype` in the order of their positions, with a row for each
+        row of queries, so that `rows` is None."""
         assert self.packed is not None
         assert self.chunk_scores is None, "chunks are scored in a target's cache, whose entries are not packed"
         n_token, rows = self.packed.n_token, slice(None) if self.rows is None else self.rows
         recent = torch.stack(self._replace(packed=None).dequantized(dtype))
         _, n_row, _, n_head, head_dim = recent.shape
-        # Slots of the ring that hold nothing go to a last one, which nobody reads.
+        # Empty slots of the ring are copied to an extra slot at the end, which is cut off.
         entries = recent.new_empty(2, n_row, n_head, n_token + 1, head_dim)
         for to, older in zip(entries, (self.packed.keys, self.packed.values), strict=True):
             to[:, :, :n_token] = older(rows, dtype)[:, :, :n_token]
-        held = self.packed.recent
-        at = torch.where((held >= 0) & (held < n_token), held, n_token)
-        entries[:, torch.arange(n_row, device=held.device)[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
+        positions = self.packed.recent
+        at = torch.where((positions >= 0) & (positions < n_token), positions, n_token)
+        entries[:, torch.arange(n_row, device=at.device)[:, None], :, at] = recent.permute(1, 2, 0, 3, 4)
         return KV(*entries[..., :n_token, :].transpose(2, 3))
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values in `dtype`, a row for each row of queries; the entries themselves where they fit."""
+        """Return keys and values in `dtype`, with a row for each row of queries; no copy where none is needed."""
         if self.packed is not None:
             return self.unpacked(dtype)[:2]
         if self.rows is not None:
-            of_keys, of_values = (None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales))
-            return KV(self.keys[self.rows], self.values[self.rows], of_keys, of_values).dequantized(dtype)
+            key_scales, value_scales = (
+                None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales)
+            )
+            return KV(self.keys[self.rows], self.values[self.rows], key_scales, value_scales).dequantized(dtype)
         return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
 
 
@@ -129,12 +126,12 @@ def pack(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `x [..., head_dim]` in 8 bits: entries of `dtype` (a key of `largest()`), and scales `[...]` float32.
+    """Return `x [..., head_dim]` in 8 bits: entries of `dtype` (a key of LARGEST), and scales `[...]` float32.
 
-    Symmetric, one scale per vector: the largest magnitude of each becomes the largest that `dtype` holds.
+    Symmetric, with a scale per vector: the largest magnitude of each becomes the largest that `dtype` can store.
     """
     x = x.float()
-    scale = (x.abs().amax(dim=-1) / largest()[dtype]).clamp(min=SMALLEST_SCALE)
+    scale = (x.abs().amax(dim=-1) / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     scaled = x / scale[..., None]
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
@@ -143,8 +140,8 @@ Store: TypeAlias = "Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], No
 
 
 def store(entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write `new [B, T, 2, n_kv_head, head_dim]` to `slots [B, T]` int64 of `rows [B, 1]` int64 of one layer's `entries
-    [2, max_batch, n_kv_head, capacity, head_dim]`, in 8 bits where these have `scales`, `entries.shape[:-1]`."""
+    """Store `new [B, T, 2, n_kv_head, head_dim]` in `slots [B, T]` int64 of `rows [B, 1]` int64 of one layer's `entries
+    [2, max_batch, n_kv_head, capacity, head_dim]`, in 8 bits if these have `scales`, `entries.shape[:-1]`."""
     if scales is None:
         entries[:, rows, :, slots] = new.to(entries.dtype)
     else:
@@ -152,15 +149,15 @@ def store(entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, n
 
 
 def dequantize(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the values `[..., head_dim]` in `dtype` of entries with scales `[...]`, or of entries without."""
+    """Return stored entries `[..., head_dim]` in `dtype`. scale: their scales `[...]`, or None if they have none."""
     if scale is None:
         return stored.to(dtype)
     return (stored.float() * scale[..., None]).to(dtype)
 
 
 def stored_as(entries: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return entries of one cache as another cache of `dtype` stores them: with scales if that has 8 bits."""
-    if dtype not in largest():
+    """Convert entries of one cache to those of a cache of `dtype`, with scales if that has 8 bits."""
+    if dtype not in LARGEST:
         return dequantize(entries, scale, dtype), None
     if scale is None or entries.dtype != dtype:
         return quantize(dequantize(entries, scale, torch.float32), dtype)

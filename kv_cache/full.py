@@ -13,7 +13,7 @@ from kv_cache.policy import Policy
 
 
 class FullKVCache(KVCache):
-    """A cache of `max_len` tokens a row. Errors: ConfigError if `max_batch` or `max_len` is below 1."""
+    """Keeps up to `max_len` tokens a row. Errors: ConfigError if `max_batch` or `max_len` is below 1."""
 
     in_order = True
 
@@ -21,12 +21,11 @@ class FullKVCache(KVCache):
         self, config: KVShape, max_batch: int, max_len: int, device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, max_batch, max_len, device, dtype)
+        self.max_length = max_len
 
     @property
     def max_block(self) -> int:
         return self.capacity
-
-    max_length = max_block
 
     def slots(self, positions: Tensor) -> Tensor:
         return positions

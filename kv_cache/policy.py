@@ -23,14 +23,14 @@ class Policy(ABC):
     """Options of a policy, whose fields are its flags."""
 
     name: ClassVar[str]
-    # Whether it selects from the target's cache by its verifications, so that only self-drafts have it.
+    # True if entries are selected by the target's verifications, so that only self-drafts can use the policy.
     of_self_drafts: ClassVar[bool] = False
-    # Whether its cache takes other bytes than its number of entries would.
-    has_own_storage: ClassVar[bool] = False
+    # True if its cache selects a prompt's entries by their content.
+    selects: ClassVar[bool] = False
 
     @abstractmethod
     def entries(self, length: int) -> int:
-        """Return the KV entries of a row that grows to `length` tokens."""
+        """Return the number of KV entries of a row that grows to `length` tokens."""
 
     @abstractmethod
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
@@ -38,7 +38,7 @@ class Policy(ABC):
 
     @property
     def room(self) -> int:
-        """The most tokens of a round that fit beside entries that always stay."""
+        """The most tokens of a round that the cache can hold beside entries that always stay."""
         return sys.maxsize
 
     @property
@@ -47,24 +47,16 @@ class Policy(ABC):
         return False
 
     def holds_all(self, length: int) -> bool:
-        """True if its budget leaves nothing out of `length` tokens."""
+        """True if the cache keeps every entry of a text of `length` tokens as it is."""
         return False
 
     def check(self) -> None:
         """Raise ConfigError if its cache cannot be made. Not for `auto` entries."""
-        self._sample()
-
-    @property
-    def selects(self) -> bool:
-        """True if its cache selects a prompt's entries by their content. Not for `auto` entries."""
-        return self._sample().selects
-
-    def _sample(self) -> KVCache:
         smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=2)
-        return self.new_cache(smallest, 1, 1, "meta", torch.float32)
+        self.new_cache(smallest, 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
-        """Return the policies that an `auto` option leaves to choose among, for prompts of `prefix_len` tokens."""
+        """Return the policies that `auto` chooses among for prompts of `prefix_len` tokens; this policy without it."""
         return [self]
 
     def with_entries(self, n: int) -> Policy:
@@ -81,14 +73,14 @@ class BudgetedPolicy(Policy):
     """A policy whose cache holds a fixed number of entries a row, whatever the length of the text."""
 
     draft_budget: int | Literal["auto"] = 512
-    """KV entries per row, sinks or selected ones and recent ones together; -1 is --draft_policy full; auto, of a
-    self-draft: whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
+    """KV entries per row: sinks or selected entries, and recent ones; -1 is --draft_policy full; auto, for self-drafts:
+    whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
 
     AUTO_BUDGETS: ClassVar[tuple[int, ...]] = (64, 128, 256, 512, 1024)
 
     @property
     def reserved(self) -> int:
-        """Entries that always stay, such as sinks; `auto` tries budgets of more than twice as many."""
+        """The number of entries that always stay, such as sinks; `auto` tries budgets of more than twice that."""
         return 0
 
     def with_entries(self, n: int) -> BudgetedPolicy:
@@ -114,19 +106,19 @@ class BudgetedPolicy(Policy):
 
 
 def policies() -> dict[str, type[Policy]]:
-    """Return every policy by its name: those that the files of this folder define."""
+    """Return the policies of this folder by name."""
     return registered("kv_cache", Path(__file__).parent, Policy)
 
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
-    """Import all files of a folder, and return the subclasses of `kind` that have a name, by it."""
+    """Import all files of a package's folder, and return the subclasses of `kind` that have a name, by name."""
     for file in pkgutil.iter_modules([str(folder)]):
         importlib.import_module(f"{package}.{file.name}")
     found: dict[str, Kind] = {}
     waiting: list[Any] = [kind]
     while waiting:
-        found_kind = waiting.pop()
-        waiting += found_kind.__subclasses__()
-        if (name := vars(found_kind).get("name")) and found.setdefault(name, found_kind) is not found_kind:
-            raise TypeError(f"{found_kind.__module__} and {found[name].__module__} both define {name!r}: rename one")
+        subclass = waiting.pop()
+        waiting += subclass.__subclasses__()
+        if "name" in vars(subclass):
+            found[subclass.name] = subclass
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""QuantizedKVCache: every token is kept, recent ones as they are and all before them in 4 bits (QuantSpec)."""
+"""QuantizedKVCache: keeps every token, recent ones in `dtype` and all older ones in 4 bits (QuantSpec)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 from common.errors import require_at_least
 from common.launch import launch_on, triton_reads, works
 from kv_cache.base import EMPTY, Device, KVCache, KVShape
-from kv_cache.entries import KV, LEVELS, SMALLEST_STEP, Packed, Store, dequantize, joined, store, stored_as
+from kv_cache.entries import KV, LEVELS, SMALLEST_STEP, Packed, Store, dequantize, joined, store
 from kv_cache.full import Full, FullKVCache
 
-# Tokens that are quantised together when a row is filled, as float32: more would outgrow what is planned.
+# Tokens that are quantised together when a row is filled: their float32 copies take little memory.
 FILLED_AT_ONCE = 512
 
 
 class QuantizedKVCache(FullKVCache):
-    """Keeps all tokens in the order of their positions: 4 bits a number, but for a ring of recent tokens in `dtype`
-    (Tiwari et al., "QuantSpec", arXiv 2502.10424, section 4).
+    """Keeps all tokens in 4 bits, in the order of their positions, and a ring of recent tokens in `dtype` (Tiwari et
+    al., "QuantSpec", arXiv 2502.10424, section 4).
 
     The numbers of a group share their smallest number and a step, both in bfloat16. Keys are grouped along tokens, by
     channel; values along channels, by token. `group` tokens are quantised at once, when all of them lie `window` or
-    more before a block that is written; until then they are in the ring, as in the paper's two buffers. `begin` finds
-    that group in each row, `write` quantises it layer by layer. Errors: ConfigError if `group` is below 1, or `window`
+    more before a block that is written; until then they are in the ring (the paper has two buffers). `begin` finds that
+    group in each row, `write` quantises it layer by layer. Errors: ConfigError if `group` is below 1, or `window`
     shorter.
 
-    entries: of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
+    entries: those of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
-    # Let a CPU skip writes that change nothing; False where rounds are captured, since no host may decide there.
+    # True: a CPU skips writes that change nothing. False while a round is captured, where the host cannot decide.
     asks_host = True
 
     def __init__(
@@ -49,21 +49,22 @@ class QuantizedKVCache(FullKVCache):
     ) -> None:
         require_at_least("quant_group", group, 1)
         require_at_least("quant_window", window, group)  # a group waits there until it is quantised
-        # A group begins at most `window + 2 * group` tokens before the block that it is quantised at, which has `group`
-        # tokens at most: none of them is written over before.
+        # A group begins at most `window + 2 * group` tokens before the block that causes it to be quantised, which has
+        # at most `group` tokens: none of the group is overwritten before.
         super().__init__(config, max_batch, window + 3 * group, device, dtype)
-        self.ring, self.capacity, self.group, self.window = self.capacity, max_len, group, window
+        self.ring, self.group, self.window = self.capacity, group, window
+        self.capacity = self.max_length = max_len
         self._ring_positions, self._positions = self._positions, torch.full((max_batch, max_len), EMPTY, device=device)
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
-        # As of Packed, in each layer.
-        byte = torch.zeros((), dtype=torch.uint8, device=device)
-        self._key_codes = byte.new_zeros(layers, *rows, n_group, -(-config.head_dim // 2), group)
-        self._value_codes = byte.new_zeros(layers, *rows, n_slot, -(-config.head_dim // 2))
-        grid = torch.zeros((), dtype=torch.bfloat16, device=device)
-        self._key_grids = grid.new_zeros(layers, 2, *rows, n_group, config.head_dim)
-        self._value_grids = grid.new_zeros(layers, 2, *rows, config.head_dim // along, n_slot)
+        # The fields of `Packed` in each layer.
+        codes = partial(torch.zeros, device=device, dtype=torch.uint8)
+        grids = partial(torch.zeros, device=device, dtype=torch.bfloat16)
+        self._key_codes = codes(layers, *rows, n_group, -(-config.head_dim // 2), group)
+        self._value_codes = codes(layers, *rows, n_slot, -(-config.head_dim // 2))
+        self._key_grids = grids(layers, 2, *rows, n_group, config.head_dim)
+        self._value_grids = grids(layers, 2, *rows, config.head_dim // along, n_slot)
         self._packing, self._was_due = kernel_for(self.entries), self._last_group
         if self._packing is not None:  # tried where no group is due
             trial = partial(self._quantize, 0, self, 0, self._rows, self._last_group[:, None], self._packing)
@@ -71,12 +72,12 @@ class QuantizedKVCache(FullKVCache):
 
     @property
     def packed(self) -> list[Tensor]:
-        """The tensors of 4-bit numbers: codes and grids, of keys and of values."""
+        """The tensors of entries in 4 bits: codes and grids, of keys and of values."""
         return [self._key_codes, self._value_codes, self._key_grids, self._value_grids]
 
     @property
     def n_bytes(self) -> int:
-        return super().n_bytes + sum(x.numel() * x.element_size() for x in self.packed)
+        return super().n_bytes + sum(x.nbytes for x in self.packed)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -90,7 +91,7 @@ class QuantizedKVCache(FullKVCache):
         super().begin(positions)
         slots = positions % self.ring
         self._ring_positions[self._rows, slots] = positions
-        # The last group that lies far enough back, and the one that was the last when it was quantised.
+        # The last group that lies far enough back, and the last group that is in 4 bits.
         self._due = (positions[:, :1] - (self.window + self.group)) // self.group
         self._was_due, self._skips = self._last_group[self._rows], False
         self._last_group[self._rows] = self._due
@@ -98,13 +99,13 @@ class QuantizedKVCache(FullKVCache):
             is_new = (self._due >= 0) & (self._due != self._was_due)
             self._due = self._due.clamp(min=0)
             tokens = self._due * self.group + torch.arange(self.group, device=self.device)
-            # The rows which have it in the ring and in 4 bits not yet.
+            # True for rows that have the group in the ring, and not yet in 4 bits.
             self._is_due = (is_new & (self._ring_positions[self._rows, tokens % self.ring] == tokens)).all(dim=1)
             self._skips = self.asks_host and self.device.type == "cpu" and not self._is_due.any()
         return slots
 
     def write(self, layer: int, slots: Tensor, new: Tensor, store: Store = store) -> None:
-        """Write into the ring, as every cache; then quantise the group that is due."""
+        """Write into the ring, then quantise the group that is due."""
         super().write(layer, slots, new, store)
         if not self._skips:
             self._quantize(layer, self, layer, self._rows, self._due, self._packing)
@@ -112,8 +113,8 @@ class QuantizedKVCache(FullKVCache):
     def _quantize(
         self, layer: int, source: KVCache, from_layer: int, rows: Tensor, groups: Tensor, packing: Any
     ) -> None:
-        """Quantise the `groups [B, n]` of `rows [B, 1]` of a layer of `source`. Where that is this cache, only groups
-        that are due. packing: the module that `kernel_for` returned."""
+        """Quantise `groups [B, n]` of `rows [B, 1]` of a layer of `source`; if that is this cache, only those that are
+        due. packing: the module that `kernel_for` returned."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()
@@ -130,15 +131,15 @@ class QuantizedKVCache(FullKVCache):
         key_codes, key_grid = quantize4(keys, 2)
         value_codes, value_grid = quantize4(values.unflatten(-1, (n_part, -1)), -1)
         every, value_grids = slice(None), torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)
-        for held, at, new in (
+        for stored, at, new in (
             (self._key_codes, (rows, every, groups), joined(key_codes).permute(0, 1, 3, 4, 2)),
             (self._value_codes, (rows, every, slots), joined(value_codes.flatten(-2)).flatten(1, 2)),
             (self._key_grids, (every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
             (self._value_grids, (every, rows, every, every, slots), value_grids),
         ):
             if source is self:
-                new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, held[layer][at])
-            held[layer][at] = new
+                new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, stored[layer][at])
+            stored[layer][at] = new
 
     def read(self, layer: int, queries: Tensor | None = None) -> KV:
         n_token = self._positions.shape[1]
@@ -164,25 +165,23 @@ class QuantizedKVCache(FullKVCache):
         source_row: int | None = None,
         n_known: int = 0,
     ) -> None:
-        """Fill a row from a source whose slots are in the order of positions: whole groups in 4 bits, and the tokens
-        behind the last whole group, as they are, to the ring. Arguments are those of `KVCache.fill_row`."""
+        """Fill a row from a source whose slots are in the order of positions: whole groups in 4 bits, and the last
+        tokens in the ring. For the arguments, see `KVCache.fill_row`."""
         from_row = row if source_row is None else source_row
         if not n_known:
             self.reset_row(row)
         n_group = max(0, (length - self.window) // self.group)
-        # What was known is in 4 bits, but for what the last block left in the ring.
+        # Known tokens are in 4 bits, except those that the last block left in the ring.
         first = max(0, (n_known - self.window) // self.group - 1)
         kept = torch.arange(first * self.group, length, device=self.device)
         recent, groups = kept[-self.ring :], torch.arange(first, n_group, device=self.device)[None]
-        into, given = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
+        to_view, from_view = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
         packing = self._packing and kernel_for(source.entries)
         at_once = max(1, n_group) if packing else -(-FILLED_AT_ONCE // self.group)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             for some in groups.split(at_once, dim=1) if n_group > first else ():
-                into._quantize(to_layer, given, from_layer, torch.zeros_like(some[:, :1]), some, packing)
-            scales = None if source.scales is None else source.scales[from_layer, :, from_row][:, :, recent]
-            entries = source.entries[from_layer, :, from_row][:, :, recent]
-            self.put(to_layer, row, recent % self.ring, *stored_as(entries, scales, self.entries.dtype))
+                to_view._quantize(to_layer, from_view, from_layer, torch.zeros_like(some[:, :1]), some, packing)
+            self.put(to_layer, row, recent % self.ring, *from_view.gather(from_layer, recent))
         self._positions[row, kept] = kept
         self._ring_positions[row, recent % self.ring] = recent
         self._last_group[row] = n_group - 1
@@ -193,7 +192,7 @@ class QuantizedKVCache(FullKVCache):
         narrowed = super().view(rows, extent, block_at_end)
         assert isinstance(narrowed, QuantizedKVCache)
         stored = rows if isinstance(rows, slice) else slice(None)
-        # An extent is of tokens, whatever holds them; the ring stays whole.
+        # The extent narrows positions and codes; the ring stays whole.
         narrowed.entries = self.entries[:, :, stored]
         narrowed.scales = None if self.scales is None else self.scales[:, :, stored]
         narrowed._key_codes, narrowed._value_codes = self._key_codes[:, stored], self._value_codes[:, stored]
@@ -203,7 +202,7 @@ class QuantizedKVCache(FullKVCache):
 
 
 def kernel_for(entries: Tensor) -> Any:
-    """Return the module of the Triton kernel that packs such entries, or None where it cannot run."""
+    """Return the module of the Triton kernel that packs these entries, or None if it cannot run."""
     if not triton_reads(entries):
         return None
     from kv_cache import packing
@@ -212,8 +211,8 @@ def kernel_for(entries: Tensor) -> Any:
 
 
 def quantize4(x: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return codes of 0 to 15 of `x`, uint8, and of each group along `dim` its smallest number and step, bfloat16, of
-    size 1 there."""
+    """Return codes of 0 to 15 of `x`, uint8, and each group's smallest number and step, bfloat16. Groups lie along
+    `dim`, whose size is 1 in their numbers and steps."""
     low = x.amin(dim, keepdim=True).bfloat16()
     step = ((x.amax(dim, keepdim=True) - low) / LEVELS).clamp(min=SMALLEST_STEP).bfloat16()
     return ((x - low) / step).round().clamp(0, LEVELS).to(torch.uint8), (low, step)
@@ -221,15 +220,14 @@ def quantize4(x: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Quantized(Full):
-    """All tokens, in 4 bits but for recent ones."""
+    """All tokens, older ones in 4 bits."""
 
     name: ClassVar[str] = "quantized"
-    has_own_storage: ClassVar[bool] = True
     quant_group: int = 16
-    """numbers that share a scale: tokens of a key's channel, channels of a value; a CPU reads multiples of 16 as they
-    are, and unpacks others first"""
+    """numbers that share a scale: tokens of a key's channel, channels of a value; a CPU reads groups of a multiple of
+    16 directly, and unpacks others first"""
     quant_window: int = 64
-    """recent tokens, at least, that are not quantised"""
+    """the least number of recent tokens that are not quantised"""
 
     @property
     def room(self) -> int:

@@ -1,11 +1,11 @@
-"""RefreshedKVCache: a self-draft's entries, selected anew as rounds go on, by what the target's verification saw."""
+"""RefreshedKVCache: a self-draft's entries, selected anew every few rounds by the target's verifications."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from kv_cache.views import WriteThroughKVCache
 
 
 class VerificationScores:
-    """Scores that a cache selects by: queries of each row's last verified block, or the attention that it gave.
+    """Records of each row's last verification, which a cache selects its entries by.
 
-    Tensors stay where they are; a shorter block fills the first tokens.
-
-    starts: the position of the block's first token, `[max_batch]` int64, beyond any length where there was none.
-    seen: its queries, `[n_layer, max_batch, n_token, n_head, head_dim]`, or with `as_shares` what `KV.chunk_scores`
-    takes of each layer, `[n_layer, max_batch, n_token, n_kv_head, capacity / SCORE_CHUNK]`.
+    starts: the position of the block's first token, `[max_batch]` int64; larger than any length if there was no block.
+    seen: the block's queries, `[n_layer, max_batch, n_token, n_head, head_dim]`; with `as_shares`, each layer's
+    `KV.chunk_scores`, `[n_layer, max_batch, n_token, n_kv_head, capacity / SCORE_CHUNK]`. A shorter block fills the
+    first tokens.
     """
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype, as_shares: bool) -> None:
@@ -42,7 +41,7 @@ class VerificationScores:
 
 
 class ObservingKVCache(WriteThroughKVCache):
-    """A write-through view that also records, in `scores`, what the draft's cache will select its entries by."""
+    """A write-through view that records in `scores` what the draft's cache selects its entries by."""
 
     def __init__(self, through: WriteThroughKVCache, scores: VerificationScores) -> None:
         super().__init__(through.target, through.draft, through.layers)
@@ -66,42 +65,33 @@ class ObservingKVCache(WriteThroughKVCache):
         return ObservingKVCache(super().view(rows, extent), self.scores)
 
 
-class Choice(NamedTuple):
-    """Arguments of a selection that are the same in every layer, for the B rows of a batch."""
-
-    rows: slice | Tensor  # the batch's rows among the rows of `shares`
-    counts: Tensor  # how often the shares of each token count, `[B, n_token]` float32
-    ends: Tensor  # only entries at positions below these are chosen, `[B]` int64
-    is_new: Tensor  # whether the row chooses at all, `[B]`
-
-
 class SelectionOps:
-    """Chooses entries and copies them, in PyTorch; attention backends and Triton kernels override this."""
+    """Selects entries and copies them, in PyTorch. The C++ backend and the Triton kernel override these methods."""
 
     def choose(
-        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, shares: Tensor, choice: Choice
+        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, share: Tensor, ends: Tensor
     ) -> None:
-        """Choose entries of a layer of `source` by attention, and copy them to the first slots of the same rows of a
-        layer of `to`, in any order. shares: of each token's attention by chunk, `[rows, n_token, n_kv_head, n_chunk]`
-        float32; `best_chunks` ranks their sum over tokens."""
-        given = shares[choice.rows]
-        share = (choice.counts[:, None] @ given.flatten(2)).view(len(given), *given.shape[2:])
+        """Copy the entries of the best chunks of a layer of `source` to the first slots of a layer of `to`.
+
+        share: the attention that each chunk gets, `[B, n_kv_head, n_chunk]` float32. ends: entries at positions below
+        are chosen, `[B]` int64; a row with 0 stays as it is. The slots are filled in any order.
+        """
         share = share[..., : -(-source.keys.shape[3] // to.chunk)]
-        chosen = self.best_chunks(share, to.chunk, choice.ends, to.n_first, to.n_sink)
-        self.copy_chosen(to, to_layer, source, from_layer, chosen, choice.is_new)
+        chosen = self.best_chunks(share, to.chunk, ends, to.n_first, to.n_sink)
+        self.copy_chosen(to, to_layer, source, from_layer, chosen, ends > 0)
 
     def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
         """Return the entries of the best chunks, `[B, n_kv_head, n_chosen]`, of texts that end at `ends [B]`.
 
         The first `n_first` entries, whole chunks, are always chosen; then chunks by `share [B, n_kv_head, n_chunk]`
-        float32, 0 or more. The last chunk may be cut. Texts with fewer entries get any.
+        float32, 0 or more. The last chunk may be cut. For texts with fewer entries, the result is arbitrary.
         """
         at = torch.arange(share.shape[-1], device=share.device)
         ranks = share.masked_fill(at < n_first // chunk, float("inf"))
         ranks = ranks.masked_fill(at * chunk >= ends[:, None, None], -1)
-        # Among equals the first are chosen, whatever else there is: the bits of a float, then how early it comes.
+        # Of equal shares the first are chosen: a key is the bits of the float, then how early the chunk comes.
         keys = (ranks.view(torch.int32).long() << 32) - at
-        # The chunk that the end cuts has fewer entries.
+        # One chunk more, since `ends` may cut a chunk.
         best = keys.topk(min(len(at), -(-n_chosen // chunk) + 1)).indices
         entries = entries_of(best, chunk)
         in_order = (entries >= ends[:, None, None]).byte().sort(dim=-1, stable=True).indices
@@ -110,8 +100,8 @@ class SelectionOps:
     def copy_chosen(
         self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """Copy a layer's entries at the slots `chosen [B, n_kv_head, n]`, from any storage to any, to the first n slots
-        of the rows that the mask `is_new [B]` names, in any order."""
+        """Copy a layer's entries at the slots `chosen [B, n_kv_head, n]` of `source` to the first n slots of `to`, in
+        any order, in the rows where `is_new [B]`. The caches may have different dtypes."""
         found = stored_as(*source.gather(from_layer, chosen), to.entries.dtype)
         for stored, new in zip((to.entries, to.scales), found, strict=True):
             if stored is not None and new is not None:
@@ -126,60 +116,78 @@ def entries_of(chunks: Tensor, chunk: int) -> Tensor:
 
 
 class RefreshedKVCache(ScoredKVCache):
-    """Selects from a prompt as SnapKV; a self-draft calls `choose` after every `refresh_every` rounds.
+    """Selects from a prompt like SnapKV, and anew with `choose`, which a self-draft calls every `refresh_every` rounds.
 
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and the best chunks of `chunk`
-    tokens of the others. Errors: ConfigError as of ScoredKVCache, or if `refresh` or `n_sink` is too small.
+    tokens between them. A subclass defines `new_scores`, buffers for what verifications record, and `chunk_shares`, by
+    which chunks are ranked. Errors: ConfigError from ScoredKVCache, or if `refresh` or `n_sink` is too small.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
         require_at_least("n_sink", policy.n_sink, 0)
         require_at_least("refresh", policy.refresh, 1)
         super().__init__(config, max_batch, policy, device, dtype)
-        self.n_first, self.refresh_every, self.chunk = policy.n_first, policy.refresh, policy.n_together
-        # The slot that each chosen entry came from, so that a copy can leave entries in place that are chosen again.
-        self.held = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
+        self.n_first, self.refresh_every, self.chunk = policy.n_first, policy.refresh, policy.score_chunk
+        # The source's slot of each chosen entry: a copy can leave entries in place that are chosen again.
+        self.source_slots = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
 
     def reset_row(self, row: int) -> None:
         super().reset_row(row)
-        self.held[:, row] = EMPTY
+        self.source_slots[:, row] = EMPTY
 
     @property
     def n_bytes(self) -> int:
-        return super().n_bytes + self.held.nbytes
+        return super().n_bytes + self.source_slots.nbytes
 
     @abstractmethod
-    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
-        """Return what `choose` goes by: of verifications of up to `n_token` tokens by `n_head` heads, whose queries are
-        in `dtype`, over `capacity` entries a row."""
+    def new_scores(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
+        """Return empty records of verifications of up to `n_token` tokens by `n_head` heads, with queries in `dtype`,
+        over `capacity` entries a row."""
 
     @abstractmethod
+    def chunk_shares(
+        self, source: KVCache, lengths: Tensor, n_accepted: Tensor, seen: Tensor, layers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Yield for each layer the attention that chunks get, `[B, n_kv_head, n_chunk]` float32.
+
+        n_accepted: the tokens of each row's last verification that stand, `[B]`; below 1 if there was none. seen:
+        `VerificationScores.seen`. Other arguments are those of `choose`.
+        """
+
     def choose(
         self, source: KVCache, lengths: Tensor, scores: VerificationScores, layers: Sequence[int], ops: SelectionOps
     ) -> None:
-        """Choose from `source`, whose rows hold `lengths [B]` tokens in order, by what they verified last. Rows stay as
-        they are that verified nothing since they were filled, or whose whole text the cache holds. layers: the source's
-        layers that this cache has, in order."""
+        """Select entries anew from `source`, whose rows hold `lengths [B]` tokens in order.
+
+        A row stays as it is if it verified nothing since it was filled, or if the cache holds its whole text. layers:
+        the source's layers that this cache has, in order.
+        """
+        n_accepted = lengths - scores.starts[self.row_indices]
+        ends = torch.where((n_accepted > 0) & (lengths > self.capacity), lengths - self.window, 0)
+        shares = self.chunk_shares(source, lengths, n_accepted, scores.seen, layers)
+        for to_layer, (from_layer, share) in enumerate(zip(layers, shares, strict=True)):
+            if source.keys.shape[3] > self.capacity:
+                ops.choose(self, to_layer, source, from_layer, share, ends)
 
 
 @dataclass(frozen=True)
 class Refreshed(SnapKV):
-    """A policy of self-drafts, whose entries are chosen anew."""
+    """A policy of self-drafts that selects entries anew while decoding."""
 
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
-    """attention sinks in the budget; of chunks that are kept whole, as many as hold them"""
+    """attention sinks in the budget, rounded up to whole chunks"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
 
     @property
-    def n_together(self) -> int:
-        """Entries of a chunk, of which all are chosen or none."""
+    def score_chunk(self) -> int:
+        """The number of entries of a chunk, which are chosen together."""
         return SCORE_CHUNK
 
     @property
     def n_first(self) -> int:
-        return -(-self.n_sink // self.n_together) * self.n_together
+        return -(-self.n_sink // self.score_chunk) * self.score_chunk
 
     @property
     def reserved(self) -> int:

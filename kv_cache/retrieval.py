@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,79 +10,69 @@ import torch
 from torch import Tensor
 
 from common.errors import require_at_least
-from kv_cache.base import Device, KVCache, KVShape, NewTensor
-from kv_cache.entries import dequantize, largest
-from kv_cache.refreshed import Choice, Refreshed, RefreshedKVCache, SelectionOps, VerificationScores, entries_of
+from kv_cache.base import Device, KVCache, KVShape
+from kv_cache.entries import LARGEST, dequantize
+from kv_cache.refreshed import Refreshed, RefreshedKVCache, SelectionOps, VerificationScores, entries_of
 from kv_cache.snapkv import attention_received
 
 
 class RetrievalKVCache(RefreshedKVCache):
     """Keeps the chunks whose mean keys the newest query attends to most (TriForce, arXiv 2404.11912, section 4.1): the
-    prompt's last query, then every `refresh_every` rounds that of the last accepted token.
+    query of the prompt's last token, then every `refresh_every` rounds the query of the last accepted token.
 
-    means: those keys `[n_layer, max_batch, n_kv_head, longest // chunk, head_dim]` of the chunks that a row's text
-    fills, kept up as it grows. Errors: ConfigError as of RefreshedKVCache, or if a chunk is longer than the window.
+    means: mean keys of the whole chunks of each row's text, `[n_layer, max_batch, n_kv_head, longest // chunk,
+    head_dim]`, kept up as the text grows. Errors: ConfigError from RefreshedKVCache, or if a chunk is longer than the
+    window.
     """
 
     def __init__(
         self, config: KVShape, max_batch: int, longest: int, policy: Retrieval, device: Device, dtype: torch.dtype
     ) -> None:
-        chunk = policy.chunk
-        require_at_least("chunk", chunk, 1)
-        # Every token before the window has to lie in a chunk that the text fills.
-        require_at_least("snapkv_window", policy.snapkv_window, chunk)
+        require_at_least("chunk", policy.chunk, 1)
+        # Every token before the window is then in a whole chunk.
+        require_at_least("snapkv_window", policy.snapkv_window, policy.chunk)
         super().__init__(config, max_batch, policy, device, dtype)
-        self._longest = longest
-        shape = (config.n_layer, max_batch, config.n_kv_head, longest // chunk, config.head_dim)
-        self.means = torch.zeros(shape, device=device, dtype=torch.float32 if dtype in largest() else dtype)
-
-    @property
-    def max_length(self) -> int:
-        return self._longest
+        self.max_length = longest
+        shape = (config.n_layer, max_batch, config.n_kv_head, longest // policy.chunk, config.head_dim)
+        self.means = torch.zeros(shape, device=device, dtype=torch.float32 if dtype in LARGEST else dtype)
 
     @property
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.nbytes
 
-    def filled(self, layer: int, row: int, keys: NewTensor, n_known: int) -> None:
-        # From the last choice on: chunks that the text has filled since have no means.
+    def filled(self, layer: int, row: int, keys: Callable[[int], Tensor], n_known: int) -> None:
+        # Chunks that the text has filled since the last choice have no means.
         first = max(0, n_known - self.refresh_every * self.window) // self.chunk
         means = self._means(keys(first * self.chunk))
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
-    def selected(self, kept: Tensor, length: int, keys: NewTensor, queries: NewTensor) -> Tensor:
-        means, ends = self._means(keys()), torch.tensor([length - self.window], device=kept.device)
-        share = attention_received(queries(), means, self._is_hidden(ends, means.shape[1]))
+    def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
+        means, ends = self._means(keys), torch.tensor([length - self.window], device=kept.device)
+        share = attention_received(queries, means, self._is_hidden(ends, means.shape[1]))
         chosen = SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0]
         return torch.cat([chosen.sort(dim=1).values, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
 
-    def observer(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
+    def new_scores(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
         return VerificationScores(shape, self.device, dtype, as_shares=False)
 
-    def choose(
-        self, source: KVCache, lengths: Tensor, scores: VerificationScores, layers: Sequence[int], ops: SelectionOps
-    ) -> None:
-        rows, extent = self.row_indices, source.keys.shape[3]
-        n_accepted, most = lengths - scores.starts[rows], scores.seen.shape[2]
-        newest = (n_accepted - 1).clamp(min=0, max=most - 1)
-        is_new = (n_accepted > 0) & (lengths > self.capacity)
-        # Chunks that a row's text may have filled since entries were chosen last, or the row was filled.
-        ahead = torch.arange(2 + self.refresh_every * most // self.chunk, device=self.device)
+    def chunk_shares(
+        self, source: KVCache, lengths: Tensor, n_accepted: Tensor, seen: Tensor, layers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        rows, extent, n_token = self.row_indices, source.keys.shape[3], seen.shape[2]
+        newest = (n_accepted - 1).clamp(min=0, max=n_token - 1)
+        # The chunks that a row's text may have filled since the last choice, or since the row was filled.
+        ahead = torch.arange(2 + self.refresh_every * n_token // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
         slots = entries_of(filled, self.chunk).clamp(max=extent - 1)
-        ends, named, whole = lengths - self.window, rows[:, None], min(extent // self.chunk, self.means.shape[3])
-        once = torch.ones_like(lengths[:, None], dtype=torch.float32)
-        is_hidden, choice = self._is_hidden(ends, whole)[:, None], Choice(slice(None), once, ends, is_new)
+        n_whole, row = min(extent // self.chunk, self.means.shape[3]), rows[:, None]
+        is_hidden = self._is_hidden(lengths - self.window, n_whole)[:, None]
         for to_layer, from_layer in enumerate(layers):
-            scales = None if source.scales is None else source.scales[from_layer, 0][named, :, slots]
-            keys = dequantize(source.keys[from_layer][named, :, slots], scales, self.means.dtype)
-            self.means[to_layer][named, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
-            if extent > self.capacity:
-                queries = scores.seen[to_layer][rows, newest][:, :, None]
-                # A copy of the named rows, which no variable keeps while entries are copied.
-                share = attention_received(queries, self.means[to_layer][self.stored_rows, :, :whole], is_hidden)
-                ops.choose(self, to_layer, source, from_layer, share[:, None], choice)
+            scales = None if source.scales is None else source.scales[from_layer, 0][row, :, slots]
+            keys = dequantize(source.keys[from_layer][row, :, slots], scales, self.means.dtype)
+            self.means[to_layer][row, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
+            queries = seen[to_layer][rows, newest][:, :, None]
+            yield attention_received(queries, self.means[to_layer][self.stored_rows, :, :n_whole], is_hidden)
 
     def _means(self, keys: Tensor) -> Tensor:
         """Return the means of the whole chunks of `keys [..., n, D]`: `[..., n // chunk, D]`."""
@@ -90,9 +80,9 @@ class RetrievalKVCache(RefreshedKVCache):
         return keys[..., :n_whole, :].unflatten(-2, (-1, self.chunk)).mean(dim=-2).to(self.means.dtype)
 
     def _is_hidden(self, ends: Tensor, n_chunk: int) -> Tensor:
-        """Return the mask `[B, n_chunk]` of chunks that begin at or behind `ends [B]`; the first is never hidden."""
-        at = torch.arange(n_chunk, device=ends.device)
-        return at > ((ends - 1) // self.chunk).clamp(min=0)[:, None]
+        """Return the mask `[B, n_chunk]` of chunks that begin at or after `ends [B]`; the first is never hidden."""
+        chunks = torch.arange(n_chunk, device=ends.device)
+        return chunks > ((ends - 1) // self.chunk).clamp(min=0)[:, None]
 
 
 @dataclass(frozen=True)
@@ -101,10 +91,10 @@ class Retrieval(Refreshed):
 
     name: ClassVar[str] = "retrieval"
     chunk: int = 8
-    """tokens of a chunk, which is read whole or not at all"""
+    """tokens of a chunk, which are chosen together"""
 
     @property
-    def n_together(self) -> int:
+    def score_chunk(self) -> int:
         return max(1, self.chunk)
 
     @property

@@ -15,11 +15,11 @@ POOL = 5
 
 
 def attention_received(queries: Tensor, keys: Tensor, is_hidden: Tensor) -> Tensor:
-    """Return the attention that each entry gets of n queries, summed over them and averaged over the heads of a group:
-    `[..., n_kv_head, C]` float32; a head's sum is n.
+    """Return the attention that each entry gets from n queries, summed over queries and averaged over the heads of a
+    group: `[..., n_kv_head, C]` float32, with a sum of n per head.
 
-    queries: `[..., n_head, n, D]`, rotated as `keys [..., n_kv_head, C, D]`. is_hidden: `[..., n, C]`, the entries that
-    a query does not see.
+    queries: `[..., n_head, n, D]`, rotated like `keys [..., n_kv_head, C, D]`. is_hidden: the entries that a query does
+    not see, `[..., n, C]` bool.
     """
     *batch, n_kv_head, n_token, head_dim = keys.shape
     n_query = queries.shape[-2]
@@ -32,7 +32,7 @@ def attention_received(queries: Tensor, keys: Tensor, is_hidden: Tensor) -> Tens
 
 @dataclass(frozen=True)
 class SnapKV(ScoredPolicy):
-    """What the prompt's last queries attend to, and recent tokens."""
+    """The entries that the prompt's last queries attend to, and recent tokens."""
 
     name: ClassVar[str] = "snapkv"
 
@@ -41,8 +41,8 @@ class SnapKV(ScoredPolicy):
         return self.snapkv_window
 
     def score(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """Return the attention that entries before the queries get, averaged over neighbours, so that what surrounds a
-        hit is kept with it."""
+        """Return the attention that entries before the queries get, averaged over neighbours, so that the tokens around
+        an important one are kept with it."""
         n_before, n_token = keys.shape[1] - queries.shape[1], keys.shape[1]
         entries = torch.arange(n_token, device=keys.device)
         votes = attention_received(queries, keys, entries > entries[n_before:, None])

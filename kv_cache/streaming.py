@@ -20,10 +20,10 @@ class StreamingKVCache(KVCache):
     token `window` before it; a block evicts before it attends. Tokens that a rejected draft evicted do not come back,
     which costs later drafts a little and no emitted token anything.
 
-    Keys keep the rotation of their absolute position, or, with `rotate_on_read`, are stored un-rotated and rotated at
-    every read by their position *in the cache*, as StreamingLLM does (section 3.2): no query or key then sits beyond
-    `budget`, so a model whose trained context is short can follow a text of any length. Errors: ConfigError if the
-    budget leaves no room for a window.
+    Keys keep the rotation of their absolute position. With `rotate_on_read` they are stored un-rotated, and rotated at
+    every read by their position *in the cache*, as in StreamingLLM (section 3.2): no rotary position then exceeds
+    `budget`, so a model with a short trained context can follow a text of any length. Errors: ConfigError if the budget
+    leaves no room for a window.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StreamingKVCache(KVCache):
 
     @property
     def prefill_block(self) -> int:
-        """Half the window: a block evicts before it attends, and its first token still sees the other half."""
+        # A block evicts before it attends; its first token still sees half the window.
         return max(1, self.window // 2)
 
     def slots(self, positions: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class StreamingKVCache(KVCache):
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
         def in_cache(p: Tensor) -> Tensor:
-            """Put the window behind the sinks without a gap; positions of empty slots are undefined."""
+            """Move the window next to the sinks; positions of empty slots are undefined."""
             return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
 
         return in_cache(positions), in_cache(self.positions)
@@ -80,8 +80,8 @@ class Streaming(BudgetedPolicy):
     n_sink: int = 4
     """attention sinks in the budget"""
     draft_positions: Literal["auto", "absolute", "cache"] = "auto"
-    """of a draft model or head: rotary positions of the text (absolute) or of the slots (cache), which never pass the
-    budget; auto: cache where the run is longer than the draft's trained context"""
+    """rotary positions of a draft model or head: in the text (absolute), or in the cache (cache), where they never
+    exceed the budget; auto: cache if the run is longer than the draft's trained context"""
 
     @property
     def reserved(self) -> int:

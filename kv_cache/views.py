@@ -1,4 +1,4 @@
-"""Views that a forward takes in place of a cache: read-only, writing to two caches, or no cache at all."""
+"""Views that a forward uses in place of a cache: read-only, writing to two caches, or without a cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kv_cache.entries import KV, Store, store
 
 
 class ReadOnlyKVCache:
-    """A cache that already holds the forward's tokens: they run again, and entries keep their bits. `queries`: those of
-    each layer in order, `[B, T, n_head, head_dim]`."""
+    """A view of a cache that already holds the forward's tokens: they run again, and nothing is written. `queries`:
+    the forward's queries of each layer in order, `[B, T, n_head, head_dim]`."""
 
     def __init__(self, cache: KVCache) -> None:
         self.in_order, self.block_ends_view, self.rows = cache.in_order, cache.block_ends_view, cache.rows
@@ -32,7 +32,7 @@ class ReadOnlyKVCache:
 
 
 class NoCache:
-    """Lets a forward see its own tokens only; gradients flow through them."""
+    """Makes the forward's tokens the only ones that it sees; gradients flow through them."""
 
     in_order, block_ends_view, rows = True, True, None
 
@@ -54,11 +54,10 @@ class NoCache:
 
 
 class WriteThroughKVCache:
-    """Reads from `target`, a cache or another of these; writes to it and, of the `layers` that it has (None: all), to
-    `draft`.
+    """Reads from `target`, a cache or a write-through view; writes to it, and to `draft` in its `layers` (None: all).
 
-    Verifying through it replaces the approximate entries that a self-drafting model left by those that the target has
-    just computed for the same tokens, for one small extra write per layer.
+    Verifying through it replaces a self-draft's approximate entries by those that the target computes for the same
+    tokens, for one small extra write per layer.
     """
 
     def __init__(
@@ -93,5 +92,5 @@ class WriteThroughKVCache:
         return WriteThroughKVCache(self.target.view(rows, extent), self.draft.view(rows, extent), self.layers)
 
 
-# What a forward claims slots in once, then writes and reads in every layer.
+# What a forward runs over: it claims slots once, then writes and reads in every layer.
 Slots: TypeAlias = KVCache | ReadOnlyKVCache | WriteThroughKVCache | NoCache

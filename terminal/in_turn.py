@@ -14,8 +14,8 @@ from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import ConfigError, flag
 from common.say import say
-from engine.decoding import GenerateOutput
 from engine.drafters.config import ModelDrafterConfig
+from engine.generation import GenerateOutput
 from engine.pacing import Fixed
 from kv_cache.policy import BudgetedPolicy
 

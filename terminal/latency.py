@@ -22,7 +22,7 @@ from common.say import say
 from common.tables import Column, console
 from engine.contention import contention, usage_so_far
 from engine.counts import acceptance_standard_error, acceptance_text, total
-from engine.decoding import GenerateOutput
+from engine.generation import GenerateOutput
 from models.names import Scheme
 from terminal.in_turn import decode_in_turn, plan_of
 from terminal.models import ModelFlags, PositionalTarget

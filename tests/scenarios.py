@@ -18,7 +18,6 @@ from witness import cut
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
-from engine.decoding import GenerateOutput
 from engine.drafters import RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.eagle import Eagle
@@ -30,6 +29,7 @@ from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.evaluation.reference import decode
+from engine.generation import GenerateOutput
 from engine.noise import Stream, uniform
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache

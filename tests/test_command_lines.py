@@ -66,7 +66,7 @@ def test_a_draft_flag_without_effect_is_a_note(flags: str, useless: list[str], c
 
 def test_errors_call_fields_as_the_program_does():
     error = UserError(f"{flag('target')}, (--model)", where=flag("model"), seen=1, required=2, fix=flag("gamma"))
-    lines = error.told({"target": "--model", "model": "--draft_model"}).splitlines()
+    lines = error.with_flags({"target": "--model", "model": "--draft_model"}).splitlines()
     assert lines == ["--model, (--model)", *lines[1:]] and "where:    --draft_model" in lines[1]
     assert lines[-1].endswith(" --gamma") and str(error).startswith("--target, ")
 

@@ -8,7 +8,7 @@ from pacings import Clock
 from programs import Ended, run
 
 from bench import session as sessions
-from engine.decoding import GenerateOutput, Generation
+from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN
 from engine.stats import Counts, RoundStats, Stats
 from terminal.latency import figures

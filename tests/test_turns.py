@@ -10,8 +10,8 @@ from tiny import random_prompts, tiny_model
 
 from bench.passes import TURN, take_turns
 from engine import ModelRunner, SamplingParams
-from engine.decoding import Generation
 from engine.drafters import Drafter
+from engine.generation import Generation
 from engine.requests import Progress
 from kv_cache import FullKVCache
 

@@ -1,6 +1,4 @@
-"""Drafter: what a decoder asks of whatever proposes the tokens that the target verifies."""
-
-from __future__ import annotations
+"""Drafter: the interface between a decoder and the proposals that its target verifies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,9 +15,9 @@ from kv_cache import KVCache
 
 
 class RowUpdate(NamedTuple):
-    """A row of the target, and the tokens of it that a drafter has to catch up on.
+    """The tokens of a row of the target that a drafter has to catch up on.
 
-    tokens: the text whose entries the row holds; a list that grows later, to be read only. n_seen: how many of them the
+    tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
     drafter has followed; 0 for the prompt of a new request, `request_id`. draws: see `Request.draws`.
     """
 
@@ -33,8 +31,8 @@ class RowUpdate(NamedTuple):
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
-    Optional: `schedule`, how many tokens of a round each row drafts; `verify`; and `refresh`, which begins every
-    `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none).
+    Optional: `schedule`, which limits how many tokens of a round each row drafts; `verify`; and `refresh`, which begins
+    every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none).
     """
 
     gamma: int
@@ -59,7 +57,7 @@ class Drafter(ABC):
         """
 
     def rollback(self, batch: Batch) -> None:
-        """Forget what was rejected: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""
+        """Forget rejected drafts: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""
         self.schedule.observe(batch)
 
     def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
@@ -68,31 +66,28 @@ class Drafter(ABC):
         return batch.verify(target, block, gamma)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
-        """Choose anew what drafts read, by what was verified last; may be captured, as `propose`."""
+        """Choose anew which entries drafts read, by the last verification; may be captured, as `propose`."""
         return
 
     def is_due(self, ahead: int = 0) -> bool:
-        """True if the current round, or the one `ahead` rounds later, begins with `refresh`: the second one, which is
-        the first behind a verification, and every `refresh_every`-th from there."""
+        """True if the current round, or the round `ahead` rounds later, begins with `refresh`: the drafter's second
+        round, since a verification precedes it, and every `refresh_every`-th round after that."""
         return self.refresh_every > 0 and (self.n_rounds + ahead - 2) % self.refresh_every == 0
 
 
 def require_same_cache(drafter: Drafter, cache: KVCache, target: ModelRunner) -> None:
-    """Raise ConfigError unless a drafter that was built over a target's `cache` drafts for that target."""
+    """Raise ConfigError unless a drafter was built over the cache of the target that it drafts for."""
     if target.cache is not cache:
-        seen = f"{type(drafter).__name__} over another target's cache"
+        where, seen = f"{type(drafter).__name__}: runner", "another target's cache"
         fix = "build the drafter from the runner that is passed to generate()"
-        required = "the cache of the runner that generates"
-        raise ConfigError("the drafter was built on another runner", "generate: drafter", seen, required, fix)
+        raise ConfigError("the drafter was built on another runner", where, seen, "the runner that generates", fix)
 
 
 def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "draft_budget") -> None:
     """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window. field, budget:
-    the options of that gamma and that cache."""
+    the options that set gamma and the cache's size."""
     if gamma + 1 > window:
-        what, seen = (
-            "the draft's cache has no room for a verification block",
-            f"gamma {gamma}, room for {window} tokens",
-        )
+        what = "the draft's cache has no room for a verification block"
+        seen = f"gamma {gamma}, room for {window} tokens"
         fix = f"lower {flag(field)}, or use a larger {flag(budget)} or a longer window"
         raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, "gamma + 1 tokens", fix)

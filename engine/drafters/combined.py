@@ -1,6 +1,4 @@
-"""Combined: text drafters beside a model; confident guesses go in front of what the model drafts."""
-
-from __future__ import annotations
+"""Combined: text drafters beside a model; confident guesses go in front of the model's drafts."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -17,10 +15,11 @@ from engine.runner import ModelRunner
 
 
 class Combined(HostDrafter):
-    """Takes of each row's guesses that matched `least_match` tokens or more the longest, then the best matched.
+    """Takes each row's longest guess, and among equals the best matched, of those that matched `least_match` tokens.
 
-    The model runs over a row's guess and drafts the rest of gamma. Where every row has a guess, it does not run, unless
-    rounds are captured; it catches up before it drafts again. A guess counts as a point mass, as of all text drafters.
+    The model runs over a row's guess and drafts the rest of gamma. If every row has a guess, it does not run, unless
+    rounds are captured; it catches up before it drafts again. A guess counts as a point mass, as with all text
+    drafters.
     """
 
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
@@ -28,7 +27,7 @@ class Combined(HostDrafter):
         self.model, self.parts, self.schedule, self.refresh_every = model, (model,), model.schedule, model.refresh_every
         self.is_written_through: bool = getattr(model, "is_written_through", False)
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
-        # Whether this round leaves the model out, and of each row how many tokens the model had seen before it was.
+        # Whether this round leaves the model out; and by row, how many tokens it had seen before it was left out.
         self._skips, self._behind = False, dict[int, int]()
 
     def check(self, target: ModelRunner, length: int) -> None:
@@ -52,7 +51,7 @@ class Combined(HostDrafter):
         self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
         seen = [(update, self._behind.pop(update.row, update.n_seen)) for update in rows]
         missed = [(update, n_seen) for update, n_seen in seen if n_seen < len(update.tokens) - 1]
-        if self._skips:  # a draft that is written through gets what is verified
+        if self._skips:  # a draft that is written through gets the verified tokens' entries
             self._behind |= {update.row: n_seen for update, n_seen in (missed if self.is_written_through else seen)}
         else:
             self.model.follow([update._replace(tokens=update.tokens[:-1], n_seen=n_seen) for update, n_seen in missed])
@@ -74,7 +73,7 @@ class Combined(HostDrafter):
 
 
 class GuessThenDraft:
-    """Draws a row's guess where there is one, with certainty; else draws as `verification` does."""
+    """Draws a row's guess with certainty; without a guess, draws as `verification` does."""
 
     def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
         self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens

@@ -1,4 +1,4 @@
-"""Options that drafters share, and how drafters are found: each has its options in its file here."""
+"""Options that drafters share, and `drafters`, which finds those of every drafter in the files of this folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Parts:
 
     gamma: the most tokens that a round drafts. model: a Transformer or a head that drafts, None where other ranks hold
     it. new_cache: makes an empty cache of the draft's policy. remote: makes a stand-in for a model of other ranks.
-    texts: what plain decoding emitted. rehearses: True if prompts are decoded before, to measure costs.
+    texts: the outputs of plain decoding. rehearses: True if prompts are decoded before, to measure costs.
     """
 
     runner: ModelRunner
@@ -42,22 +42,21 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(ABC):
-    """Options of a drafter, whose fields are its flags. A file in this folder that defines them is found."""
+    """Options of a drafter; the fields are its flags."""
 
     name: ClassVar[str]
-    # True if it proposes what the baseline emitted, which has to run first.
+    # True if it proposes the baseline's output, so that the baseline has to run first.
     needs_baseline: ClassVar[bool] = False
     # True if it drafts by the texts of other requests, so that acceptance depends on them.
     shares_texts: ClassVar[bool] = False
-    # The option without which there is nothing to draft from.
+    # The option that it cannot draft without.
     needs_option: ClassVar[str | None] = None
 
     gamma: int | Literal["auto"] = 3
-    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured here and the acceptance seen so far,
-    chosen before every round"""
+    """tokens drafted per round; auto: 0 to 6, chosen before every round by measured costs and the acceptance so far"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
-    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else one less;
-    confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with --gamma auto)"""
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else a
+    token less; confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with it)"""
 
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
@@ -65,7 +64,7 @@ class DrafterConfig(ABC):
 
     @property
     def inner(self) -> DrafterConfig | None:
-        """Options of the draft that drafts for it, or None."""
+        """Options of the inner draft, which drafts for this draft, or None."""
         return None
 
     @property
@@ -79,15 +78,15 @@ class DrafterConfig(ABC):
         return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def schedule(self, parts: Parts) -> Schedule:
-        """Return how many of a round's tokens each row drafts, by the drafter of those parts."""
-        of_rows = parts.runner.max_batch, parts.runner.device
+        """Return the schedule of a drafter that is built from `parts`."""
+        rows = parts.runner.max_batch, parts.runner.device
         if self.gamma_schedule == "confidence":
             threshold, p_min = (getattr(self, name) for name in OF_CONFIDENCE)
-            return Confidence(threshold, p_min, *of_rows)
-        return Heuristic(parts.gamma, *of_rows) if self.gamma_schedule == "heuristic" else Schedule()
+            return Confidence(threshold, p_min, *rows)
+        return Heuristic(parts.gamma, *rows) if self.gamma_schedule == "heuristic" else Schedule()
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        """Find, without loading, the second model that it or its inner draft needs. Errors: UserError."""
+        """Find, without loading it, the second model that it or its inner draft needs. Errors: UserError."""
         return None
 
     def check(self) -> None:
@@ -111,7 +110,7 @@ class HostDrafterConfig(DrafterConfig):
 
     @property
     def longest_match(self) -> int | None:
-        """The most tokens that a guess can match by; None: no bound, or not known before it is built."""
+        """The most tokens that a guess can match; None: no bound, or unknown before the drafter is built."""
         return None
 
     @abstractmethod
@@ -120,7 +119,7 @@ class HostDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
-    """Options of a drafter that runs a model over its own KV cache."""
+    """Options of a drafter that runs a model over a KV cache of its budget."""
 
     policy: Policy = field(default_factory=Streaming)
     policies: tuple[BudgetedPolicy, ...] = ()
@@ -128,15 +127,15 @@ class ModelDrafterConfig(DrafterConfig):
     """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
     beside a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Literal["auto", "same"] | Scheme = "auto"
-    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays what it is; same: as
+    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
     --draft_dtype says, or a self-draft's as the target's; auto: on a CPU with VNNI int8, or int4 for a
     model that was published in 4 bits, if neither --draft_dtype nor --quantize is given, else same"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
     """entries of the draft's KV cache"""
     confidence_threshold: float | Literal["auto"] = THRESHOLD
-    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by what was accepted"""
+    """--gamma_schedule confidence: a row stops behind a token less probable than this; auto: by acceptance so far"""
     p_min: float = 0.0
-    """--gamma_schedule confidence: a row stops before a token where the most probable one is less than this"""
+    """--gamma_schedule confidence: a row stops before a token if the most probable is below this"""
     texts: tuple[HostDrafterConfig, ...] = ()
     text_match: int = 8
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's drafts"""
@@ -154,7 +153,7 @@ class ModelDrafterConfig(DrafterConfig):
         for text in self.texts:
             text.check()
             if text.longest_match is not None and text.longest_match < self.text_match:
-                what, where = f"{text.name} finds no guess by so many tokens", flag("text_match")
+                what, where = f"{text.name} matches fewer tokens than a guess needs", flag("text_match")
                 required, fix = f"<= {text.longest_match}", f"use {where} {text.longest_match} or less"
                 raise ConfigError(what, where, self.text_match, required, fix)
         for name in OF_CONFIDENCE:
@@ -162,7 +161,7 @@ class ModelDrafterConfig(DrafterConfig):
                 raise ConfigError(f"{flag(name)} is no probability", flag(name), share, "0 to 1", "leave it out")
         if not self.auto_budget:
             for policy in self.policies or (self.policy,):
-                if self.gamma != "auto":  # first, as it asks for more of the budget
+                if self.gamma != "auto":  # first, since a block needs more of the budget
                     check_gamma(self.gamma, policy.room)
                 policy.check()
 
@@ -179,5 +178,5 @@ class HeadConfig(DrafterConfig):
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:
-    """Return the options of every drafter by its name: those that the files of this folder define."""
+    """Return the options of every drafter, by its name."""
     return registered("engine.drafters", Path(__file__).parent, DrafterConfig)

@@ -1,6 +1,4 @@
-"""Eagle: a layer or few that go on from the target's hidden states, token by token, over their own cache."""
-
-from __future__ import annotations
+"""Eagle: drafts with a few layers that continue the target's hidden states, token by token, over another cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ from models.heads.eagle import EagleHead
 class Eagle(ModelDrafter):
     """Drafts a chain of tokens by an EAGLE-1, -2 or -3 head (see `EagleHead`).
 
-    The head's cache keeps at position p what the state of p and the token behind it left. A round first runs the last
-    verification's tokens again, with the target's states in place of the head's approximations: all of them, whatever
-    was accepted, so that shapes never change; what lies behind the row's end is overwritten before it is seen. Of a
-    prompt, only the tokens that the cache keeps run through the target again, which stores no states. Errors:
-    ConfigError if a round does not fit the cache's window.
+    The head's cache has at position p the entry of the target's state at p and the token behind it. A round first runs
+    all tokens of the last verification again, accepted or not, so that shapes never change: the target's states replace
+    the head's approximations, and entries behind the row's end are overwritten before a query sees them. The target
+    stores no states, so the prompt's tokens whose entries the cache keeps run through it again. Errors: ConfigError if
+    a round does not fit the cache's window.
     """
 
     def __init__(self, runner: ModelRunner, head: EagleHead, cache: KVCache, gamma: int) -> None:
@@ -36,7 +34,7 @@ class Eagle(ModelDrafter):
         super().__init__(runner.over(cache, head.body), gamma, runner.cache)
         head.borrow(runner.model)
         self._target, self._head, self.cache = runner, head, cache
-        # A cache that keeps only the end of a prompt has to be given the whole prompt.
+        # A cache that keeps only the end of a prompt needs the whole prompt to choose it.
         self.follows_parts = cache.max_block == cache.max_length
         self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
@@ -44,11 +42,11 @@ class Eagle(ModelDrafter):
         for row, _, text, n_seen, *_ in rows:
             if n_seen == 0:
                 self.cache.reset_row(row)
-            # The last round before n_seen again: it may have left the head's approximations.
+            # From the last round before n_seen on, which may have left the head's approximations.
             self._fill(row, text, first=max(0, n_seen - self.gamma - 1) if n_seen else 0)
 
     def _fill(self, row: int, text: Sequence[int], first: int) -> None:
-        """Run the kept tokens of a row's text from `first` on, but for the last, whose state is observed instead."""
+        """Run the tokens from `first` on that the cache keeps, but not the last, whose state is observed."""
         last = len(text) - 1
         kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
         most = min(self._target.prefill_chunk, self.cache.prefill_block)

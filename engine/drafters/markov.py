@@ -1,4 +1,4 @@
-"""Markov: drafts what has most often followed the last few tokens, as NGramTable counted it in texts of any number."""
+"""Markov: drafts the tokens that most often followed the last few tokens in other texts, by an `NGramTable`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ VERSION = 1
 
 
 class NGramTable:
-    """Counts of what followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is dropped.
-    drawn: the random numbers (`Request.draws`) that drew any of the texts."""
+    """Counts of the tokens that followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is
+    dropped. drawn: the random numbers (`Request.draws`) that drew any of the texts."""
 
     def __init__(self, order: int, size: int | None = None) -> None:
         self.order, self._size = order, size
@@ -29,7 +29,7 @@ class NGramTable:
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def learn(self, text: Sequence[int], known: int = 0) -> None:
-        """Count a text, of which the first `known` tokens were counted before."""
+        """Count the tokens of a text behind the first `known`, which were counted before."""
         for end in range(known, len(text)):
             for start in range(max(0, end - self.order), end):
                 counts = self._followers.setdefault(tuple(text[start:end]), {})
@@ -43,7 +43,7 @@ class NGramTable:
         self._followers.clear()
 
     def continued(self, text: Sequence[int], n_tokens: int) -> Guess:
-        """Guess, token by token, what most often followed the longest known context; among equals the latest."""
+        """Guess, token by token, the most frequent follower of the longest known context; among equals the latest."""
         tokens: list[int] = []
         context, n_matched = tuple(text[-self.order :]), 0
         while len(tokens) < n_tokens:
@@ -83,7 +83,7 @@ class NGramTable:
 
 
 class Markov(HostDrafter):
-    """Guesses by a fixed table; a row whose random numbers drew any of its texts gets no drafts (see `NGramCache`)."""
+    """Guesses by a fixed table. A row whose random numbers drew any of its texts gets no drafts (see `NGramCache`)."""
 
     def __init__(self, runner: ModelRunner, gamma: int, table: NGramTable) -> None:
         super().__init__(runner, gamma)
@@ -95,12 +95,12 @@ class Markov(HostDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovConfig(HostDrafterConfig):
-    """What most often followed the last tokens in other texts."""
+    """The tokens that most often followed the last tokens in other texts."""
 
     name: ClassVar[str] = "markov"
     needs_option: ClassVar[str | None] = "markov_table"
     markov_table: str | None = None
-    """what reproduce/markov_table.py counted, or a file of --ngram_cache"""
+    """a file that reproduce/markov_table.py or --ngram_cache wrote"""
 
     def check(self) -> None:
         super().check()

@@ -1,6 +1,4 @@
-"""Medusa: heads on the target's last hidden state, one for each draft position (arXiv 2401.10774)."""
-
-from __future__ import annotations
+"""Medusa: drafts with heads on the target's last hidden state, a head for each draft position (arXiv 2401.10774)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

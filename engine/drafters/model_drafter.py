@@ -1,7 +1,5 @@
 """ModelDrafter: drafts token by token from a model's logits, over a KV cache that follows the target's rows."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch
@@ -18,8 +16,8 @@ from kv_cache import KVCache
 class ModelDrafter(Drafter):
     """Base of drafters that run a model; `runner` may stand for a model on other ranks.
 
-    target_cache: of a model that goes on from what the target has computed, the cache of that target.
-    follows_parts: True if `follow` takes a prompt in parts, and begins behind what the draft's row already holds.
+    target_cache: the cache of the target, for a model that continues the target's entries or states.
+    follows_parts: True if `follow` takes a prompt in parts, and begins behind the tokens that the draft's row holds.
     """
 
     follows_parts: bool = False

@@ -1,6 +1,4 @@
-"""NGram: drafts copied from the row's own text (prompt lookup decoding); it has no probabilities."""
-
-from __future__ import annotations
+"""NGram: drafts copied from the row's text (prompt lookup decoding); it has no probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +18,12 @@ Match: TypeAlias = Literal["longest", "first", "last"]
 
 
 class NGram(TextDrafter):
-    """Proposes what followed the last tokens where they occurred before (Saxena, Prompt Lookup Decoding, 2023).
+    """Proposes the tokens that followed the last tokens where these occurred before (Saxena, Prompt Lookup Decoding,
+    2023).
 
-    Of all earlier positions that end like the row does, the one with the longest match wins, `max_ngram` tokens at
-    most; among those, as `match` says: the one with the most tokens behind it, up to gamma, then the latest
-    ("longest"); or the "first", as in transformers, or the "last", as in llama.cpp. Without a match a row gets no
-    draft. Errors: ConfigError if max_ngram is below 1.
+    The longest match of at most `max_ngram` tokens wins. Among equals `match` decides: "longest", the match with the
+    most tokens behind it, up to gamma, then the latest; "first", as in transformers; "last", as in llama.cpp. Without a
+    match a row gets no draft. Errors: ConfigError if max_ngram is below 1.
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, match: Match = "longest") -> None:
@@ -46,7 +44,7 @@ class NGram(TextDrafter):
         match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
-        # Kept as text for the next round to match; rejected tokens are overwritten or never looked at.
+        # The next round may match them; rejected tokens are overwritten, or lie behind the row's end.
         self._text[rows, (lengths[:, None] + ahead).clamp(max=self._text.shape[1] - 1)] = tokens
         return tokens, n_tokens
 
@@ -73,14 +71,14 @@ def find_ngram(
     size = text.shape[1]
     among = {"longest": available * size + position, "first": size - 1 - position, "last": position}[match]
     rank = matched * (gamma + 1) * size + among
-    place = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
-    found = matched.gather(1, place) > 0
-    return place.squeeze(1), (available.gather(1, place) * found).squeeze(1)
+    best = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
+    found = matched.gather(1, best) > 0
+    return best.squeeze(1), (available.gather(1, best) * found).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig(DrafterConfig):
-    """Copies from the row's own text."""
+    """Copies from the row's text."""
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3

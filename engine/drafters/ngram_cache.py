@@ -1,6 +1,4 @@
-"""NGramCache: n-grams that all rows share, of all prompts and answers so far, kept between runs in a file."""
-
-from __future__ import annotations
+"""NGramCache: drafts by n-grams of all prompts and answers so far, which all rows share and a file keeps."""
 
 import weakref
 from dataclasses import dataclass
@@ -22,11 +20,10 @@ class NGramCache(HostDrafter):
     """Guesses by all prompts and answers of all rows. path: a file that is loaded if it exists, and saved when the
     drafter is freed or the program ends.
 
-    In rejection mode a guess must not know what a row's random numbers will draw: what they drew under this drafter
-    before, or in another row at the same time. So only the first request of a seed and id learns and drafts. What
-    other requests emitted is independent of its numbers; but its tokens depend on guesses, and so on other requests: a
-    seed keeps their distribution in that mode, not the tokens.
-    Errors: ConfigError if max_ngram is below 1; DataError for a file of another kind.
+    In rejection mode a guess must not depend on a row's random numbers, and so not on texts that these drew before, or
+    draw in another row. So only the first request of a seed and id learns and drafts. Texts of other requests are
+    independent of its numbers, but its guesses depend on them: a seed keeps the distribution of the tokens in that
+    mode, not the tokens. Errors: ConfigError if max_ngram is below 1; DataError for a file of another kind.
     """
 
     def __init__(
@@ -63,20 +60,20 @@ class NGramCache(HostDrafter):
 def _save(table: NGramTable, path: Path, vocab_size: int) -> None:
     try:
         table.save(path, vocab_size)
-    except UserError as error:  # nobody is left to catch it
+    except UserError as error:  # a finalizer has no caller
         say(f"note: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGramCacheConfig(HostDrafterConfig):
-    """What most often followed the last tokens in any row so far."""
+    """The tokens that most often followed the last tokens in any row so far."""
 
     name: ClassVar[str] = "cache"
     shares_texts: ClassVar[bool] = True
     max_ngram: int = 3
     """longest match that is looked for"""
     ngram_cache: str | None = None
-    """file that its n-grams are loaded from, if there is one, and saved to"""
+    """file that its n-grams are loaded from, if it exists, and saved to"""
     ngram_cache_size: int = 1 << 18
     """contexts that it keeps, the latest"""
 

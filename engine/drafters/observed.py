@@ -1,6 +1,4 @@
-"""ObservedStates: the target's hidden states of each row's last verification, which trained heads go on from."""
-
-from __future__ import annotations
+"""ObservedStates: the target's hidden states of each row's last verification, which trained heads continue."""
 
 from collections.abc import Sequence
 
@@ -12,10 +10,11 @@ from engine.runner import ModelRunner
 
 
 class ObservedStates:
-    """Target states of each row, of `width` at `gamma + 1` positions, and the token that follows each.
+    """Target states `[width]` at `gamma + 1` positions of each row, and the token that follows each.
 
-    Entries behind a row's end are undefined. Tensors stay in place, for captured rounds. layers: whose inputs are
-    observed, as `Transformer.hidden_states` takes them; none: the last hidden state."""
+    States behind a row's end are undefined. Tensors stay in place, for captured rounds. layers: see
+    `Transformer.hidden_states`; empty: the last hidden state.
+    """
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
         self._target, self.layers = runner, layers
@@ -25,7 +24,7 @@ class ObservedStates:
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
 
     def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int) -> Tensor:
-        """Verify `block [B, T]` as `Drafter.verify`, and keep its states."""
+        """Verify `block [B, T]` (see `Drafter.verify`), and keep its states."""
         n_token, cache = block.shape[1], batch.view_of(target.cache, gamma)
         hidden, states = target.model.hidden_states(block, batch.positions(n_token), cache, self.layers)
         self._states[batch.rows, :n_token] = states
@@ -34,7 +33,7 @@ class ObservedStates:
         return target.model.logits(hidden)
 
     def begin(self, row: int, text: Sequence[int]) -> None:
-        """Start a row of the target that holds `text`; its last token runs again for its state."""
+        """Start a row of the target that holds `text`; the last token runs again for its state."""
         last = len(text) - 1
         self._start[row] = last
         states, _ = self._target.recompute(row, text, range(last, last + 1), self.layers)

@@ -1,6 +1,4 @@
-"""SavedText: an oracle that proposes a text known beforehand; drafting costs nothing, so it shows the ceiling."""
-
-from __future__ import annotations
+"""SavedText: an oracle that proposes a known text; drafting costs nothing, so it shows the highest speedup."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +13,9 @@ from engine.runner import ModelRunner
 class SavedText(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
-    It goes by position alone, also where the target has left the text. Behind the end of a text, and for a request
+    It goes by position alone, even where the target has left the text. Behind the end of a text, and for a request
     without a text, it proposes nothing. In rejection mode a text must be independent of the run's random numbers: not
-    what that mode emitted for the same seed and request.
+    an output of that mode for the same seed and request.
     """
 
     def __init__(self, runner: ModelRunner, texts: Mapping[int, Sequence[int]], gamma: int) -> None:
@@ -33,7 +31,7 @@ class SavedText(HostDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class OracleConfig(DrafterConfig):
-    """The baseline's own output, which costs nothing to draft and shows the machinery's ceiling."""
+    """The baseline's output, which costs nothing to draft and shows the highest speedup."""
 
     name: ClassVar[str] = "oracle"
     needs_baseline: ClassVar[bool] = True

@@ -1,6 +1,4 @@
-"""Schedules: how many of a round's tokens each row drafts; all, or fewer where more would be rejected."""
-
-from __future__ import annotations
+"""Schedules limit how many of a round's tokens each row drafts, where more would be rejected."""
 
 from typing import Literal
 
@@ -10,19 +8,20 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.modes import Drafts
 
-# The threshold of transformers, which an adapted threshold starts from until more drafts than FEWEST_SEEN were
-# verified; and the number of steps that it is adapted in.
-THRESHOLD, FEWEST_SEEN, N_STEPS = 0.4, 5, 20
+THRESHOLD = 0.4  # as in transformers
+# An adapted threshold is a multiple of 1 / N_STEPS, chosen once more than FEWEST_SEEN drafts were verified.
+FEWEST_SEEN, N_STEPS = 5, 20
 OF_CONFIDENCE = ("confidence_threshold", "p_min")
 OF_SCHEDULES = ("gamma_schedule", *OF_CONFIDENCE)
 
 
 class Schedule:
-    """Lets every row draft as many tokens as its round; other schedules derive from this.
+    """Lets every row draft all tokens of its round; other schedules derive from this.
 
-    A bound, `[B]` int64, is the number of drafts of each row that count at most: 0 where no request decodes it. It may
-    depend on what was emitted, on drafts before the one that it leaves out and on the distribution of that draft, never
-    on the draft itself (docs/lossless.md)."""
+    Bounds `[B]` int64 limit the number of drafts of each row: to 0 where no request decodes it. A bound may depend on
+    emitted tokens, on the drafts within it and on the distribution of the first draft that it leaves out, never on that
+    draft itself (docs/lossless.md).
+    """
 
     varies = False
 
@@ -48,8 +47,8 @@ class Schedule:
         return Drafts(tokens[:, :n], None if probs is None else probs[:, :n], lengths)
 
     def verified(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return how many drafts of each row were verified, and how many of those accepted: none behind the end of a
-        block that was cut by a stop token or a limit. A rejected draft is always replaced by another token."""
+        """Return how many drafts of each row were verified, and how many of these were accepted; drafts behind a stop
+        token or a limit count as neither. A rejected draft is always replaced by another token."""
         n_emitted = batch.lengths - self._begun
         n_verified = torch.minimum(n_emitted, self._lengths)
         padded = torch.nn.functional.pad(self._tokens, (1, 0))  # there may be no column
@@ -58,13 +57,13 @@ class Schedule:
         return n_verified, n_verified - rejected.long()
 
     def observe(self, batch: Batch) -> None:
-        """Learn from a round that is over: `batch.lengths` and `batch.current` are set behind it."""
+        """Learn from a round that is over; `batch.lengths` and `batch.current` are those after it."""
 
 
 class Heuristic(Schedule):
-    """Lets a row draft two tokens more where all its last drafts were accepted, else one less: from 1 to `gamma`, which
-    it begins with (`num_assistant_tokens_schedule` of transformers, generation/candidate_generator.py). A row's next
-    request begins where the last one ended."""
+    """Lets a row draft two tokens more if all its last drafts were accepted, else a token less, from 1 to `gamma`
+    (`num_assistant_tokens_schedule` of transformers, generation/candidate_generator.py). A row begins with gamma; its
+    next request begins with the bound that the last request ended with."""
 
     varies = True
 
@@ -82,17 +81,19 @@ class Heuristic(Schedule):
 
 class Confidence(Schedule):
     """Stops a row behind a draft whose probability is below the threshold (`assistant_confidence_threshold` of
-    transformers), and before a draft whose most probable token is below `p_min` (p-min of llama.cpp). Probabilities are
-    the draft's at the row's temperature, 1 where it is greedy, before top-k and top-p. A threshold of "auto" is the one
-    that best divides what was verified in a row of the cache: the least share of rejected drafts that pass, plus three
-    times that of accepted drafts that do not (transformers' rule, in steps)."""
+    transformers), and before a draft whose most probable token is below `p_min` (p-min of llama.cpp).
+
+    Probabilities are the draft model's at the row's temperature (1 where it is greedy), before top-k and top-p. A
+    threshold of "auto" best divides the verified drafts of a cache row: it has the least share of rejected drafts that
+    pass plus three times the share of accepted drafts that do not (the rule of transformers, in steps).
+    """
 
     varies = True
 
     def __init__(self, threshold: float | Literal["auto"], p_min: float, n_rows: int, device: torch.device) -> None:
         self._adapts, self._p_min = threshold == "auto", p_min
         self._thresholds = torch.full((n_rows,), THRESHOLD if threshold == "auto" else threshold, device=device)
-        # Numbers of verified drafts of each row, rejected and accepted, by probability.
+        # By row, rejected or accepted, and probability: the number of verified drafts.
         self._seen = torch.zeros(n_rows, 2, N_STEPS, device=device)
         self._sure: list[Tensor] = []
 

@@ -1,9 +1,6 @@
 """SelfSpeculation: the target drafts for itself over a second, budgeted cache."""
 
-from __future__ import annotations
-
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
@@ -33,9 +30,9 @@ class SelfSpeculation(ModelDrafter):
     """Drafts with the target over a second, budgeted cache (MagicDec, arXiv 2408.11049).
 
     That cache is never prefilled: it is filled from the target's entries when it first follows a row, and written
-    through by every verification, so only tokens of the current round are ever approximate. `model` may be a cheaper
-    rendering of the same weights (another dtype); with `layers` it has only those of the target's layers (see
-    `select_layers`), and so has its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
+    through by every verification, so only tokens of the current round are ever approximate. `model` may have the same
+    weights in a cheaper dtype; with `layers` it has only these layers of the target (see `select_layers`), and so has
+    its cache. Errors: ConfigError if a block of gamma + 1 does not fit the cache's window.
     """
 
     is_written_through = True
@@ -51,15 +48,14 @@ class SelfSpeculation(ModelDrafter):
         self.runner = runner.over(cache, model)
         super().__init__(self.runner, gamma, runner.cache)
         if isinstance(cache, StreamingKVCache) and cache.rotate_on_read:
-            fix = "build the cache with rotate_on_read=False: the draft sees the target's own positions"
+            fix = "build the cache with rotate_on_read=False: the draft sees the target's positions"
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers = runner, cache, layers
-        self.refresh_every = cache.refresh_every
         self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
         self._scores, self._ops = None, SelectionOps()
         if isinstance(cache, RefreshedKVCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
-            self._scores = cache.observer(gamma + 1, *sizes)
+            self.refresh_every, self._scores = cache.refresh_every, cache.new_scores(gamma + 1, *sizes)
             if triton_reads(cache.entries):
                 from kv_cache.choosing import TritonSelectionOps
 
@@ -101,8 +97,8 @@ class SelfConfig(ModelDrafterConfig):
     draft_layers: str | None = None
     """layers that self runs, such as 0-9,20-29: it skips the others (default: all)"""
     draft_of_draft: Literal["ngram", "streaming"] | str | None = None
-    """what drafts for the draft: copies from the row's own text (ngram), or, over sinks and --inner_budget entries in
-    all, the draft itself (streaming) or a smaller model, whose converted checkpoint is named (default: nothing)"""
+    """the draft of the draft: copies from the row's text (ngram); the same model (streaming) or a smaller model, given
+    by its converted checkpoint, over --inner_budget entries (default: none)"""
     inner_gamma: int = 2
     """--draft_of_draft: tokens that are drafted for each forward of the draft"""
     inner_budget: int = 64
@@ -145,17 +141,12 @@ class SelfConfig(ModelDrafterConfig):
         where, seen = flag("draft_of_draft"), self.draft_of_draft
         for other, is_given in (("text_drafts", self.texts), ("gamma_schedule", self.gamma_schedule == "confidence")):
             if is_given:
-                what, fix = "a draft that is speculated for does not draw token by token", f"leave out {flag(other)}"
+                what, fix = "a draft with a draft does not draw token by token", f"leave out {flag(other)}"
                 raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
         if seen != "ngram":
             gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
             longest = max(gammas, key=gammas.__getitem__)
             check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
-        if seen == "streaming" and not self.auto_budget and self.inner_budget >= self.policy.entries(sys.maxsize):
-            what, where = "a draft of the draft that reads as much saves nothing", flag("inner_budget")
-            required = f"less than the draft's own budget, {self.policy.entries(sys.maxsize)}"
-            fix = f"lower {where}, or raise {flag('draft_budget')}"
-            raise ConfigError(what, where, self.inner_budget, required, fix)
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
         path, where = self.draft_of_draft, flag("draft_of_draft")

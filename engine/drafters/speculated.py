@@ -1,6 +1,4 @@
-"""Speculated: a self-draft is itself speculated for, by the verification that the target's drafts get (TriForce)."""
-
-from __future__ import annotations
+"""Speculated: a self-draft that has a draft, which it verifies as the target verifies its drafts (TriForce)."""
 
 from collections.abc import Sequence
 
@@ -21,10 +19,10 @@ class Speculated(Drafter):
     """Lets `inner` draft for `outer`, which verifies its tokens in one forward and so drafts several at a time for the
     target (Sun et al., TriForce, arXiv 2404.11912, section 4.2).
 
-    What the inner verification accepts, and what it puts in place of the rest, is drawn from the outer draft's
-    distributions, by which the target then accepts it. A round has as many inner rounds as draft its tokens if half of
-    the inner drafts are accepted; a row whose inner drafts fail more often drafts fewer. Verified tokens are written
-    through to an inner self-draft; an inner model runs what it lacks, as behind any round.
+    Tokens that the inner verification accepts or adds have the outer draft's distributions, by which the target then
+    accepts them. There are as many inner rounds as give a round's tokens if half of the inner drafts are accepted; a
+    row whose inner drafts fail more often drafts fewer. Verified tokens are written through to an inner self-draft; an
+    inner model catches up on them, as after any round.
 
     Errors: ConfigError if gamma + 1 tokens do not fit the inner draft's window.
     """
@@ -39,7 +37,7 @@ class Speculated(Drafter):
             through = outer.write_through
             through.target = WriteThroughKVCache(through.target, self._cache, outer.layers)
         self.is_written_through = not isinstance(inner, ModelDrafter) or self._cache is not None
-        # Of all rows: rounds, drafted, emitted; then how often each draft position was verified, and accepted.
+        # Sums over all rows: rounds, drafted, emitted; then by draft position how often verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
 
     def check(self, target: ModelRunner, length: int) -> None:
@@ -67,7 +65,7 @@ class Speculated(Drafter):
         n_tokens, probs = torch.zeros_like(batch.lengths), None
         tokens = n_tokens[:, None].repeat(1, gamma + most + 1)
         previous, current, outer_view = batch.previous, batch.current, batch.view_of(self._outer.cache, gamma)
-        outer_view.in_order = False  # as positions of a block may repeat
+        outer_view.in_order = False  # positions of a block may repeat
         cache = outer_view
         if self._cache is not None:
             cache = WriteThroughKVCache(outer_view, batch.view_of(self._cache, gamma))
@@ -77,8 +75,8 @@ class Speculated(Drafter):
             inner = verification.inner(n_tokens, i, most)
             drafts = self._inner.propose(ahead, inner, most)
             block = torch.cat([current[:, None], drafts.tokens], dim=1)
-            # Positions beyond the round's tokens are all put behind them, where nothing that counts sees them; what was
-            # rejected in the last inner round is overwritten by this one, before it is seen.
+            # Positions beyond the round's tokens are all put behind these, where no token that counts sees them. This
+            # inner round overwrites the rejected tokens of the last before a query sees them.
             positions = torch.minimum(ahead.lengths[:, None] + offset, batch.lengths[:, None] + gamma)
             logits = self._outer.runner.step(block, positions, cache)
             is_open = (n_tokens < gamma).long()
@@ -111,7 +109,7 @@ class Speculated(Drafter):
         self._counts += torch.cat([sums, rounds @ verified_at.long(), rounds @ (offset < accepted[:, None]).long()])
 
     def inner_counts(self) -> Counts:
-        """Return the acceptance counts of the inner draft since the last call, all rows as one."""
+        """Return the acceptance counts of the inner draft since the last call, summed over rows."""
         rounds, drafted, emitted, *at = self._counts.tolist()
         self._counts.zero_()
         most = self._inner.gamma

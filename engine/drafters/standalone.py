@@ -1,6 +1,4 @@
-"""StandaloneDraft: a smaller model drafts, over a cache that it fills itself."""
-
-from __future__ import annotations
+"""StandaloneDraft: drafts with a smaller model, over a cache that it fills."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,15 +21,15 @@ class StandaloneDraft(ModelDrafter):
     """Drafts with a smaller model of the target's vocabulary (Leviathan et al. 2023, arXiv 2211.17192, section 2.1).
 
     A round starts by running the last *two* committed tokens of each row: the first of them is new to the cache where
-    all drafts of the last round were accepted, and rewrites itself elsewhere, so the step's shape never changes. A
+    all drafts of the last round were accepted, and rewrites its entry elsewhere, so the step's shape never changes. A
     draft whose trained context is shorter than the text needs a streaming cache with `rotate_on_read`.
 
     The draft's vocabulary may be padded to another size than the target's. Ids that only the draft has are never
-    proposed; an id that only the target has is shown to the draft as its last id, which costs acceptance only.
+    proposed; in place of an id that only the target has, the draft runs its last id, which costs acceptance only.
 
-    keeps_prompts: keep copies of what each row's last prompt left, for measuring costs, so that the prompt runs once.
-    follows_parts: False over a cache that selects by a prompt's end. Errors: ConfigError if a round does not fit
-    the window.
+    keeps_prompts: keep copies of the entries that each row's last prompt left, so that the prompt runs once while costs
+    are measured. follows_parts: False over a cache that selects by a prompt's end. Errors: ConfigError if a round does
+    not fit the window.
     """
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, keeps_prompts: bool = False) -> None:
@@ -51,7 +49,7 @@ class StandaloneDraft(ModelDrafter):
         prompts, behind = {}, {}
         for row, _, text, n_seen, *_ in rows:
             draft_ids = [min(token, self._runner.vocab_size - 1) for token in text]
-            if n_seen:  # the last seen token once more: it may never have run (see `logits`)
+            if n_seen:  # from the last seen token on: it may never have run (see `logits`)
                 behind[row] = draft_ids, n_seen - 1
             else:
                 prompts[row] = draft_ids
@@ -59,7 +57,7 @@ class StandaloneDraft(ModelDrafter):
         self._runner.extend_rows(behind)
 
     def _fill(self, prompts: dict[int, list[int]]) -> None:
-        """Run the prompts, or put back what running them has left in their rows."""
+        """Run the prompts, or restore the entries that they left in their rows."""
         missing = {row: prompt for row, prompt in prompts.items() if self.kept.get(row, ([],))[0] != prompt}
         self._runner.fill_rows(missing)
         for row, prompt in prompts.items() if self.keeps_prompts else ():
@@ -102,7 +100,7 @@ class StandaloneConfig(ModelDrafterConfig):
         super().check()
         if self.policy.of_self_drafts:
             what, where = f"{self.policy.name} chooses among the target's entries", flag("draft_policy")
-            seen = f"{self.policy.name}, and a draft model with entries of its own"
+            seen = f"{self.policy.name}, and a draft model with other entries"
             raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:

@@ -1,4 +1,4 @@
-"""Suffix: drafts what followed the row's longest suffix that occurred in its text before, of any length."""
+"""Suffix: drafts the tokens that followed the longest suffix of a row's text where it occurred before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ N_RECORDED = 16
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """Substrings that end at the same positions: the longest has `length` tokens; `link` is the state of shorter ones,
-    which end elsewhere, too; `following` is by the next token. end: the text's length where they last ended."""
+    """Substrings that end at the same positions; the longest has `length` tokens.
+
+    end: the text's length where they last ended. link: the state of the longest suffix that ends elsewhere, too.
+    following: states by the next token.
+    """
 
     length: int = 0
     end: int = 0
@@ -29,7 +32,7 @@ class SuffixAutomaton:
     """All substrings of a growing text (Blumer et al. 1985), in O(1) a token, amortised.
 
     repeated: the length of the text's longest suffix that occurs in it before, and the text's length where that last
-    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 without one.
+    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 if no suffix occurs before.
     """
 
     def __init__(self) -> None:
@@ -47,24 +50,24 @@ class SuffixAutomaton:
                 break
             state.end, state = len(self.text), state.link
 
-    def _added(self, token: int, place: _State | None) -> _State:
+    def _added(self, token: int, state: _State | None) -> _State:
         whole = _State(len(self.text), len(self.text), self._root)
-        while place and token not in place.following:
-            place.following[token], place = whole, place.link
-        if place is None:
+        while state and token not in state.following:
+            state.following[token], state = whole, state.link
+        if state is None:
             return whole
-        found = place.following[token]
-        if found.length > place.length + 1:  # its shorter substrings end here, too: they get a new state
-            longer, found = found, _State(place.length + 1, found.end, found.link, dict(found.following))
+        found = state.following[token]
+        if found.length > state.length + 1:  # its shorter substrings end here, too: they get a new state
+            longer, found = found, _State(state.length + 1, found.end, found.link, dict(found.following))
             longer.link = found
-            while place and place.following.get(token) is longer:
-                place.following[token], place = found, place.link
+            while state and state.following.get(token) is longer:
+                state.following[token], state = found, state.link
         whole.link = found
         return whole
 
 
 class Suffix(HostDrafter):
-    """Copies from where the suffix occurred last; at the end of the text, from the beginning of what it copied."""
+    """Copies from where the suffix occurred last; at the end of the text, the copy begins again."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
@@ -82,7 +85,7 @@ class Suffix(HostDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig(HostDrafterConfig):
-    """Copies from the row's own text, behind the longest match of any length."""
+    """Copies from the row's text, behind the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
 

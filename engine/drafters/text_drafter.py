@@ -1,6 +1,4 @@
-"""Drafters without a model: they guess from text, on the device or on the host, and have no cache to roll back."""
-
-from __future__ import annotations
+"""Drafters without a model, which guess from text, on the device or on the host; they have no cache to roll back."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
-        """Return tokens `[B, gamma]` and how many of each row's count `[B]`, both int64. Runs on the leader only."""
+        """Return tokens `[B, gamma]` and how many of these each row uses `[B]`, both int64. Runs on the leader only."""
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         def decide() -> Tensor:

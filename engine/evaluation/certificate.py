@@ -1,8 +1,8 @@
-"""The production-precision certificate: does low-precision output part from plain decoding only at near-ties?
+"""The production-precision certificate: low-precision output differs from plain decoding only at near-ties.
 
-Nothing here speculates. Write z for the logits of 1-token forwards and z' for those of (gamma + 1)-token forwards of
-the same text. If, a shift of all logits aside, no entry of z' is further than eps from z, an argmax b of z' that is not
-the argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and emitted tokens are held to 2 eps.
+Nothing here speculates. Write z for the logits of 1-token forwards and z' for the logits of (gamma + 1)-token forwards
+of the same text. If, up to a shift of all logits, no entry of z' is further than eps from z, an argmax b of z' that is
+not the argmax a of z has z[a] - z[b] <= 2 eps. So eps is measured on forced text, and 2 eps bounds emitted tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,23 @@ from engine.noise import Stream, gumbel
 from engine.runner import ModelRunner, not_finite
 from engine.sampling import Distribution, SamplingParams, greedy
 from kv_cache import KVCache
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import Transformer
 
-# The share of calibrated positions that may flip, by the model's dtype; well above what the default model shows
+# The share of calibrated positions that may flip, by the model's dtype; well above the default model's share
 # (docs/lossless.md).
 MAX_FLIP_SHARE = {torch.float64: 0.0, torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.05}
 # For a float32 model over 8-bit entries.
-MAX_FLIP_SHARE |= dict.fromkeys(largest(), 0.02)
+MAX_FLIP_SHARE |= dict.fromkeys(LARGEST, 0.02)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The distance of forwards of one token and of gamma + 1 tokens, over `positions` forced tokens.
+    """The distance of 1-token and (gamma + 1)-token forwards, over `positions` forced tokens.
 
-    eps: the largest difference of a logit, less the shift of all logits that makes it smallest, which no choice feels.
-    flips: positions where the two have another argmax. max_flip_share: of the positions, what rounding explains.
+    eps: the largest difference of a logit, after the shift of all logits that makes it smallest: a shift changes no
+    choice. flips: positions where the two have another argmax. max_flip_share: the share of positions where rounding
+    explains that.
     """
 
     eps: float
@@ -42,15 +43,18 @@ class Calibration:
 
     @property
     def trusted(self) -> bool:
-        """False if the two disagree more often than rounding explains: then eps measures an error of forwards of
+        """False if the two disagree more often than rounding explains: then eps measures an error in forwards of
         several tokens, and a bound of 2 eps would excuse anything."""
         return self.flips <= self.max_flip_share * self.positions
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The reference at each emitted token `[B, n]`: its top-two `gap`, its top score less that of the emitted token
-    (`deficit`), and whether its choice is another token (`flipped`). Scores: see `_scores`."""
+    """The scores of plain decoding (see `_scores`) at each emitted token `[B, n]`.
+
+    gap: the top score less the second. deficit: the top score less the emitted token's. flipped: True if plain decoding
+    chooses another token.
+    """
 
     gap: Tensor
     deficit: Tensor
@@ -59,8 +63,8 @@ class Replay:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Counts over the emitted tokens; near-ties are those with a top-two gap of at most 2 eps. A flip is outside if the
-    emitted token's score is further than that below the top. `largest_gap_at_flip`: a deficit, None without a flip."""
+    """Counts over the emitted tokens. A near-tie has a gap of at most 2 eps; a flip with a larger deficit lies outside.
+    largest_gap_at_flip: the largest deficit; None without a flip."""
 
     rows: int
     tokens: int
@@ -80,10 +84,10 @@ def calibrate(
 ) -> Calibration:
     """Compare forwards of `block` = gamma + 1 tokens with 1-token forwards at the same positions of the same text.
 
-    The whole text runs twice behind the prompts, each time over the entries that those forwards have left: one unit in
-    the last place makes another 8-bit entry, and these add up. The first logits `[B, n, V]` are kept in the host's
-    memory. cache: as many rows as prompts, which are filled anew. forced: `[B, n]` int64 on the cache's device, what
-    follows each prompt; n in whole blocks. Errors: UserError if a logit is not finite.
+    The whole text runs twice behind the prompts, each time over the entries that its forwards have left: a unit in the
+    last place makes another 8-bit entry, and these add up. The first logits `[B, n, V]` are kept in the host's memory.
+    cache: with a row for each prompt, which is filled anew. forced: `[B, n]` int64 on the cache's device, the text
+    behind each prompt, in whole blocks. Errors: UserError if a logit is not finite.
     """
     n_tokens = forced.shape[1]
     assert n_tokens % block == 0 and n_tokens > 0
@@ -98,7 +102,7 @@ def calibrate(
         columns.append((apart, greedy(single) != greedy(blocks)))
     worst, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(worst, lengths, "calibration")
-    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in largest()
+    in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
     return Calibration(
         eps=float(worst.max()),
         flips=int(flipped.sum()),
@@ -115,8 +119,8 @@ def replay(
     emitted: Tensor,
     sampling: SamplingParams | None = None,
 ) -> Replay:
-    """Compare plain decoding, in a cache filled anew, with `emitted` tokens `[B, n]` (int64, on the cache's device): it
-    is forced along them, so that behind a divergence the comparison goes on from the emitted prefix.
+    """Compare plain decoding, in a cache filled anew, with `emitted` tokens `[B, n]` (int64, on the cache's device).
+    Each step runs the emitted token, so that behind a difference the comparison goes on from the emitted prefix.
 
     sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b. Errors:
     ConfigError if it filters (whether an id passes is a near-tie of another kind); UserError if a score is not finite.
@@ -153,7 +157,7 @@ def certify(seen: Replay, eps: float) -> Certificate:
 
 
 def _scores(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return what the token at `positions [B]` is the argmax of, `[B, V] -> [B, V]`, in float32 or better."""
+    """Return the scores whose argmax is the token at `positions [B]`, `[B, V] -> [B, V]`, in float32 or better."""
     if sampling.greedy:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = Distribution.of([sampling] * len(logits), logits.device).logprobs(logits)
@@ -183,7 +187,7 @@ def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: in
 
 
 def _require_finite(values: Tensor, lengths: Tensor, where: str) -> None:
-    """Raise UserError unless all `values [B, n]` are finite: NaN compares as no flip, infinity as any."""
+    """Raise UserError unless all `values [B, n]` are finite: NaN would pass as no flip, infinity as any."""
     if bad := (~torch.isfinite(values)).nonzero().tolist():
         row, index = bad[0]
         seen = f"row {row}, the token at position {int(lengths[row]) + index}, and {len(bad) - 1} more"

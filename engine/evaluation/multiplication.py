@@ -1,4 +1,4 @@
-"""Multiplications that a language model completes: problems by seed, their prompts, and whether an answer is right."""
+"""Multiplications that a language model completes: problems by seed, their prompts, and the check of an answer."""
 
 import random
 import re
@@ -6,9 +6,9 @@ import re
 from models.checkpoints.tokenizer import Tokenizer
 
 NUMBERS = range(1, 100)
-# Solved in front of every problem, and never problems.
+# Solved in every prompt, and never drawn as problems.
 SHOTS = ((7, 8), (23, 4), (16, 31))
-# New tokens, of tokenizers with one for each digit: a blank, the four of 9801, and the line's end.
+# New tokens, enough for a tokenizer with a token for each digit: a blank, the four digits of 9801, and the line's end.
 LONGEST_ANSWER = 8
 NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
@@ -16,8 +16,8 @@ Problem = tuple[int, int]
 
 
 def problems(seed: int, n: int) -> list[Problem]:
-    """Return `n` pairs of numbers from 1 to 99, each as likely as any other; none comes twice before all have come.
-    Fewer problems of one seed are the first of more."""
+    """Return `n` pairs of numbers from 1 to 99, all equally likely; no pair comes twice before all have come. A smaller
+    `n` gives the first of the same problems."""
     rng = random.Random(seed)
     every = [(a, b) for a in NUMBERS for b in NUMBERS if (a, b) not in SHOTS]
     drawn: list[Problem] = []
@@ -28,7 +28,7 @@ def problems(seed: int, n: int) -> list[Problem]:
 
 
 def prompt(problem: Problem) -> str:
-    """Return the solved problems, a line each, and the problem's line up to its result."""
+    """Return the solved problems, a line each, and the problem's line up to the result."""
     lines = [f"{a} * {b} = {a * b}" for a, b in SHOTS]
     a, b = problem
     return "\n".join([*lines, f"{a} * {b} ="])

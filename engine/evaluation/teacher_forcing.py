@@ -1,4 +1,4 @@
-"""Teacher forcing: acceptance on a given text, whose tokens every round goes on from, whatever is accepted."""
+"""Teacher forcing: measures acceptance on a given text, which every round continues, whatever was accepted."""
 
 from collections.abc import Sequence
 
@@ -26,10 +26,10 @@ def forced_acceptance(
 ) -> list[Counts]:
     """Count how many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
 
-    A model that is left to itself loops sooner or later, and a loop is easy to draft; a book does not. Row b begins
-    with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of what the
-    round emitted. Returns what each row's rounds drafted, verified and accepted. Errors: ConfigError unless there is a
-    prompt and a continuation per row, and continuations have one length of gamma + 2 or more.
+    A model that continues its output loops sooner or later, and a loop is easy to draft; a book does not loop. Row b
+    begins with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of the
+    round's output. Returns the counts of each row. Errors: ConfigError unless there is a prompt and a continuation per
+    row, and all continuations have the same length, gamma + 2 or more.
     """
     gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, isinstance(drafter, HostDrafter)
     n_token = min(map(len, continuations), default=0)
@@ -37,8 +37,8 @@ def forced_acceptance(
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
         what = "teacher forcing takes a prompt and a continuation per row"
         seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
-        required = f"{n_rows} of each, continuations of one length, {gamma + 2} tokens or more"
-        raise ConfigError(what, "forced_acceptance", seen, required, "give one of each per row, or more text")
+        required = f"{n_rows} of each, continuations of the same length, {gamma + 2} tokens or more"
+        raise ConfigError(what, "forced_acceptance", seen, required, "give as many prompts as rows, or longer texts")
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 WORKSPACE_BYTES = 8 << 20
 # Below this one kernel reads all peers' data; above it, each rank sums its part and shares it.
 ONE_SHOT_BYTES = 256 << 10
-ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16  # of each rank's part
 
 
 class AllReduce:
@@ -29,25 +29,36 @@ class AllReduce:
 
 
 class SymmetricAllReduce(AllReduce):
-    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other. `ops` are
-    `torch.ops.symm_mem`; `workspace` is symmetric memory that the group's ranks join."""
+    """One-shot and two-shot all-reduce over memory that GPUs of one machine map from each other.
+
+    ops: `torch.ops.symm_mem`. workspace: symmetric memory that the group's ranks join.
+    """
 
     def __init__(self, group: dist.ProcessGroup, workspace: Tensor, ops: Any) -> None:
         super().__init__(group)
         self.name = "symmetric memory"
-        self._ops, self._workspace, self._group_name, self._size = ops, workspace, group.group_name, group.size()
+        self.workspace, self._ops, self._group_name = workspace, ops, group.group_name
+        self._aligned_to = ALIGNMENT_BYTES * group.size()
 
     def __call__(self, x: Tensor) -> Tensor:
         n_bytes = x.numel() * x.element_size()
-        fits = n_bytes <= WORKSPACE_BYTES and n_bytes % (ALIGNMENT_BYTES * self._size) == 0
+        fits = n_bytes <= WORKSPACE_BYTES and n_bytes % self._aligned_to == 0
         if not fits or x.dtype not in (torch.bfloat16, torch.float32):
             return super().__call__(x)
-        shared = self._workspace[:n_bytes].view(x.dtype)
+        shared = self.workspace[:n_bytes].view(x.dtype)
         shared.copy_(x.reshape(-1))
         if n_bytes <= ONE_SHOT_BYTES:
             return self._ops.one_shot_all_reduce(shared, "sum", self._group_name).view(x.shape)
         # In place: the result leaves the workspace before the next call writes to it.
         return self._ops.two_shot_all_reduce_(shared, "sum", self._group_name).clone().view(x.shape)
+
+    def sums_right(self, n_bytes: int) -> bool:
+        """Compare a sum of at most `n_bytes` with the group's. Every rank has to call this."""
+        n_bytes -= n_bytes % self._aligned_to  # else the group sums, and 3 ranks would test nothing
+        # Whole numbers that differ by rank and index, small enough for the sum to be exact.
+        values = (torch.arange(n_bytes // 4, device=self.workspace.device) % 1000 + dist.get_rank(self._group)).float()
+        expected = super().__call__(values.clone())  # first, since the other sum may raise on some ranks only
+        return torch.equal(self(values), expected)
 
 
 def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> AllReduce:
@@ -64,36 +75,33 @@ def choose_all_reduce(group: dist.ProcessGroup | None, device: torch.device) -> 
 def with_symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, ops: Any = None, memory: Any = None
 ) -> AllReduce:
-    """Return symmetric memory if it works and sums right at both sizes, on all ranks of `group`. They agree after every
-    step, so that none waits in a step that another could not take."""
+    """Return symmetric memory if it works and sums right at both sizes on all ranks of `group`, else the group.
+
+    Ranks agree after every step, so that none waits in a step that another could not take.
+    """
     reduce: list[SymmetricAllReduce] = []
 
     def allocate() -> None:
         nonlocal memory, ops
         if memory is None:
             import torch.distributed._symmetric_memory as memory
-        ops = ops or torch.ops.symm_mem
         workspace = memory.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        reduce.append(SymmetricAllReduce(group, workspace, ops))
+        reduce.append(SymmetricAllReduce(group, workspace, ops or torch.ops.symm_mem))
 
-    def join() -> None:
-        memory.rendezvous(reduce[0]._workspace, group.group_name)
-
-    def sums_right(n_bytes: int) -> bool:
-        # Whole numbers that differ by rank and place, small enough for the sum to be exact.
-        values = (torch.arange(n_bytes // 4, device=device) % 1000 + group.rank()).float()
-        expected = values.clone()
-        dist.all_reduce(expected, group=group)
-        return torch.equal(reduce[0](values), expected)
-
-    steps = (allocate, join, lambda: sums_right(ONE_SHOT_BYTES), lambda: sums_right(2 * ONE_SHOT_BYTES))
-    return reduce[0] if all(_agreed(step, group, device) for step in steps) else AllReduce(group)
+    steps = (
+        allocate,
+        lambda: memory.rendezvous(reduce[0].workspace, group.group_name),
+        lambda: reduce[0].sums_right(ONE_SHOT_BYTES),
+        lambda: reduce[0].sums_right(2 * ONE_SHOT_BYTES),
+    )
+    return reduce[0] if all(_succeeds(step, group, device) for step in steps) else AllReduce(group)
 
 
-def _agreed(step: Callable[[], bool | None], group: dist.ProcessGroup, device: torch.device) -> bool:
+def _succeeds(step: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether, on every rank, a step neither raises nor returns False."""
     try:
         worked = step() is not False
-    except Exception:  # an unsupported topology, driver or build: each says so in its own way
+    except Exception:  # an unsupported topology, driver or build: each says so in another way
         worked = False
     everywhere = torch.tensor([float(worked)], device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)

@@ -1,7 +1,7 @@
-"""The processes that torchrun started: who leads, what the leader decides, and who holds which model.
+"""The processes that torchrun started: which rank decides, and which ranks hold which model.
 
-Rank 0 decides, and tokens, counts and prompts are broadcast, never computed twice. Where prompts are divided over
-replicas, the first rank of each replica is its rank 0.
+Rank 0 decides, and broadcasts tokens, counts and prompts, which are never computed twice. Where prompts are divided
+over replicas, the first rank of each replica is its rank 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, or of one replica; by default one process, where every call returns its argument.
+    """The processes of a run or a replica; by default a single process, where every call returns its argument.
 
-    device: of exchanged tensors. check: compare a digest over ranks each round. first: the leader's number among all
-    processes. group, timeout: of collectives, where there are several ranks.
+    device: where exchanged tensors are. check: compare a digest over ranks each round. first: the leader's number among
+    all processes. group, timeout: of collectives, where there are several ranks.
     """
 
     rank: int = LEADER
@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == LEADER
 
     def decided(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:
-        """Return `decide()` of the leader, an int64 tensor of `shape`; only the leader calls it."""
+        """Return the leader's `decide()`, an int64 tensor of `shape`; other ranks do not call it."""
         if self.size == 1:
             return decide()
         tensor = decide().contiguous() if self.leads else torch.empty(shape, dtype=torch.int64, device=self.device)
@@ -54,7 +54,7 @@ class Ranks:
         return tensor
 
     def shared(self, make: Callable[[], Value]) -> Value:
-        """Return `make()` of the leader, a picklable object; only the leader calls it."""
+        """Return the leader's `make()`, a picklable object; other ranks do not call it."""
         if self.size == 1:
             return make()
         box = [make() if self.leads else None]
@@ -70,7 +70,7 @@ class Ranks:
         return values  # type: ignore[return-value]
 
     def require_same(self, what: Callable[[], str], tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """With `check`, raise RankError on every rank if any rank's tensors are not the leader's."""
+        """With `check`, raise RankError on every rank if any rank's tensors differ from the leader's."""
         if not self.check or self.size == 1:
             return
         digest = hashlib.sha256()
@@ -94,8 +94,8 @@ class Ranks:
         return replace(alone, group=alone.new_group(range(size)))
 
     def new_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Form a group of some ranks of each replica; None for a single rank. Every process has to call this, in the
-        same order."""
+        """Form a group of some ranks of each replica; None for a single rank. Every process has to form the same groups
+        in the same order."""
         if len(members) == 1:
             return None
         if self.group is not None and len(members) == self.size:
@@ -110,8 +110,8 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks that hold one model between them, in the order of their shards; an `Exchange`. Logits go to the leader,
-    even if it holds no part of the model."""
+    """The ranks that each hold a shard of a model, in the order of the shards; an `Exchange`. Logits go to the leader,
+    even if it holds no shard."""
 
     ranks: tuple[int, ...]
     own_rank: int
@@ -120,7 +120,7 @@ class ModelRanks:
 
     @property
     def holds(self) -> bool:
-        """True if this process has a part of the model."""
+        """True if this process holds a shard."""
         return self.own_rank in self.ranks
 
     @property
@@ -142,7 +142,7 @@ class ModelRanks:
 
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
-    """Form the group of ranks that hold a model; every process has to call this, in the same order."""
+    """Form the group of ranks that hold a model. Every process has to form the same groups in the same order."""
     members = sorted({LEADER, *holders})
     with_leader = ranks.new_group(members)
     holding = with_leader if LEADER in holders else ranks.new_group(sorted(holders))
@@ -159,8 +159,8 @@ def require_single_process() -> None:
 
 
 def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
-    """Join torchrun's other processes, over NCCL on GPUs and gloo on CPUs, where objects stay in any case; without
-    torchrun, be alone. A collective that waits longer than the timeout for a rank fails, and the run with it."""
+    """Join torchrun's other processes, over NCCL for tensors on GPUs, else over gloo; without torchrun, there is a
+    single rank. A collective that waits longer than the timeout for a rank fails, and the run with it."""
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where)
@@ -174,7 +174,7 @@ def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 60
 
 
 def check_replicas(n_replicas: int, n_ranks: int) -> int:
-    """Return the number of ranks of each replica. Errors: ConfigError unless all have as many."""
+    """Return the number of ranks of each replica. Errors: ConfigError unless it is the same for all."""
     require_at_least("data_parallel", n_replicas, 1)
     if n_ranks % n_replicas:
         where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} ranks"
@@ -184,7 +184,7 @@ def check_replicas(n_replicas: int, n_ranks: int) -> int:
 
 
 def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """Return the ranks of a replica that hold the target, in shard order. Errors: ConfigError unless all do."""
+    """Return the ranks of a replica in the order of the target's shards. Errors: ConfigError unless these are all."""
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
@@ -195,7 +195,7 @@ def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
 
 
 def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that hold the draft, in shard order. Errors: ConfigError unless they are in the group."""
+    """Return the ranks that hold the draft, in shard order. Errors: ConfigError unless the target's group has them."""
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):

@@ -1,4 +1,4 @@
-"""Attention over a slot cache: a protocol with several backends, each in its file and imported when it is selected."""
+"""Attention over a slot cache: a protocol, and a file for each backend."""
 
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
 from models.attention.select import BACKENDS, Selection, select_backend

@@ -1,4 +1,4 @@
-"""Print which kernels this machine uses for attention and around it, and what their checks found."""
+"""Print which kernels this machine uses, and the results of their checks."""
 
 from dataclasses import dataclass
 

@@ -39,11 +39,11 @@ class AttentionBackend(Protocol):
     name: str
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        """True if a block of `n_token` tokens makes a copy of the entries before it attends: of rows in a map, or in
-        the model's dtype. `group`: tokens that share a grid in 4 bits, None for other entries."""
+        """True if a block of `n_token` tokens copies or converts the entries before it attends to them. group: tokens
+        that share a grid in 4 bits; None for other entries."""
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """Derive from the queries' positions `[B, T]` int64, once per forward, what `attend` needs in each layer."""
+        """Return the inputs of `attend` that all layers of a forward share. queries: positions, `[B, T]` int64."""
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        """Attend with `q [B, T, H, D]`, scaled by `D ** -0.5`, to the entries of C slots; returns `[B, T, H, D]`."""
+        """Attend with `q [B, T, H, D]`, scaled by `D ** -0.5`, to the entries of C slots; return `[B, T, H, D]`."""

@@ -1,4 +1,4 @@
-"""Cases that check the attention kernels: ragged rows in every storage, against PyTorch in float64."""
+"""Cases that compare the attention kernels with PyTorch in float64: ragged rows in every storage."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +19,13 @@ from models.config import ModelConfig
 from models.kernel_check import Case, Results
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Sums and exponentials are rounded in float32. With queries in bfloat16, so are queries, weights and results, to 8
-# bits; over int8 entries queries are rounded to 15 bits.
+# Sums and exponentials are rounded to float32. With queries in bfloat16, weights and results are rounded to 8 bits;
+# over int8 entries, queries are rounded to 15 bits.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 ALLOWED_OVER_INT8 = 1e-3
 Shape = tuple[int, int, int | None]  # head_dim, query heads per KV head, sliding window
 SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
-BLOCKS = (1, 5, 40)  # tokens: the last is a chunk, of more query rows than the kernel takes at once
+BLOCKS = (1, 5, 40)  # tokens; the last is a chunk, with more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
 candidate, REFERENCE = CppAttention, TorchAttention()
@@ -38,7 +38,7 @@ def cases() -> Iterator[Case]:
 
 
 def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, device: str = "cpu") -> tuple[Case, Case]:
-    """Return two cases over some rows of a cache: attention of a block, and whether each token has equal bits alone."""
+    """Return two cases over some rows of a cache: attention of a block, and the bits of each of its tokens alone."""
     (head_dim, group, window), generator = shape, torch.Generator().manual_seed(n_token)
     in_4_bits, capacity = storage == IN_4_BITS, PART + 400
     config, stored = ModelConfig(8, 1, 64, 2 * group, 2, head_dim, 8, 9999), dtype if in_4_bits else storage
@@ -71,8 +71,8 @@ def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, devic
     def compute(backend: Any, spec: AttentionSpec = spec, q: Tensor = q, kv: KV = kv) -> Results:
         if in_4_bits or n_token > MAX_BLOCK:
             return (attend(backend, spec, q, kv),)
-        noted = torch.full((4, n_token, 2, capacity // SCORE_CHUNK), -1.0, device=device)
-        return attend(backend, spec, q, kv._replace(chunk_scores=noted)), noted
+        scores = torch.full((4, n_token, 2, capacity // SCORE_CHUNK), -1.0, device=device)
+        return attend(backend, spec, q, kv._replace(chunk_scores=scores)), scores
 
     def differs(backend: Any) -> Results:
         alone = [attend(backend, spec, q, kv, slice(token, token + 1)) for token in range(n_token)]

@@ -15,12 +15,12 @@ from models.attention.base import AttentionSpec, Slots
 from models.cpp_build import load_library
 
 HEAD_DIMS = (64, 128)
-# The dtypes of cache entries, by their numbers in the kernel.
+# Dtypes of cache entries, at their numbers in the kernel.
 ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-# Slots per task. A constant, not a share of the capacity: sums over a row's slots are always cut at the same slots, so
-# their bits do not depend on the batch, the block or the capacity.
+# Slots per task. A constant: sums over a row's slots are always split at the same slots, so their bits do not depend on
+# the batch, the block or the capacity.
 PART = 1024
-# The most numbers of a vector. If a group of tokens in 4 bits is not a multiple, entries are unpacked first.
+# The most numbers of a vector. Entries in 4 bits are unpacked first if their groups are no multiple of it.
 LANES = 16
 
 
@@ -38,10 +38,10 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-class Prepared(NamedTuple):
-    newest: Tensor  # position of each query, which is the last that it sees, `[B, T]`
+class CppPrepared(NamedTuple):
+    newest: Tensor  # position of each query, `[B, T]`
     window: int  # the most positions that a query sees; 0: all up to its position
-    slots: Tensor  # positions of the slots `[B, C]`
+    slots: Tensor  # positions of the slots, `[B, C]`
 
 
 class CppAttention(SelectionOps):
@@ -59,10 +59,10 @@ class CppAttention(SelectionOps):
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return group is not None and group % LANES > 0
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
-        return Prepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> CppPrepared:
+        return CppPrepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
 
-    def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
+    def attend(self, q: Tensor, kv: KV, prepared: CppPrepared) -> Tensor:
         if kv.packed is not None and self.dequantizes(q.shape[1], kv.packed.group):
             kv = kv.unpacked(q.dtype)
         batch, n_token, n_head, head_dim = q.shape
@@ -103,14 +103,14 @@ class CppAttention(SelectionOps):
     def copy_chosen(
         self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
     ) -> None:
-        """Copy chosen entries like `SelectionOps`; only those that `to` lacks, unless they have to be quantised."""
+        """Copy the chosen entries that `to` lacks, or all of them if they have to be quantised; see `SelectionOps`."""
         narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
         if not narrows and source.entries.dtype != to.entries.dtype:
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
-        assert chosen.is_contiguous() and chosen.shape[-1] == to.held.shape[-1]
+        assert chosen.is_contiguous() and chosen.shape[-1] == to.source_slots.shape[-1]
         read_rows, written_rows = source.row_indices.contiguous(), to.row_indices.contiguous()
         sizes = [*chosen.shape, source.capacity]
-        self._run("keep_chosen", sizes, (to.held[to_layer], written_rows, chosen, is_new))
+        self._run("keep_chosen", sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
         pairs = [(source.entries[from_layer], to.entries[to_layer])]
         if source.scales is not None and to.scales is not None:
             pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]

@@ -1,10 +1,10 @@
 // Attention of a few query tokens over a long KV cache on a CPU: one pass over keys and values, softmax on the way.
 //
-// A task is one KV head of one row, a part of its slots, and a block of its query rows (the tokens and the heads that
-// share the KV head), so an entry is read once for a whole block. Slots are taken in tiles. Keys and values of a tile
+// A task is a KV head of a row, a part of its slots, and a block of its query rows (the tokens and the heads that share
+// the KV head), so an entry is read once for a whole block. Slots are read in tiles. Keys and values of a tile
 // are rearranged in registers into words of 32 bits: one float32, two bfloat16 or four int8, which one instruction
 // multiplies and adds (see Products). The arithmetic of a query row does not depend on the other rows of its block, nor
-// on how many there are: verifying T tokens gives the very bits of decoding them one by one.
+// on their number: verifying T tokens gives the bits of decoding them one by one.
 
 #include <algorithm>
 #include <cmath>
@@ -28,9 +28,9 @@ constexpr int W = 8, ROWS = 3;
 constexpr int W = 4, ROWS = 3;
 #endif
 constexpr int TILE = 2 * W;  // slots per tile
-constexpr int BLOCK = 48;  // query rows of a task at most: what is kept of them stays in the cache beside a tile
-constexpr int NOTED = 8;  // slots next to each other whose attention is noted as one
-constexpr int64_t EMPTY = -1;  // a slot that is none
+constexpr int BLOCK = 48;  // the most query rows of a task: their state fits the cache beside a tile
+constexpr int SCORED = 8;  // neighbouring slots that share a score, as SCORE_CHUNK in kv_cache/entries.py
+constexpr int64_t EMPTY = -1;  // the position of an empty slot; also a slot that does not exist
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vec __attribute__((vector_size(4 * W)));
@@ -44,7 +44,7 @@ typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4), may_a
 struct bfloat16 {
     uint16_t bits;
     bfloat16() = default;
-    explicit bfloat16(float x) {  // to the nearest, ties to even; of NaNs, the quiet one alone stays one
+    explicit bfloat16(float x) {  // to the nearest, ties to even; only the quiet NaN stays NaN
         uint32_t all;
         std::memcpy(&all, &x, sizeof all);
         bits = (all + 0x7fff + (all >> 16 & 1)) >> 16;
@@ -65,7 +65,7 @@ inline vec load(const int8_t* p) {
     std::memcpy(&bytes, p, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
 }
-// Exponent and mantissa move to where float32 has them, subnormals too; 2^120 mends the bias (127 for 7).
+// Moves exponent and mantissa to their places in float32, also of subnormals; 2^120 corrects the bias (127, not 7).
 inline vec load(const float8* p) {
     ubvec bytes;
     std::memcpy(&bytes, p, sizeof bytes);
@@ -125,14 +125,14 @@ struct Layout {
     int64_t batch, n_kv_head, n_slot, n_token, group;  // group: query heads of a KV head
     int64_t q_row, q_token, q_head, q_is_bfloat16;  // strides in elements, here and below
     int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, scale_row, scale_head, scale_slot;
-    int64_t part, window;  // slots per task, whole tiles; newest positions that a query sees, 0 for all
-    int64_t noted_row, noted_token, noted_head;
-    // Tokens in 4 bits, how many share a key's grid, and grids of a value; strides of what Packed names.
+    int64_t part, window;  // slots per task, a multiple of TILE; the most positions that a query sees, 0: all
+    int64_t scores_row, scores_token, scores_head;
+    // The numbers of tokens in 4 bits, of tokens that share a key's grid, and of a value's grids; strides of Packed.
     int64_t n_packed, packed_group, n_value_grid, key_code_row, key_code_head, value_code_row, value_code_head;
     int64_t key_grid_both, key_grid_row, key_grid_head, value_grid_both, value_grid_row, value_grid_head, value_grid_part;
 };
 
-// A tile of n keys of N words, its words first: to [N, TILE]. Words of other keys are 0.
+// Transposes a tile of n keys of N words to [N, TILE]. Words of missing keys are 0.
 template <int N, typename Entry>
 inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* to) {
     for (int block = 0; block < TILE; block += W)
@@ -144,12 +144,12 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* to) 
         }
 }
 
-// Products of entries with queries and with softmax weights, over words of PACK numbers. What meets the entries may be
-// split into PLANES, the first of which counts for more.
+// Products of entries with queries and with softmax weights, over words of PACK numbers. Queries and weights may be split
+// into PLANES, from the most significant to the least.
 //
-// pack_query: the words [PLANES, D / PACK] of one query, what its sums are multiplied with, and what is first taken off.
-// pack_weights: the words [PLANES, TILE / PACK] of a tile's weights, and what their sums are multiplied with.
-// interleave: a tile's values in words, [TILE / PACK, D], with their dimensions in the order that `natural` undoes.
+// pack_query: computes the words [PLANES, D / PACK] of a query, the factor of its sums, and a number to subtract first.
+// pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
+// interleave: packs a tile's values into words, [TILE / PACK, D], in the order of dimensions of `interleaved`.
 struct Float32Products {
     static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
     typedef vec Sum;
@@ -186,7 +186,7 @@ inline __m512i bits_of(float word) {
     return _mm512_set1_epi32(bits);
 }
 
-// Products in bfloat16, sums in float32: weights are rounded to bfloat16, and so are queries unless they are that.
+// Products in bfloat16, sums in float32: weights and queries are rounded to bfloat16.
 struct Bfloat16Products {
     static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
     typedef vec Sum;
@@ -229,7 +229,7 @@ struct Bfloat16Products {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INT8_PRODUCTS
 // Products in 8 bits, sums exact. Queries are rounded to 15 bits, in planes of 8 and 7, and a tile's weights to 16, in
-// two planes of 8, of the largest one. One factor is unsigned: keys count from -128, which `taken_off` puts right.
+// two planes of 8, relative to the largest. One factor is unsigned: keys count from -128, which `taken_off` corrects.
 struct Int8Products {
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
     typedef ivec Sum;
@@ -249,7 +249,7 @@ struct Int8Products {
     template <int D>
     static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
         constexpr float LARGEST = 127 << KEY_SHIFT;
-        vec top{}, nothing{};  // the latter is NaN behind a number that is not finite
+        vec top{}, nothing{};  // `nothing` becomes NaN after a number that is not finite
         for (int d = 0; d < D; d += W) {
             top = larger(top, larger(load(q + d), -load(q + d)));
             nothing += load(q + d) * broadcast(0);
@@ -299,15 +299,15 @@ struct Int8Products {
 };
 #endif
 
-// Where a dimension stands in sums over interleaved values: words of 4 dimensions stay together.
+// The place of a dimension in sums over interleaved values: words of 4 dimensions stay together.
 template <int PACK>
 inline int interleaved(int d) {
     const int in = d % (16 * PACK);
     return d - in + in / 4 % PACK * 16 + in / (4 * PACK) * 4 + in % 4;
 }
 
-// Asks for a few lines of a stretch of memory at a time, into L2. Spread over the arithmetic, so that it goes on meanwhile:
-// a tile's lines at once fill the queue of misses, and memory and arithmetic then take turns.
+// Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
+// fill the queue of misses, and memory and arithmetic would take turns.
 struct Ahead {
     const char* at;
     int step;  // bytes per call
@@ -316,7 +316,7 @@ struct Ahead {
     }
 };
 
-// Scores of N query rows against one tile, as multiples of log2(e). q: words, planes of a row apart.
+// Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
 template <int N, int D, typename P>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
                         const Ahead* ahead, float* scores) {
@@ -405,14 +405,14 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// The entries of one row and head as they are stored. scales: of 8 bits, by slots `scale_stride` apart; else null.
+// The entries of a row and head as they are stored. scales: those of entries in 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
     const Entry *keys, *values;
     int64_t key_stride, value_stride;
     const float *key_scales, *value_scales;
     int64_t scale_stride;
-    // Of the block's queries, and of a tile.
+    // The words and factors of the block's queries, then buffers for a tile.
     alignas(64) float q[BLOCK * P::PLANES * D / P::PACK], steps[BLOCK], weight_steps[BLOCK];
     int32_t taken_off[BLOCK];
     alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK], scales[TILE];
@@ -433,7 +433,7 @@ struct Stored {
         for (int m = 0; m < n_row; ++m)
             for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
     }
-    // Of all query rows against the n slots of a tile, weights [n_row, TILE].
+    // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
         const Entry* from = keys + start * key_stride;
         P::template transpose<D>(from, key_stride, n, tile);
@@ -465,9 +465,9 @@ struct Stored {
     }
 };
 
-// Entries in 4 bits, code * step + low: a byte has one of each half of the head dimension, the first in the lower bits.
-// The grids, which are low and step, move into the queries of keys and into the weights of values, so that what is done
-// for every number is to unpack its code. Of a group of keys, slots are next to each other: [D / 2, group].
+// Entries in 4 bits, code * step + low: a byte has a code of each half of the head dimension, the first in the lower
+// bits. Grids (low and step) are multiplied into the queries of keys and into the weights of values, so that a number
+// only has to be unpacked. In a group of keys, slots are the last dimension: [D / 2, group].
 template <int D>
 struct In4Bits {
     static constexpr int HALF = D / 2;
@@ -536,7 +536,7 @@ struct In4Bits {
     template <int N>
     void add_rows(const float* weights, int64_t start, int n, float* out) const {
         for (int at = 0; at < HALF; at += 2 * W) {
-            // Two vectors of the head dimension's first half, then those of the second that share their bytes.
+            // Two vectors of the head dimension's first half, then the vectors of the second half in the same bytes.
             const int dims[4] = {at, at + W, HALF + at, HALF + at + W};
             alignas(64) float scaled[4][N][TILE];
             vec acc[N][4];
@@ -579,15 +579,15 @@ struct In4Bits {
     }
 };
 
-// The largest of each NOTED of a tile's scores: to [TILE / NOTED].
+// Writes the largest of every SCORED scores of a tile to [TILE / SCORED].
 inline void keep_largest(const float* scores, float* to) {
-    static_assert(NOTED == 8);  // as in kv_cache/entries.py
-    ivec next, second, fourth, first_of_each;  // of shuffles, which take lanes modulo W
+    static_assert(SCORED == 8);
+    ivec next, second, fourth, first_of_each;  // lanes of shuffles, modulo W
     for (int lane = 0; lane < W; ++lane) {
         next[lane] = lane ^ 1;
         second[lane] = lane ^ 2;
         fourth[lane] = lane ^ 4;
-        first_of_each[lane] = NOTED * lane % TILE;
+        first_of_each[lane] = SCORED * lane % TILE;
     }
     vec half[2];
     for (int i = 0; i < 2; ++i) {
@@ -596,9 +596,9 @@ inline void keep_largest(const float* scores, float* to) {
         x = larger(x, __builtin_shuffle(x, second));
         half[i] = larger(x, __builtin_shuffle(x, fourth));
     }
-    if (W < NOTED) half[0] = larger(half[0], half[1]);
+    if (W < SCORED) half[0] = larger(half[0], half[1]);
     const vec largest = __builtin_shuffle(half[0], half[1], first_of_each);
-    std::memcpy(to, &largest, TILE / NOTED * sizeof(float));
+    std::memcpy(to, &largest, TILE / SCORED * sizeof(float));
 }
 
 inline bool any(ivec x) {
@@ -611,19 +611,19 @@ inline bool any(ivec x) {
 #endif
 }
 
-// What a query row sees: positions in [oldest, newest].
+// The positions that a query row sees: [oldest, newest].
 struct Sight { int64_t oldest, newest; };
 
-// One part of one KV head and one block of query rows: to `out` [n_row, D], not normalised, to `largest` each row's
-// largest score, to `mass` its sum of weights. kept: where the largest of each NOTED scores go, [n_row, n_kept], if not
-// null.
+// Attends with a block of query rows to a part of a KV head: writes results that are not normalised to `out` [n_row, D],
+// each row's largest score to `largest`, and its sum of weights to `mass`. kept: null, or takes the largest of every
+// SCORED scores, [n_row, n_kept].
 template <int D, typename Entries>
 void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight* sees, int64_t first, int64_t last,
                  float* kept, int64_t n_kept, float* out, float* largest, float* mass) {
     alignas(64) float weights[BLOCK * TILE];
     vec masses[BLOCK];
     std::memset(out, 0, n_row * D * sizeof(float));
-    // What some query sees lies in `some`, what all of them see in `all`.
+    // Positions that some query sees, and positions that all queries see.
     Sight some = sees[0], all = sees[0];
     for (int m = 0; m < n_row; ++m) {
         largest[m] = MINUS_INFINITY;
@@ -641,7 +641,7 @@ void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight*
         }
         if (in_some == 0) {
             for (int m = 0; kept && m < n_row; ++m)
-                std::fill_n(kept + m * n_kept + start / NOTED, TILE / NOTED, MINUS_INFINITY);
+                std::fill_n(kept + m * n_kept + start / SCORED, TILE / SCORED, MINUS_INFINITY);
             continue;
         }
         entries.scores(n_row, start, n, weights);
@@ -652,7 +652,7 @@ void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight*
                     if (positions[s] < sees[m].oldest || positions[s] > sees[m].newest) w[s] = MINUS_INFINITY;
                 for (int s = n; s < TILE; ++s) w[s] = MINUS_INFINITY;
             }
-            if (kept) keep_largest(w, kept + m * n_kept + start / NOTED);
+            if (kept) keep_largest(w, kept + m * n_kept + start / SCORED);
             const vec top = larger(load(w), load(w + W));
             if (any(top > broadcast(largest[m]))) {
                 const float highest = largest_lane(top);
@@ -661,7 +661,7 @@ void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight*
                 for (int d = 0; d < D; d += W) store(out + m * D + d, load(out + m * D + d) * shrink);
                 largest[m] = highest;
             }
-            // Where nothing was seen yet, nothing is seen here either: 0 in place of -infinity gives weights of 0.
+            // If nothing was seen so far, 0 in place of -infinity makes all weights 0.
             const vec highest = broadcast(largest[m] == MINUS_INFINITY ? 0 : largest[m]);
             for (int s = 0; s < TILE; s += W) {
                 const vec p = exp2_of(load(w + s) - highest);
@@ -675,9 +675,9 @@ void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight*
     entries.finish(n_row, out);
 }
 
-// What the best of each NOTED slots gets of the attention of a token, averaged over its G heads: to [n], by their scores
-// [G, n_kept] and the score that would get all of each [G].
-inline void note_shares(const float* scores, int64_t n_kept, int64_t group, const float* whole, int64_t n, float* to) {
+// Writes the share of a token's attention that the best of every SCORED slots gets, averaged over the G heads, to [n].
+// scores: [G, n_kept]; whole: the score that would get all attention of a head, [G].
+inline void write_shares(const float* scores, int64_t n_kept, int64_t group, const float* whole, int64_t n, float* to) {
     for (int64_t start = 0; start < n; start += W) {
         vec share{};
         for (int64_t g = 0; g < group; ++g)
@@ -686,14 +686,14 @@ inline void note_shares(const float* scores, int64_t n_kept, int64_t group, cons
     }
 }
 
-// What is in 4 bits beside entries of other storage, null if nothing is, and the positions of its slots.
+// Entries in 4 bits, or null pointers without any, and the positions of their slots.
 struct Packed {
     const uint8_t *key_codes, *value_codes;
     const bfloat16 *key_grids, *value_grids;
     const int64_t* slots;
 };
 
-// A token counts once: from its place in the ring [n_ring] or, EMPTY in `to`, not from there.
+// Copies positions of slots to `to`, with EMPTY for tokens in the ring [n_ring], so that no token is seen twice.
 inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_ring, int64_t first, int64_t last,
                            int64_t* to) {
     for (int64_t slot = first, in_ring = first % n_ring; slot < last; ++slot) {
@@ -702,7 +702,7 @@ inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_
     }
 }
 
-// What is attended to. rows: that of the entries which each row of queries attends to, or null if these are the same.
+// Queries and entries. rows: the row of entries that each row of queries attends to; null: the row of the same number.
 struct Read {
     const void* q;
     const int64_t* rows;
@@ -711,7 +711,7 @@ struct Read {
     const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
 };
 
-// Numbers from a row of queries, and to a row of the output.
+// Copies numbers from a row of queries, and to a row of the output.
 inline void copy_row(const void* from, int64_t at, bool is_bfloat16, float* to, int n) {
     if (!is_bfloat16) std::memcpy(to, (const float*)from + at, n * sizeof(float));
     for (int i = 0; is_bfloat16 && i < n; i += W) store(to + i, load((const bfloat16*)from + at + i));
@@ -723,15 +723,15 @@ inline void copy_row(const float* from, void* to, int64_t at, bool is_bfloat16, 
 }
 
 template <int D, typename Entry, typename P>
-void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, void* out, float* noted,
+void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, void* out, float* chunk_scores,
             int n_thread) {
     const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
     const int64_t n_row = at.n_token * at.group, n_block = (n_row + BLOCK - 1) / BLOCK;
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part * n_block;
-    const int64_t per_part = n_row * (D + 2), n_noted = (at.n_slot + NOTED - 1) / NOTED;
-    const int64_t n_kept = (n_noted + W - 1) / W * W;
+    const int64_t per_part = n_row * (D + 2), n_chunk = (at.n_slot + SCORED - 1) / SCORED;
+    const int64_t n_kept = (n_chunk + W - 1) / W * W;
     const float scale = 1.4426950408889634f / std::sqrt((float)D);  // log2(e)
-    const std::unique_ptr<float[]> scores(noted ? new float[n_head * n_row * n_kept] : nullptr);
+    const std::unique_ptr<float[]> scores(chunk_scores ? new float[n_head * n_row * n_kept] : nullptr);
 #pragma omp parallel num_threads(n_thread)
     {
         std::vector<int64_t> older(at.part);
@@ -755,7 +755,7 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
                 float *sums = workspace + (head * n_part + part) * per_part, *largest = sums + n_row * D + block;
                 own.take(queries, n, scale);
                 attend_part<D>(own, n, slots, sees, first, last,
-                               noted ? scores.get() + (head * n_row + block) * n_kept : nullptr, n_kept,
+                               chunk_scores ? scores.get() + (head * n_row + block) * n_kept : nullptr, n_kept,
                                sums + block * D, largest, largest + n_row);
             };
             if (part < n_own) {
@@ -801,14 +801,14 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
             copy_row(sums, out, ((row * at.n_token + token) * at.n_kv_head * at.group + q_head) * D, at.q_is_bfloat16, D);
             workspace[head * n_part * per_part + n_row * D + m] = highest + std::log2(total * at.group);
         }
-    if (!noted) return;
+    if (!chunk_scores) return;
 #pragma omp parallel for num_threads(n_thread) schedule(static)
     for (int64_t task = 0; task < n_head * at.n_token; ++task) {
         const int64_t token = task % at.n_token, head = task / at.n_token, m = token * at.group;
         const int64_t row = head / at.n_kv_head, stored = read.rows ? read.rows[row] : row;
-        note_shares(scores.get() + (head * n_row + m) * n_kept, n_kept, at.group,
-                    workspace + head * n_part * per_part + n_row * D + m, n_noted,
-                    noted + stored * at.noted_row + token * at.noted_token + head % at.n_kv_head * at.noted_head);
+        write_shares(scores.get() + (head * n_row + m) * n_kept, n_kept, at.group,
+                    workspace + head * n_part * per_part + n_row * D + m, n_chunk,
+                    chunk_scores + stored * at.scores_row + token * at.scores_token + head % at.n_kv_head * at.scores_head);
     }
 }
 
@@ -823,7 +823,7 @@ int with_types(int64_t head_dim, bool q_is_bfloat16, int64_t entries, const Run&
     };
     if (entries == 0) return with(float{}, Float32Products{});
 #if defined(BFLOAT16_PRODUCTS)
-    // Queries in float32 would lose bits.
+    // Queries in float32 would be rounded.
     if (entries == 1 && q_is_bfloat16) return with(bfloat16{}, Bfloat16Products{});
 #endif
     if (entries == 1) return with(bfloat16{}, Float32Products{});
@@ -835,15 +835,15 @@ int with_types(int64_t head_dim, bool q_is_bfloat16, int64_t entries, const Run&
     return entries == 3 ? with(float8{}, Float32Products{}) : 1;
 }
 
-// The entries [n_chosen] before `end` in chunks of best share [n_chunk]: those of the first n_first whatever they have,
-// then chunk by chunk, of equals the first. Of a text with fewer entries 0 in place of others.
+// Writes to [n_chosen] the entries before `end` in the chunks of largest share [n_chunk]: always the first n_first
+// entries, then chunk by chunk, of equal chunks the first. If the text has fewer entries, the rest is 0.
 inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int64_t end, int64_t n_first,
                         int64_t n_chosen, std::vector<uint32_t>& ranks, std::vector<int64_t>& best, int64_t* chosen) {
     n_chunk = std::min(n_chunk, (std::max<int64_t>(end, 0) + chunk - 1) / chunk);
-    // As whole numbers, floats that are not negative rank alike.
+    // Floats that are not negative have the order of their bits.
     std::memcpy(ranks.data(), share, n_chunk * sizeof(float));
     std::fill_n(ranks.begin(), std::min(n_first / chunk, n_chunk), UINT32_MAX);
-    // The upper 22 bits of the lowest rank of so many, 11 at a time, and how many with them are among these.
+    // The upper 22 bits of the lowest rank among the n_left highest, found 11 bits at a time.
     uint32_t lowest = 0, known = 0;
     int64_t n_left = std::min(n_chunk, (n_chosen + chunk - 1) / chunk + 1);
     for (const int shift : {21, 10}) {
@@ -864,7 +864,7 @@ inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int6
     std::fill(chosen + n, chosen + n_chosen, 0);
 }
 
-// Gives each slot that was chosen its place: where it was, if it is held already, which is then EMPTY in chosen, or one
+// Assigns chosen slots to places. A slot that has a place keeps it, which is then EMPTY in `chosen`; new slots get places
 // whose slot was not chosen again. sizes: rows, heads, slots chosen, slots; held: [all rows, heads, slots chosen].
 void keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen, const bool* is_new,
                  int n_thread) {
@@ -892,8 +892,8 @@ void keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64
     }
 }
 
-// Copies vectors of `size` elements at the chosen slots of each row and head to the first slots there, of rows that are
-// new, but where a slot is EMPTY. Strides are those of keys and values, rows and heads, and slots.
+// Copies vectors of `size` elements from the chosen slots of each row and head to the first slots of the target, in rows
+// that are new, except where a slot is EMPTY. Strides are those of keys and values, rows, heads and slots.
 template <typename From, typename To>
 void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* from_rows, const int64_t* to_rows,
                  const int64_t* chosen, const bool* is_new, int n_thread) {
@@ -918,25 +918,25 @@ void copy_chosen(const int64_t* sizes, const From* from, To* to, const int64_t* 
 }  // namespace
 
 // q and out: float, or bfloat16 as the layout says; out [batch, tokens, heads, head_dim]. 8-bit entries have scales.
-// noted: as of `KV.noted`; null if nothing is. key_codes to packed_slots: as of Packed, where slots are those of a ring
-// of recent tokens; null elsewhere.
+// chunk_scores: `KV.chunk_scores`, or null. key_codes to packed_slots: the fields of Packed, or null; with them, `slots`
+// has the positions in the ring of recent tokens.
 extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t entries, const void* q,
                                 const int64_t* rows, const void* keys, const void* values, const float* key_scales,
                                 const float* value_scales, const int64_t* slots, const int64_t* newest,
                                 const uint8_t* key_codes, const uint8_t* value_codes, const void* key_grids,
                                 const void* value_grids, const int64_t* packed_slots, float* workspace, void* out,
-                                float* noted, int n_thread) {
+                                float* chunk_scores, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
     const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
     const Read read{q, rows, keys, values, key_scales, value_scales, slots, newest};
     return with_types(head_dim, at.q_is_bfloat16, entries, [&](auto size, auto entry, auto products) {
-        attend<size, decltype(entry), decltype(products)>(at, read, packed, workspace, out, noted, n_thread);
+        attend<size, decltype(entry), decltype(products)>(at, read, packed, workspace, out, chunk_scores, n_thread);
     });
 }
 
-// sizes: rows, heads, chunks, strides of the share's rows and heads, entries of a chunk, entries chosen, of these the
-// first. share [rows, heads, chunks]; ends: of the entries of each row.
+// sizes: rows, heads, chunks, strides of the share's rows and heads, entries of a chunk, entries chosen, and entries that
+// are always chosen. share [rows, heads, chunks]; ends: the end of each row's entries.
 extern "C" int foretoken_best_chunks(const int64_t* sizes, const float* share, const int64_t* ends, int64_t* chosen,
                                      int n_thread) {
 #pragma omp parallel num_threads(n_thread)
@@ -959,8 +959,8 @@ extern "C" int foretoken_keep_chosen(const int64_t* sizes, int64_t* held, const 
     return 0;
 }
 
-// sizes: rows, heads, slots, elements, then strides of what is read and of what is written. narrows: from float to
-// bfloat16; else elements of item_size bytes are copied.
+// sizes: rows, heads, slots, elements, then strides of the source and of the target. narrows: converts float to bfloat16;
+// else elements of item_size bytes are copied.
 extern "C" int foretoken_copy_chosen(const int64_t* sizes, int64_t item_size, int64_t narrows, const void* from, void* to,
                                      const int64_t* from_rows, const int64_t* to_rows, const int64_t* chosen,
                                      const bool* is_new, int n_thread) {

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from kv_cache.entries import KV
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
-from models.attention.torch_backend import TorchAttention, note
+from models.attention.torch_backend import TorchAttention, fill_chunk_scores
 
 LARGEST_HEAD_DIM = 256
 # The kernels pad head dims that are not multiples, by a copy of the whole cache in every call.
 HEAD_DIM_STEP = 8
-TILE_ROWS = 128  # (token times query head of a group) that a multiprocessor takes at once
-# Fewer keys are not worth a split, and more splits are not worth combining.
+TILE_ROWS = 128  # rows (token times query head of a group) that a multiprocessor takes at once
+# The fewest keys that are worth a split, and the most splits that are worth combining.
 SMALLEST_SPLIT, MOST_SPLITS = 256, 128
 
 
 class Package(NamedTuple):
-    """A packaging of the kernels."""
+    """A package with the kernels."""
 
     title: str
     module: str  # has `flash_attn_with_kvcache`
@@ -34,7 +34,7 @@ class Package(NamedTuple):
 FA3 = Package("FlashAttention-3", "flash_attn_interface", True, True, (torch.float16, torch.bfloat16))
 # The wheel on PyPI: built without windows and without float16.
 FA3_FWD = Package("fa3-fwd", "fa3_fwd_interface", True, False, (torch.bfloat16,))
-# It packs the group of a single token only, and only without a window.
+# It packs only the group of a single token, and only without a window.
 FA2 = Package("FlashAttention-2", "flash_attn", False, False, (torch.float16, torch.bfloat16))
 
 
@@ -62,7 +62,7 @@ class Flavour:
 def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
     """Return the best package for a device and its name, or None and the reason.
 
-    FlashAttention-3 on Hopper, in either packaging, else FlashAttention-2.
+    FlashAttention-3 on Hopper, from either package, else FlashAttention-2.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -85,13 +85,13 @@ def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:
     """Return the number of chunks of each row's keys with which `n_tile` tiles of queries fill the multiprocessors.
 
-    It depends on shapes alone, so that a captured CUDA graph can keep it while rows grow.
+    It depends on shapes alone, so that a captured CUDA graph stays valid as rows grow.
     """
     return max(1, min(n_processor // n_tile, n_slot // SMALLEST_SPLIT, MOST_SPLITS))
 
 
-class Prepared(NamedTuple):
-    """The kernel's arguments, and what other backends prepare, computed if a layer needs it."""
+class FlashPrepared(NamedTuple):
+    """The kernel's arguments, and functions that prepare other backends if a layer needs them."""
 
     options: dict[str, Any] | None  # None: the fallback runs
     for_fallback: Callable[[], Any]
@@ -99,7 +99,7 @@ class Prepared(NamedTuple):
 
 
 class FlashAttention:
-    """Flash kernels for blocks whose visibility is a length, and `fallback` for all other blocks.
+    """Attention by flash kernels for blocks whose visibility is a length, and by `fallback` for all other blocks.
 
     FlashAttention-2: Dao 2023 (arXiv:2307.08691); FlashAttention-3: Shah et al. 2024 (arXiv:2407.08608). The kernels
     mask by index, so the positions of a row have to be consecutive. An idle row, with several queries at position 0,
@@ -114,7 +114,7 @@ class FlashAttention:
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return self.fallback.dequantizes(n_token, group)
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Prepared:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> FlashPrepared:
         """Return the kernel's arguments for queries at `[B, T]`; its causal mask ends at the last key of each row.
 
         The fallback runs if slots are not in the order of positions, if a chunk of more than MAX_BLOCK tokens does not
@@ -127,20 +127,20 @@ class FlashAttention:
         runs = in_view and reads_once and self.flavour.unsupported(spec) is None
         options = self._options(spec, queries, slots) if runs else None
         prepared = (partial(backend.prepare, spec, queries, slots) for backend in (self.fallback, TorchAttention()))
-        return Prepared(options, *map(cache, prepared))
+        return FlashPrepared(options, *map(cache, prepared))
 
-    def attend(self, q: Tensor, kv: KV, prepared: Prepared) -> Tensor:
+    def attend(self, q: Tensor, kv: KV, prepared: FlashPrepared) -> Tensor:
         if prepared.options is None or kv.packed is not None or kv.keys.dtype != q.dtype:
             return self.fallback.attend(q, kv, prepared.for_fallback())
-        if kv.chunk_scores is not None:  # by a product of its own, so that the output's bits stay what they are
+        if kv.chunk_scores is not None:  # by a separate product, so that the output's bits stay the same
             keys = kv.keys if kv.rows is None else kv.keys[kv.rows]
-            note(q, keys.transpose(1, 2), prepared.bias(), kv)
+            fill_chunk_scores(q, keys.transpose(1, 2), prepared.bias(), kv)
         return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
 
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]
         options: dict[str, Any] = {"causal": True}
-        if slots.rows is not None:  # a map from rows of queries to rows of the cache
+        if slots.rows is not None:
             options["cache_batch_idx"] = slots.rows.to(torch.int32)
         if n_token <= MAX_BLOCK:  # a chunk sees its whole view
             options["cache_seqlens"] = (queries[:, -1] + 1).to(torch.int32)

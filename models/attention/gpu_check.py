@@ -1,7 +1,7 @@
-"""Whether attention kernels for a GPU are right there: compared with PyTorch once, and remembered.
+"""Compare attention kernels with PyTorch on this GPU, once, and remember the result.
 
-`models.kernel_check` runs the cases in a process of its own, which a kernel that breaks the GPU takes along. Times are
-printed and decide nothing: calls of so small cases take what the host takes, and rounds are replayed without it.
+`models.kernel_check` runs the cases in a separate process, which a kernel that breaks the GPU ends with it. Times are
+printed and decide nothing: small cases take the host's time, which replayed rounds do not need.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from models.kernel_check import Case
 
 __all__ = ["REFERENCE", "candidate", "cases", "checked", "refusal"]
 DEVICE, DTYPE = "cuda", torch.bfloat16
-# What kernels come with: another version is checked anew.
+# Packages with kernels: after a change of version, kernels are checked anew.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")
 
 
 def candidate(name: str) -> AttentionBackend:
-    """Make the backend of that name, "triton" or "flash". What flash leaves to others is PyTorch's here."""
+    """Return the backend of that name, "triton" or "flash". The fallback of flash is PyTorch here."""
     if name == "triton":
         from models.attention.triton_backend import TritonAttention
 
@@ -37,7 +37,7 @@ def candidate(name: str) -> AttentionBackend:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of ragged rows by name, for entries in each storage: one token and a block."""
+    """Yield cases of ragged rows over entries in each storage: a single token, and a block."""
     for storage, shape, n_token in product((DTYPE, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
         yield cases_of(DTYPE, storage, shape, n_token, DEVICE)[0]
 
@@ -53,9 +53,8 @@ def refusal(name: str, device: torch.device) -> str | None:
 
 
 def checked(name: str, device: torch.device, again: bool = False) -> BuildChoice:
-    """Check a backend, unless that was done for this GPU, these packages and this source.
-
-    Errors: BuildError if the check came to no end; OSError if its result cannot be kept."""
+    """Return the remembered check of a backend for this GPU, these packages and this source, or check it (anew if
+    `again`). Errors: BuildError if the check does not end; OSError if its result cannot be kept."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     about = [torch.cuda.get_device_name(device), *map(_version, PACKAGES), *(path.read_text() for path in sources)]
     memory = cache_folder().absolute() / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
@@ -63,7 +62,7 @@ def checked(name: str, device: torch.device, again: bool = False) -> BuildChoice
 
 
 def _compared(name: str) -> BuildChoice:
-    """Errors: BuildError, so that nothing is remembered, if the check did not come to an end."""
+    """Compare a backend with PyTorch. Errors: BuildError if the check does not end, so that nothing is remembered."""
     rows, wrong = check(__name__, name)
     if not rows:
         raise BuildError(wrong or "its check has no cases")

@@ -1,4 +1,4 @@
-"""Select the attention backend of a model: a named backend, or the fastest that runs here."""
+"""Select the attention backend of a model: by name, or the fastest that runs here."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from models.names import BACKENDS
 
 
 class Selection(NamedTuple):
-    """A backend, and the reason for it in words."""
+    """A backend, and why it was selected."""
 
     backend: AttentionBackend
     why: str
@@ -25,10 +25,9 @@ class Selection(NamedTuple):
 def select_backend(
     name: str, device: torch.device | str, spec: AttentionSpec, entries: torch.dtype | None = None
 ) -> Selection:
-    """Return the backend called `name` for models of a shape on a device; `auto` is the fastest that runs here.
+    """Return the backend called `name` for a model's shape on a device; `auto` is the fastest that runs here.
 
-    entries: the dtype of the caches, the model's if None. Shapes and entries that a backend's kernels lack run on
-    `torch`; `why` names the reason.
+    entries: the dtype of the caches; None: the model's. Shapes and entries that a kernel does not take run on `torch`.
     Raises ConfigError if a named backend needs another device, a package or a compiler.
     """
     if name not in BACKENDS:

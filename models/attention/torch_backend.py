@@ -31,9 +31,9 @@ class TorchAttention:
         return True
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
-        """Return an additive mask, `[B, 1, G*T, C]` for packed blocks (group-major rows), `[B, 1, T, C]` for chunks.
+        """Return an additive mask: `[B, 1, G*T, C]` for blocks (group-major rows), `[B, 1, T, C]` for chunks.
 
-        For a chunk at the end of its view on CUDA, PyTorch's fused kernels know the mask by its shape.
+        On CUDA, for a chunk at the end of its view, return a CausalBias: PyTorch's fused kernels need no tensor.
         """
         n_token, n_slot = queries.shape[1], slots.positions.shape[1]
         is_chunk = n_token > MAX_BLOCK
@@ -47,7 +47,7 @@ class TorchAttention:
     def attend(self, q: Tensor, kv: KV, prepared: Tensor | CausalBias) -> Tensor:
         k, v = (x.transpose(1, 2) for x in kv.dequantized(q.dtype))
         if kv.chunk_scores is not None:
-            note(q, k, prepared, kv)
+            fill_chunk_scores(q, k, prepared, kv)
         if q.shape[1] > MAX_BLOCK:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=prepared, enable_gqa=True)
             return out.transpose(1, 2)
@@ -60,10 +60,10 @@ class TorchAttention:
         return out.reshape(batch, n_token, n_head, head_dim)
 
 
-def note(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
-    """Fill `kv.chunk_scores` by a separate product of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`, masked by what
-    TorchAttention prepares."""
-    assert isinstance(bias, Tensor) and kv.chunk_scores is not None, "chunks are not noted"
+def fill_chunk_scores(q: Tensor, keys: Tensor, bias: Tensor | CausalBias, kv: KV) -> None:
+    """Fill `kv.chunk_scores` by a separate product of `q [B, T, H, D]` with `keys [B, n_kv_head, C, D]`. bias: the mask
+    of `TorchAttention.prepare`."""
+    assert isinstance(bias, Tensor) and kv.chunk_scores is not None, "only short blocks are scored"
     (batch, n_token, _, head_dim), (n_kv_head, n_slot) = q.shape, keys.shape[1:3]
     grouped = q.unflatten(2, (n_kv_head, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (grouped @ keys.mT).float() * head_dim**-0.5

@@ -13,25 +13,26 @@ from common.launch import Launch, launch_on, strides_of
 from kv_cache.entries import KV, SCORE_CHUNK, Packed
 from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
 from models.attention.torch_backend import TorchAttention
-from models.attention.triton_kernels import combine, note, split_kv
+from models.attention.triton_kernels import combine, score_chunks, split_kv
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs that a multiprocessor usually runs at once, and about how many waves of them a launch over full rows takes.
 PROGRAMS_PER_WAVE, WAVES = 2, 4
-MIN_CHUNK = 256  # slots: a shorter chunk would spend its time filling its pipeline
-# Slots of a chunk for each of its rows: the float32 results written and read again stay near an eighth of
-# a KV of 16 bits.
+MIN_CHUNK = 256  # slots; a shorter chunk would spend its time filling its pipeline
+# Slots of a chunk for each query row: writing and reading float32 results then moves about an eighth of the bytes of KV
+# entries of 16 bits.
 SLOTS_PER_ROW = 16
-DEFAULT_SM_COUNT = 132  # of an H100 or H200, for a device that cannot be asked
-COMBINE_CHUNKS, COMBINE_WARPS = 16, 4  # that one step of `combine` merges, and that run it
-# Scores that one program of `note` takes, chunks that it merges at once, and warps that run it.
-NOTE_SCORES, NOTE_CHUNKS, NOTE_WARPS = 512, 128, 4
-MIN_ROWS, MAX_ROWS = 16, 64  # the tensor cores' smallest tile, the largest whose accumulator stays in registers
+DEFAULT_SM_COUNT = 132  # multiprocessors of an H100 or H200; for launches without a GPU
+# Chunks that `combine` merges at a time, and its warps.
+COMBINE_CHUNKS, COMBINE_WARPS = 16, 4
+# Scores that a program of `score_chunks` takes, chunks whose sums it merges at a time, and its warps.
+SCORED_CHUNKS, MERGED_CHUNKS, SCORE_WARPS = 512, 128, 4
+MIN_ROWS, MAX_ROWS = 16, 64  # the smallest tile of tensor cores, and the largest whose accumulator fits registers
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Why a model of this shape runs on torch instead; None if the kernel takes it."""
+    """Return why a model of this shape runs on torch instead; None if the kernel takes it."""
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim is {spec.head_dim}, and the Triton kernel takes {' or '.join(map(str, HEAD_DIMS))}"
     if spec.dtype not in DTYPES:
@@ -40,14 +41,14 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def runs_on(capability: tuple[int, int], dtype: torch.dtype, entries: torch.dtype) -> bool:
-    """Whether a GPU of this compute capability should run the kernel in `dtype` over such entries. Only Ada and Hopper
-    convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
+    """True if a GPU of this compute capability should run the kernel in `dtype` over cache entries in `entries`. Only
+    Ada and Hopper convert float8. Tensor cores do not multiply in float32, and without them the tiles spill."""
     return dtype != torch.float32 and (entries != torch.float8_e4m3fn or capability >= (8, 9))
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One program's share: `rows` of query tokens times group, `slots` of KV per step, and how it is run."""
+    """The work of a program: `rows` of query tokens times group, and `slots` of KV per step; its warps and stages."""
 
     rows: int
     slots: int
@@ -56,15 +57,15 @@ class TileConfig:
 
 
 def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
-    """The tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
+    """Return the tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
 
-    As many stages as keep some 64 KiB in flight on a multiprocessor, among the one to four programs whose
-    registers fit there. Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
+    The stages keep some 64 KiB in flight on a multiprocessor, in the one to four programs whose registers fit there.
+    Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
     """
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
     num_stages = 3 if head_dim * kv_itemsize >= 256 else 4
     if rows < MAX_ROWS:
-        # Where 64 slots would not leave room for two programs or more, half of them in more stages do.
+        # Where 64 slots would not leave room for two programs, 32 slots in more stages do.
         is_large = rows * head_dim > 2048 or head_dim * kv_itemsize == 64
         return TileConfig(rows, 32, 4, num_stages=5) if is_large else TileConfig(rows, 64, 4, num_stages)
     # Registers leave room for one program per multiprocessor; entries of 8 bits need more of them to be converted.
@@ -72,29 +73,24 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
 
 
 def packed_tile_config(n_row: int) -> TileConfig:
-    """The same for tokens in 4 bits: what unpacks them takes the registers of more rows, slots or other stages. Groups
-    of 16 do not spill; others may, some 300 bytes at most."""
+    """Return the tile for tokens in 4 bits, which is smaller since unpacking them takes registers. Groups of 16 do not
+    spill; others may, some 300 bytes at most."""
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), 2 * MIN_ROWS)
     return TileConfig(rows, 32, 4, num_stages=3 if rows == MIN_ROWS else 5)
 
 
-def min_chunk_length(n_row: int) -> int:
-    """Slots below which a chunk of `n_row` query rows costs more than the balance it brings is worth."""
-    return max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
-
-
 def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, min_chunk: int) -> int:
-    """Slots per chunk, a multiple of the tile's, where one chunk of all rows takes `n_program` programs.
+    """Return the slots per chunk, a multiple of the tile's, if a chunk of all rows takes `n_program` programs.
 
-    Of the two numbers of chunks around WAVES waves, the one whose programs leave less of their last wave empty.
-    Depends on shapes alone, so that a captured graph stays valid whatever the rows' lengths become.
+    It is chosen from the two numbers of chunks around WAVES waves: the one that leaves less of the last wave empty. It
+    depends on shapes alone, so that a captured graph stays valid as rows grow.
     """
     wave = PROGRAMS_PER_WAVE * sm_count
     fewer, more = max(1, WAVES * wave // n_program), triton.cdiv(WAVES * wave, n_program)
     chunks = [max(triton.cdiv(n_slot, n_chunk), min_chunk) for n_chunk in (fewer, more)]
 
     def filled(chunk: int) -> float:
-        """The share of the time of its waves in which there are programs to run."""
+        """Return the share of its waves that has programs to run."""
         n_wave = n_program * triton.cdiv(n_slot, chunk) / wave
         return n_wave / math.ceil(n_wave)
 
@@ -102,8 +98,8 @@ def chunk_length(n_slot: int, n_program: int, tile: TileConfig, sm_count: int, m
 
 
 @dataclass
-class Block:
-    """What the layers of one forward share: queries `[B, T]` int64 on the device, and the slots they see."""
+class TritonPrepared:
+    """The inputs that all layers of a forward share: positions of queries `[B, T]` int64, and the slots."""
 
     spec: AttentionSpec
     queries: Tensor
@@ -111,7 +107,7 @@ class Block:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Those of the slots `[B, C]`; any tensor, where the kernel goes by the slots' order."""
+        """Positions of the slots, `[B, C]`; any tensor if slots are in order, since the kernel does not read them."""
         return self.queries if self.slots.in_order else self.slots.positions
 
     @cached_property
@@ -119,51 +115,47 @@ class Block:
         return TorchAttention().prepare(self.spec, self.queries, self.slots)
 
 
-def plan(
-    q: Tensor, kv: KV, block: Block, sm_count: int = DEFAULT_SM_COUNT, min_chunk: int | None = None
-) -> tuple[list[Launch], Tensor]:
-    """The launches that attend `q [B, T, H, D]` to `kv`, and the output `[B, T, H, D]` that they fill."""
+def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor]:
+    """Plan the launches that attend `q [B, T, H, D]` to `kv`; return them and the output `[B, T, H, D]`."""
     batch, n_token, n_head, head_dim = q.shape
     n_slot, n_kv_head = kv.keys.shape[1:3]
     group = n_head // n_kv_head
     n_row = n_token * group
+    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
     sources = [(_stored(q, kv, block), tile_config(n_row, head_dim, kv.keys.element_size()))]
     if kv.packed is not None:
         sources.append((_packed(kv.packed), packed_tile_config(n_row)))
     chunks, counts = [], []
     for source, tile in sources:
         n_program = triton.cdiv(n_row, tile.rows) * batch * n_kv_head
-        shortest = min_chunk or min_chunk_length(n_row)
-        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, shortest))
+        # Chunks below the minimum cost more than the balance that they bring is worth.
+        min_chunk = max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
+        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, min_chunk))
         counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
     n_chunk = sum(counts)
-    is_split, is_noted = n_chunk > 1, kv.chunk_scores is not None
-    out = partial = log_sums = kept = q.new_empty(batch, n_token, n_head, head_dim)
+    is_split, is_scored = n_chunk > 1, kv.chunk_scores is not None
+    out = partial = log_sums = maxima = q.new_empty(batch, n_token, n_head, head_dim)
     if is_split:
         partial = q.new_empty(batch, n_token, n_head, n_chunk, head_dim, dtype=torch.float32)
-    if is_split or is_noted:
+    if is_split or is_scored:
         log_sums = q.new_empty(batch, n_token, n_head, n_chunk, dtype=torch.float32)
-    if is_noted:
-        assert block.slots.in_order and kv.packed is None, "noted by position"
-        kept = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, SCORE_CHUNK), dtype=torch.float32)
+    if is_scored:
+        assert block.slots.in_order and kv.packed is None, "chunks are scored in the order of positions"
+        maxima = q.new_empty(batch, n_token, n_head, triton.cdiv(n_slot, SCORE_CHUNK), dtype=torch.float32)
     window = block.spec.sliding_window
-    others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "kept": kept}
+    others = {"q": q, "queries": block.queries, "out": partial, "log_sums": log_sums, "maxima": maxima}
     others["stored_rows"] = block.queries if kv.rows is None else kv.rows
     numbers = {"n_token": n_token, "n_kv_head": n_kv_head, "n_chunk": n_chunk, "window": window or 0}
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "MAX_TOKENS": MAX_BLOCK}
-    variant = {
-        "MAPPED": kv.rows is not None,
-        "NOTED": SCORE_CHUNK * is_noted,
-        "WINDOWED": window is not None,
-        "SPLIT": is_split,
-    }
-    of_all: dict[str, Any] = others | strides_of("row token head", q=q) | numbers | shape | variant
-    of_all["scale"] = head_dim**-0.5 * math.log2(math.e)
+    variant = {"MAPPED": kv.rows is not None, "SCORED": SCORE_CHUNK * is_scored, "SPLIT": is_split}
+    variant["WINDOWED"] = window is not None
+    shared: dict[str, Any] = others | strides_of("row token head", q=q) | numbers | shape | variant
+    shared["scale"] = head_dim**-0.5 * math.log2(math.e)
     launches, first = [], 0
     for (source, tile), chunk, count in zip(sources, chunks, counts, strict=True):
-        arguments = of_all | source | {"chunk": chunk, "ROWS": tile.rows, "SLOTS": tile.slots}
+        arguments = shared | source | {"chunk": chunk, "ROWS": tile.rows, "SLOTS": tile.slots}
         arguments["RUN"] = math.gcd(source["PACKED"], tile.slots)
-        if is_split:  # each launch has chunks of its own
+        if is_split:  # launches fill different chunks
             arguments |= {"out": partial[..., first:, :], "log_sums": log_sums[..., first:]}
         grid = (triton.cdiv(n_row, tile.rows), count, batch * n_kv_head)
         launches.append(Launch(split_kv, grid, arguments, tile.num_warps, tile.num_stages))
@@ -173,18 +165,18 @@ def plan(
         arguments |= {"HEAD_DIM": head_dim, "CHUNKS": COMBINE_CHUNKS}
         launches.append(Launch(combine, (batch * n_token * n_head,), arguments, COMBINE_WARPS, num_stages=1))
     if kv.chunk_scores is not None:
-        names = "kept", "log_sums", "stored_rows", "queries", "GROUP", "NOTED", "MAPPED", "WINDOWED", "n_slot", *numbers
-        arguments = {name: launches[0].arguments[name] for name in names}
+        names = ["maxima", "log_sums", "stored_rows", "queries", "GROUP", "SCORED", "MAPPED", "WINDOWED", "n_slot"]
+        arguments = {name: launches[0].arguments[name] for name in (*names, *numbers)}
         row, token, head, _ = kv.chunk_scores.stride()
-        arguments |= {"noted": kv.chunk_scores, "noted_row": row, "noted_token": token, "noted_head": head}
-        arguments |= {"SCORES": NOTE_SCORES, "CHUNKS": NOTE_CHUNKS}
-        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, NOTE_SCORES * SCORE_CHUNK)
-        launches.append(Launch(note, blocks, arguments, NOTE_WARPS, num_stages=1))
+        arguments |= {"chunk_scores": kv.chunk_scores, "scores_row": row, "scores_token": token, "scores_head": head}
+        arguments |= {"SCORES": SCORED_CHUNKS, "CHUNKS": MERGED_CHUNKS}
+        blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, SCORED_CHUNKS * SCORE_CHUNK)
+        launches.append(Launch(score_chunks, blocks, arguments, SCORE_WARPS, num_stages=1))
     return launches, out
 
 
-def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
-    """What `split_kv` takes of entries as they are stored, all of them or a ring beside packed ones."""
+def _stored(q: Tensor, kv: KV, block: TritonPrepared) -> dict[str, Any]:
+    """Return the arguments of `split_kv` for `kv.keys` and `kv.values`: all entries, or the ring beside packed ones."""
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent
@@ -197,7 +189,7 @@ def _stored(q: Tensor, kv: KV, block: Block) -> dict[str, Any]:
 
 
 def _packed(packed: Packed) -> dict[str, Any]:
-    """The same of tokens in 4 bits."""
+    """Return the arguments of `split_kv` for tokens in 4 bits."""
     keys, values, key_grids, value_grids = packed[:4]
     codes_and_grids = {"keys": keys, "values": values, "key_scales": key_grids, "value_scales": value_grids}
     strides: dict[str, int] = {}
@@ -212,30 +204,25 @@ def _packed(packed: Packed) -> dict[str, Any]:
 
 
 class TritonAttention:
-    """Blocks of up to MAX_BLOCK tokens of the shapes that `unsupported` lets through; torch takes all others.
-    `sm_count`: multiprocessors to fill, by default the device's; `min_chunk`: see `min_chunk_length`, the default."""
+    """Attention of blocks of up to MAX_BLOCK tokens in the shapes that the kernel takes; torch runs all others."""
 
     name = "triton"
-
-    def __init__(self, sm_count: int | None = None, min_chunk: int | None = None) -> None:
-        self.torch, self.sm_count, self.min_chunk = TorchAttention(), sm_count, min_chunk
+    fallback = TorchAttention()
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return n_token > MAX_BLOCK
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
-        """The block itself, or what torch makes of it."""
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
-            return self.torch.prepare(spec, queries, slots)
-        return Block(spec, queries.contiguous(), slots)
+            return self.fallback.prepare(spec, queries, slots)
+        return TritonPrepared(spec, queries.contiguous(), slots)
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        if not isinstance(prepared, Block):
-            return self.torch.attend(q, kv, prepared)
+        if not isinstance(prepared, TritonPrepared):
+            return self.fallback.attend(q, kv, prepared)
         if q.is_cuda and not runs_on(torch.cuda.get_device_capability(q.device), q.dtype, kv.keys.dtype):
-            return self.torch.attend(q, kv, prepared.for_torch)
+            return self.fallback.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        on_device = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
-        launches, out = plan(q, kv, prepared, self.sm_count or on_device, self.min_chunk)
+        launches, out = plan(q, kv, prepared)
         launch_on(q.device, launches)
         return out

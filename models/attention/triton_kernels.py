@@ -1,5 +1,5 @@
-"""Triton kernels: attention of a few query tokens over one chunk of a row's slots, the merge of the chunks, and
-what is noted of them."""
+"""Triton kernels: attention of a few query tokens over a part of a row's slots, the merge of the parts, and the shares
+of attention that chunks of entries get."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ UNSEEN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _dequantized(codes, low_at, step_at, exists):
-    """Codes of 4 bits as numbers, float32, by grids at whatever broadcasts to them."""
+    """Return codes of 4 bits as float32 numbers. low_at, step_at: pointers to their grids, which broadcast to them."""
     low = tl.load(low_at, mask=exists, other=0.0).to(tl.float32)
     return codes.to(tl.float32) * tl.load(step_at, mask=exists, other=0.0).to(tl.float32) + low
 
@@ -20,14 +20,14 @@ def _unpacked_tile(
     slot, stop, pointers, strides,
     HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values `[SLOTS, HEAD_DIM]` float32 of what `kv_cache.entries.Packed` holds from `slot` on.
+    """Return keys and values `[SLOTS, HEAD_DIM]` float32 of `kv_cache.entries.Packed` from `slot` on.
 
-    A byte has one code of each half of the head dim: both are joined behind all other dims, and then moved.
+    A byte has a code of each half of the head dim: the halves are joined along a new last dim, which is then moved.
     """
     keys, values, key_grids, value_grids, _ = pointers
     _, value_part, key_step, value_step = strides
     HALF: tl.constexpr = HEAD_DIM // 2
-    # Runs of tokens lie in one group, whatever that is a multiple of: [runs, HALF, RUN].
+    # The tokens of a run are in the same group: [runs, HALF, RUN].
     first = slot + tl.arange(0, SLOTS // RUN)[:, None, None] * RUN
     in_run, dims = tl.arange(0, RUN)[None, None, :], tl.arange(0, HALF)[None, :, None]
     byte_at = keys + (first // PACKED * HALF + dims) * PACKED + first % PACKED + in_run
@@ -37,7 +37,7 @@ def _unpacked_tile(
     upper = _dequantized(byte >> 4, low_at + HALF, low_at + HALF + key_step, exists)
     k = tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 3, 1)), (SLOTS, HEAD_DIM))
 
-    # Parts of the head dim share a grid, of which each half has some: [SLOTS, parts, channels].
+    # The channels of a part of the head dim share a grid; each half has several parts: [SLOTS, parts, channels].
     IN_HALF: tl.constexpr = (PARTS + 1) // 2
     CHANNELS: tl.constexpr = HALF // IN_HALF
     slots = slot + tl.arange(0, SLOTS)[:, None, None]
@@ -54,16 +54,16 @@ def _unpacked_tile(
 
 @triton.jit
 def _attend_tile(
-    state, slot, q, query, stop, pointers, strides, n_ring, scale, window, kept,
-    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr,
+    state, slot, q, query, stop, pointers, strides, n_ring, scale, window, maxima,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, SCORED: tl.constexpr,
     IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold SLOTS slots from `slot` on into the running softmax; slots from `stop` on are only seen if not MASKED.
+    """Fold SLOTS slots from `slot` on into the running softmax. Without MASKED, all of them are seen.
 
-    `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in
-    units of log 2, and the highest of every NOTED, if any, goes to `kept`, where each row's are. The pointers are those
-    of the row and head; one tile is 32-bit offsets away from them.
+    `state` is the largest score, the sum of weights and the weighted values of each row. Scores are in units of log 2.
+    The highest score of every SCORED slots, if that is not 0, goes to `maxima`, which points to each row's. The other
+    pointers are those of the row and head; a tile lies within 32-bit offsets of them.
     """
     best, total, acc = state
     keys, values, key_scales, value_scales, positions = pointers
@@ -102,7 +102,7 @@ def _attend_tile(
     if MASKED:
         if IN_ORDER:
             position = tl.where(exists, slot + offsets, UNSEEN)
-            if PACKED:  # a token that the ring has counts there
+            if PACKED:  # a token in the ring is seen there
                 recent = tl.load(positions + position % n_ring, mask=exists, other=-1)
                 position = tl.where(recent == position, UNSEEN, position)
         else:
@@ -113,13 +113,13 @@ def _attend_tile(
             visible &= position[None, :] > query[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
 
-    if NOTED:
-        highest = tl.max(tl.reshape(scores, [scores.shape[0], SLOTS // NOTED, NOTED]), 2)
-        together = slot // NOTED + tl.arange(0, SLOTS // NOTED)
-        is_kept = (query[:, None] >= 0) & (together * NOTED < stop)
-        tl.store(kept[:, None] + together[None, :], highest, mask=is_kept)
+    if SCORED:
+        highest = tl.max(tl.reshape(scores, [scores.shape[0], SLOTS // SCORED, SCORED]), 2)
+        together = slot // SCORED + tl.arange(0, SLOTS // SCORED)
+        is_read = (query[:, None] >= 0) & (together * SCORED < stop)
+        tl.store(maxima[:, None] + together[None, :], highest, mask=is_read)
     new_best = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet has -inf for its best: -inf - -inf is not 0.
+    # In a row that has seen nothing yet, the best score is -inf, and -inf - -inf is NaN.
     base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
     decay = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
@@ -130,31 +130,32 @@ def _attend_tile(
     return new_best, total, acc
 
 
-# What changes from call to call must not compile another variant in the middle of a run.
+# Numbers that change from call to call must not compile another variant in the middle of a run.
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "chunk", "n_chunk", "n_ring", "window"])
 def split_kv(
-    q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums, kept,
+    q, keys, values, key_scales, value_scales, stored_rows, queries, positions, out, log_sums, maxima,
     q_row, q_token, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head,
     ks_row, ks_slot, ks_head, vs_row, vs_slot, vs_head, positions_row,
     n_token, n_kv_head, n_slot, chunk, n_chunk, n_ring, window, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, NOTED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr,
+    MAPPED: tl.constexpr, QUANTIZED: tl.constexpr, SCORED: tl.constexpr, IN_ORDER: tl.constexpr, WINDOWED: tl.constexpr,
     PACKED: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS of the `n_token * GROUP` rows of one row and KV head, over one chunk of its slots.
+    """Attend with ROWS of the `n_token * GROUP` query rows of a row and KV head to a chunk of its slots; grid `[row
+    blocks, chunks, B * n_kv_head]`.
 
-    With MAPPED, `stored_rows [B]` int64 has the row of the entries that each row of queries attends to.
-    Grid `[row blocks, chunks, B * n_kv_head]`. Softmax is that of Milakov and Gimelshein (2018), the chunks
-    those of Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token, H, n_chunk, HEAD_DIM]`
-    takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of weights, -inf
-    where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole result. With
-    NOTED, `kept` float32 `[B, n_token, H, n_slot / NOTED]` takes the highest score of so many slots that were looked
-    at, and `log_sums` is filled.
+    With MAPPED, `stored_rows [B]` int64 has the row of the entries that each row of queries attends to. Softmax follows
+    Milakov and Gimelshein (2018), the chunks Flash-Decoding (Dao et al., 2023). With SPLIT, `out` float32 `[B, n_token,
+    H, n_chunk, HEAD_DIM]` takes each chunk's result and `log_sums [B, n_token, H, n_chunk]` its log2 of the sum of
+    weights, -inf where a query sees nothing of the chunk; without, `out [B, n_token, H, HEAD_DIM]` takes the whole
+    result. If SCORED is not 0, `maxima` float32 `[B, n_token, H, n_slot / SCORED]` takes the highest score of every
+    SCORED slots that were read, and `log_sums` is filled.
 
-    Of tokens in 4 bits, PACKED is how many share a key's grid, RUN its greatest common divisor with SLOTS, and PARTS
-    how many grids a value has; keys and values are then the codes, their scales the lowest numbers, and `positions [B,
-    n_ring]` those of the ring. The scales' strides by slot are then how far steps lie behind lowest numbers, and the
-    values' how far their grids lie from each other. Two launches share `out` and `log_sums`, each has its own chunks.
+    For tokens in 4 bits, PACKED is the number of tokens that share a key's grid, RUN its greatest common divisor with
+    SLOTS, and PARTS the number of grids of a value. Keys and values are then codes, their scales the grids' lowest
+    numbers, and `positions [B, n_ring]` those of the ring. The scales' strides by slot are the distance from lowest
+    numbers to steps, and the values' stride by slot is the distance between grids. Two launches share `out` and
+    `log_sums`; their chunks differ.
     """
     chunk_index = tl.program_id(1)
     b = (tl.program_id(2) // n_kv_head).to(tl.int64)
@@ -199,27 +200,28 @@ def split_kv(
     state = (best, total, acc)
     pointers = (keys, values, key_scales, value_scales, positions)
     strides = (k_slot, v_slot, ks_slot, vs_slot)
-    kept_at = kept + ((b * n_token + token) * (n_kv_head * GROUP) + head) * tl.cdiv(n_slot, NOTED) if NOTED else token
-    shared = (q_tile, query, stop, pointers, strides, n_ring, scale, window, kept_at)
+    if SCORED:
+        maxima += ((b * n_token + token) * (n_kv_head * GROUP) + head) * tl.cdiv(n_slot, SCORED)
+    shared = (q_tile, query, stop, pointers, strides, n_ring, scale, window, maxima)
     masked_from = start
     if IN_ORDER and not WINDOWED:
-        # Every query of the row sees the slots up to the earliest one's position, but for what the ring may have.
+        # Every query of the row sees the slots up to the earliest query, except those that the ring may have.
         seen_by_all = earliest + 1 - n_ring if PACKED else earliest + 1
         masked_from += tl.maximum(tl.minimum(stop, seen_by_all) - start, 0) // SLOTS * SLOTS
         for slot in tl.range(start, masked_from, SLOTS):
             state = _attend_tile(
-                state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
+                state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, SCORED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
                 MASKED=False,
             )  # fmt: skip
     for slot in tl.range(masked_from, stop, SLOTS):
         state = _attend_tile(
-            state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, NOTED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
+            state, slot, *shared, HEAD_DIM, SLOTS, QUANTIZED, SCORED, IN_ORDER, WINDOWED, PACKED, RUN, PARTS,
             MASKED=True,
         )  # fmt: skip
 
     best, total, acc = state
     sums = tl.where(total > 0, total, 1.0)
-    if SPLIT or NOTED:
+    if SPLIT or SCORED:
         tl.store(log_sums + out_row, best + tl.log2(sums), mask=real)
     out_at = out + out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / sums[:, None]).to(out.dtype.element_ty), mask=real[:, None])
@@ -227,7 +229,7 @@ def split_kv(
 
 @triton.jit(do_not_specialize=["n_chunk"])
 def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr):
-    """Merge what `split_kv` left of one query and head, CHUNKS chunks at a time; grid `[B * n_token * H]`."""
+    """Merge the results of `split_kv` of a query and head, CHUNKS chunks at a time; grid `[B * n_token * H]`."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HEAD_DIM)
     best = tl.full([], float("-inf"), tl.float32)
@@ -236,7 +238,7 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
     for first in tl.range(0, n_chunk, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         log_sum = tl.load(log_sums + row * n_chunk + chunk, mask=chunk < n_chunk, other=float("-inf"))
-        # Chunks that nobody sees were never written.
+        # Chunks that the query does not see were never written.
         seen = log_sum > float("-inf")
         tile_at = partial + (row * n_chunk + chunk)[:, None] * HEAD_DIM + dims[None, :]
         tile = tl.load(tile_at, mask=seen[:, None], other=0.0)
@@ -251,22 +253,22 @@ def combine(partial, log_sums, out, n_chunk, HEAD_DIM: tl.constexpr, CHUNKS: tl.
 
 
 @triton.jit(do_not_specialize=["n_token", "n_kv_head", "n_slot", "n_chunk", "window"])
-def note(
-    kept, log_sums, stored_rows, queries, noted, noted_row, noted_token, noted_head,
+def score_chunks(
+    maxima, log_sums, stored_rows, queries, chunk_scores, scores_row, scores_token, scores_head,
     n_token, n_kv_head, n_slot, n_chunk, window,
-    GROUP: tl.constexpr, SCORES: tl.constexpr, CHUNKS: tl.constexpr, NOTED: tl.constexpr, MAPPED: tl.constexpr,
+    GROUP: tl.constexpr, SCORES: tl.constexpr, CHUNKS: tl.constexpr, SCORED: tl.constexpr, MAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Turn SCORES scores that `split_kv` kept of one token and KV head into shares of attention, averaged over the
-    heads of its group, in `noted [rows, >= n_token, n_kv_head, >= n_slot / NOTED]` float32; grid `[B * n_token *
-    n_kv_head, blocks]`. The sums of CHUNKS chunks are merged at a time."""
+    """Turn SCORES of the `maxima` of a token and KV head into shares of attention, averaged over the heads of its
+    group, in `chunk_scores [rows, >= n_token, n_kv_head, >= n_slot / SCORED]` float32; grid `[B * n_token * n_kv_head,
+    blocks]`. The sums of CHUNKS chunks are merged at a time."""
     index = tl.program_id(0).to(tl.int64)
     b, token, h = index // (n_token * n_kv_head), index // n_kv_head % n_token, index % n_kv_head
     at = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
-    slot, query = at * NOTED, tl.load(queries + b * n_token + token)
+    slot, query = at * SCORED, tl.load(queries + b * n_token + token)
     seen = (slot < n_slot) & (slot <= query)
     if WINDOWED:
-        seen &= slot + NOTED > query - window + 1
+        seen &= slot + SCORED > query - window + 1
     share = tl.zeros([SCORES], tl.float32)
     for g in tl.static_range(GROUP):
         row = index * GROUP + g
@@ -278,7 +280,8 @@ def note(
             base = tl.where(new_best == float("-inf"), 0.0, new_best)
             total = total * tl.exp2(best - base) + tl.sum(tl.exp2(log_sum - base), 0)
             best = new_best
-        score = tl.load(kept + row * tl.cdiv(n_slot, NOTED) + at, mask=seen, other=float("-inf"))
+        score = tl.load(maxima + row * tl.cdiv(n_slot, SCORED) + at, mask=seen, other=float("-inf"))
         share += tl.exp2(score - best) / (total * GROUP)
     stored = tl.load(stored_rows + b) if MAPPED else b
-    tl.store(noted + stored * noted_row + token * noted_token + h * noted_head + at, share, mask=slot < n_slot)
+    chunk_scores += stored * scores_row + token * scores_token + h * scores_head
+    tl.store(chunk_scores + at, share, mask=slot < n_slot)

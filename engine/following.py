@@ -1,0 +1,63 @@
+"""Following: the tokens of each row that each drafter has followed, and those that it follows next."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from engine.drafters import Drafter, HostDrafter, RowUpdate
+from engine.drafters.model_drafter import ModelDrafter
+from engine.requests import Request
+
+Busy = Sequence[tuple[int, Request]]
+
+
+class Following:
+    """Lets drafters follow the rows of a decoder. A drafter is named by its index.
+
+    lengths: by row and drafter, the tokens of the row's text that the drafter has followed; absent: none.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], n_rows: int) -> None:
+        self._drafters = drafters
+        self.lengths: list[dict[int, int]] = [{} for _ in range(n_rows)]
+
+    def in_parts(self, drafter: int) -> bool:
+        """True if the drafter follows a prompt in parts."""
+        model = self._drafters[drafter]
+        return isinstance(model, ModelDrafter) and model.follows_parts
+
+    def begin(self, row: int, n_reused: int, most_ahead: int) -> None:
+        """Start another prompt in a row that holds its first `n_reused` tokens. Drafters that had followed more than
+        `most_ahead` tokens behind these start anew: their caches may lack what they held before."""
+        self.lengths[row] = {
+            drafter: min(n, n_reused)
+            for drafter, n in self.lengths[row].items()
+            if n_reused and self.in_parts(drafter) and n - n_reused <= most_ahead
+        }
+
+    def follow(self, drafter: int, lengths: Sequence[tuple[int, Request, int]], mode: str) -> int:
+        """Let a drafter follow rows up to these lengths; return the number of tokens that it had not seen."""
+        updates = []
+        for row, request, length in lengths:
+            if (n_seen := self.lengths[row].get(drafter, 0)) < length:
+                text = request.text if length == len(request.text) else request.text[:length]
+                updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(mode)))
+                self.lengths[row][drafter] = length
+        self._drafters[drafter].follow(updates)
+        return sum(len(update.tokens) - update.n_seen for update in updates)
+
+    def catch_up(self, drafter: int, busy: Busy, limit: int | None, mode: str) -> tuple[int, bool]:
+        """Let a drafter follow the prompts of all rows; but if it has missed more than `limit` tokens, the first
+        `limit` of these and as many as a round has added. Returns how many tokens these are, and True for all prompts.
+        """
+        missed = [request.length - self.lengths[row].get(drafter, 0) for row, request in busy]
+        if limit is None or not self.in_parts(drafter) or sum(missed) <= limit:
+            return self.follow(drafter, [(row, request, len(request.prompt)) for row, request in busy], mode), True
+        ends = [min(end, limit + len(busy)) for end in accumulate(missed)]
+        some = [end - begin for begin, end in pairwise([0, *ends])]
+        rows = zip(busy, missed, some, strict=True)
+        return self.follow(drafter, [(row, r, r.length - n + m) for (row, r), n, m in rows], mode), False
+
+    def follow_round(self, drafter: int, busy: Busy, mode: str) -> None:
+        """Let a drafter follow the tokens of all rows before a round: on the host also the current token."""
+        n_ahead = isinstance(self._drafters[drafter], HostDrafter)
+        self.follow(drafter, [(row, request, request.length + n_ahead) for row, request in busy], mode)
