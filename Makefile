@@ -30,7 +30,8 @@ serve: $(VENV)/.installed  ## fetch the default model, then serve it on http://1
 	$(RUN) convert_hf_checkpoint.py
 	$(RUN) -m serving $(SERVE)
 
-# An interrupted run goes on where it was. Two gammas and repeats: the record in reproduce/results/ took 51 minutes.
+# An interrupted run goes on where it was. The cost model is measured at two gammas and with two repeats, since the sizes
+# of the record in reproduce/results/ take 51 minutes.
 SWEEP = $(RUN) -m reproduce.sweep --grid reproduce/grids
 
 reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this machine

@@ -163,7 +163,7 @@ class RankOptions:
     rank_group: tuple[int, ...] | None = None
     """ranks that share the target, in shard order; of a replica, numbered from 0 (default: all)"""
     check_ranks: bool = False
-    """compare a digest over ranks each round; stop if one differs"""
+    """compare a digest over ranks each round; stop if any differs"""
     rank_timeout: float = 600
     """seconds that a rank waits for another, also to tokenise"""
 
@@ -183,7 +183,7 @@ class Passes:
     no_baseline: bool = False
     """skip plain decoding: no speedup, no comparison of rows"""
     benchmark: bool = False
-    """time draft and verification steps, in a pass of their own"""
+    """time draft and verification steps, in a separate pass"""
     by_length: int | None = None
     """report acceptance, costs and speedup by so many generated tokens, to see them change as texts grow"""
     measure_costs: bool = False

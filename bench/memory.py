@@ -99,8 +99,8 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
     block = torch.zeros((runner.max_batch, n_token), dtype=torch.int64, device=runner.device)
     positions = torch.arange(longest, cache.capacity, device=runner.device).expand_as(block)
     last_chunk = max(0, longest - runner.prefill_chunk)
-    of_chunk = _peak_bytes(plan.device, lambda: runner.fill_row(0, [0] * longest, last_chunk))
-    of_rows = _peak_bytes(plan.device, lambda: runner.step(block, positions))
+    of_chunk = _peak_bytes(runner.device, lambda: runner.fill_row(0, [0] * longest, last_chunk))
+    of_rows = _peak_bytes(runner.device, lambda: runner.step(block, positions))
     for row in range(runner.max_batch):
         cache.reset_row(row)
     per_row = {"activations of rows": math.ceil(MARGIN * of_rows / runner.max_batch)}
@@ -110,19 +110,19 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
     require_memory(needed, plan.n_rows, available_bytes(plan.device), plan.device)
 
 
-def _peak_bytes(device: str, forward: Callable[[], object]) -> int:
+def _peak_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     """Return by how many bytes a forward raises the memory in use; all available bytes if it runs out of memory."""
-    if device != "cpu":
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # Linux: the peak begins anew at what is resident now
             Path("/proc/self/clear_refs").write_text("5")
-    before = peak_memory_bytes(torch.device(device))
+    before = peak_memory_bytes(device)
     try:
         forward()
     except torch.OutOfMemoryError:
-        return available_bytes(device)
-    return peak_memory_bytes(torch.device(device)) - before
+        return available_bytes(str(device))
+    return peak_memory_bytes(device) - before
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -114,7 +114,7 @@ def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts 
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
-    """Run a few rounds from the prefilled state where something is compiled or captured, so that no measured one is."""
+    """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
     runner, draft = session.runner, session.plan.draft
     if session.plan.gen_len < 2 or (not session.plan.config.target.compile and runner.graphs is None):
         return
@@ -202,8 +202,8 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     copies = [] if alone else [StreamingKVCache(*sizes) for _ in generations]
     usages, goal = [Usage() for _ in generations], 0.0
     while unfinished := [index for index, generation in enumerate(generations) if not generation.done]:
-        n_unfinished = max(1, *(generations[index].n_unfinished for index in unfinished))
-        goal = math.inf if alone or len(unfinished) == 1 else goal + TURN * n_unfinished
+        n_rows = max(1, *(generations[index].n_unfinished for index in unfinished))
+        goal = math.inf if alone or len(unfinished) == 1 else goal + TURN * n_rows
         for index in unfinished:
             generation = generations[index]
             if copies:

@@ -38,7 +38,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     Errors: UserError, the same on every rank.
     """
     config.check()
-    stored = config.target
+    stored, sizes = config.target, config.sizes
     device, target = resolve_device(stored.device), stored.source()
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, target)[0]
     kv_dtype = KV_DTYPES.get(stored.kv_dtype, dtype)
@@ -50,7 +50,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     config = _without_unused(config, device, target.has_text, texts is not None)
     prompts = _given_prompts(config.rows.prompts, target, texts) if max_length is None else []
     dataset = resolve_dataset(config.text.dataset, target) if prompts is None else None
-    n_rows, n_replicas, capacity = config.sizes.B, config.n_replicas, 0
+    n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
     if max_length is not None:
         capacity = min(max_length, target.config.max_context)
         n_prompts, prefix_len = 0, min(TYPICAL_PROMPT, capacity // 4)
@@ -60,18 +60,18 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         require_at_least("prompts", n_prompts, n_replicas)
     else:
         n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
-        prefix_len = config.sizes.prefix_len or DEFAULT_PREFIX_LEN
+        prefix_len = sizes.prefix_len or DEFAULT_PREFIX_LEN
         require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
     models = device, dtype, kv_dtype, target, draft_source
-    sizes = n_rows, n_prompts, prefix_len, capacity
-    plan = Plan(config, params, verification, *models, None, dataset, prompts, *sizes, *groups)
+    numbers = n_rows, n_prompts, prefix_len, capacity
+    plan = Plan(config, params, verification, *models, None, dataset, prompts, *numbers, *groups)
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it
         plan.attention(target.config, dtype)
     plan = with_draft(plan, config.draft)
     if max_length is not None:
         require_at_least("max_length", capacity, plan.gamma + 4)
         gen_len = capacity - prefix_len - plan.gamma - 1
-        return replace(plan, config=replace(plan.config, sizes=replace(plan.config.sizes, gen_len=gen_len)))
+        return replace(plan, config=replace(plan.config, sizes=replace(sizes, gen_len=gen_len)))
     if config.passes.measure_costs and not plan.chooses:
         note_without_effect(["measure_costs"], "nothing is auto, so nothing is chosen by them")
     return replace(plan, capacity=_length_in_context(plan))

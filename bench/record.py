@@ -1,4 +1,4 @@
-"""The JSON record of a run: its configuration, as it was resolved, and its results."""
+"""Makes the JSON record of a run from its resolved configuration and its results."""
 
 import hashlib
 import json
@@ -55,19 +55,19 @@ def identical_rows(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> in
 
 
 def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
-    """Return a digest of every row's tokens, in the order of the prompts."""
+    """Return a digest of all rows' tokens, in the order of the prompts."""
     return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
 
 
 def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
-    """Return the mean over rows of distinct 4-grams among all 4-grams: near 0 where a row loops."""
-    grams_of_rows = ([tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in rows)
-    fractions = [len(set(grams)) / len(grams) for grams in grams_of_rows if grams]
+    """Return the share of distinct 4-grams among a row's 4-grams, near 0 if the row loops; the mean over rows."""
+    grams_by_row = ([tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in rows)
+    fractions = [len(set(grams)) / len(grams) for grams in grams_by_row if grams]
     return mean(fractions) if fractions else None
 
 
 def rounded(value: Any) -> Any:
-    """Return a record with its floats, also nested ones, rounded to four decimals."""
+    """Return a record with all its floats rounded to four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
@@ -78,9 +78,9 @@ def rounded(value: Any) -> Any:
 def record_of(
     benchmark: str, session: Session, measured: dict[str, Any], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the record of one or several runs of a session.
+    """Return the record of a session's runs.
 
-    without: settings that differ between the runs; the options of drafts are then left out, too.
+    without: settings that differ between the runs; the draft's options are then left out, too.
     """
     plan = session.plan
     config = nested(plan.config)
@@ -98,7 +98,8 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
     same = identical_rows(baseline.tokens, speculative.tokens) if baseline and speculative else None
-    peaks = session.processes.gathered(peak_memory_bytes(session.runner.device))
+    gathered = session.processes.gathered
+    peaks = gathered(peak_memory_bytes(session.runner.device))
     record = {
         "run": session.run,
         "load_format": plan.config.target.load_format,
@@ -115,7 +116,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
-        "wall_speedup": ratio(*(one.stats.decode_seconds if one else None for one in (baseline, drafted))),
+        "wall_speedup": ratio(*(output.stats.decode_seconds if output else None for output in (baseline, drafted))),
         "identical_sequences": same if plan.reproducible else None,
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
@@ -124,7 +125,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "round_ms": round_ms(speculative),
         **_phase_times(passes.timed),
         "steady_rounds": len(stats.steady()),
-        "contention": {name: contention(session.processes.gathered(one.usage)) for name, one in passes.by_name.items()},
+        "contention": {name: contention(gathered(output.usage)) for name, output in passes.by_name.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
@@ -145,7 +146,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
 
 
 def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
-    """Return median ms of a draft step, a verification and the rest of a round, in rounds that drafted if any did."""
+    """Return median ms of a draft step, a verification and the rest of a round, over rounds that drafted if any did."""
     phases: list[tuple[RoundStats, float, float]] = []
     if timed:
         draft_and_verify = (timed.phases.get(name, ()) for name in ("draft", "verify"))
@@ -170,24 +171,24 @@ def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, An
 
 
 def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list[dict[str, Any]]:
-    """Return what rounds cost, and the acceptance seen, for each number of rows, the most first, and each drafter."""
+    """Return costs with their acceptance, for each number of rows (largest first) and each drafter."""
     return [
         {
             "rows": n_rows,
-            **cache_of(session, Choice(index, one.at[-1])),
-            "plain_ms": one.plain_ms,
-            "gammas": one.at,
-            **{name: getattr(one, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
-            "accepted_share": one.acceptance.value if one.acceptance else None,
-            "verified": one.acceptance.n if one.acceptance else None,
+            **cache_of(session, Choice(index, cost.at[-1])),
+            "plain_ms": cost.plain_ms,
+            "gammas": cost.at,
+            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
+            "accepted_share": cost.acceptance.value if cost.acceptance else None,
+            "verified": cost.acceptance.n if cost.acceptance else None,
         }
-        for n_rows, each in sorted(costs.items(), reverse=True)
-        for index, one in enumerate(each)
+        for n_rows, by_drafter in sorted(costs.items(), reverse=True)
+        for index, cost in enumerate(by_drafter)
     ]
 
 
 def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
-    """Return the policy and the KV entries of a row that a round drafted with; None if it had no cache."""
+    """Return the policy and the KV entries of a row in rounds of a choice; None for drafts without a cache."""
     draft = session.plan.draft
     if not draft or not draft.policies or choice.drafter is None or not choice.gamma:
         return {"draft_policy": None, "draft_budget": None}

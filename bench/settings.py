@@ -1,4 +1,4 @@
-"""A run's configuration in its record: nested as it was given, and as it was resolved."""
+"""Makes the entries of a record for a run's configuration, nested as it was given, and as it was resolved."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -13,7 +13,7 @@ from kv_cache.policy import policies
 
 
 def nested(config: Any) -> Any:
-    """Return a configuration as JSON has it, without fields that are not set or have no effect; drafters and policies
+    """Return a configuration as JSON values, without fields that are not set or have no effect; drafters and policies
     have a `name`."""
     if isinstance(config, tuple):
         return [nested(value) for value in config]
@@ -28,9 +28,8 @@ def nested(config: Any) -> Any:
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a record's draft and its policy, by name; older records have them beside their results."""
     draft = record.get("config", {}).get("draft", {})
-    options = (
-        draft | draft.get("policy", {}) | {"text_drafts": [text["name"] for text in draft.get("texts", ())] or None}
-    )
+    texts = [text["name"] for text in draft.get("texts", ())]
+    options = draft | draft.get("policy", {}) | {"text_drafts": texts or None}
     known = {name: options[name] for name in option_names() if options.get(name) is not None}
     return known | {name: record[name] for name in option_names() if name in record}
 
@@ -38,9 +37,9 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 def option_names() -> list[str]:
     """Return the names of all options of drafters and policies."""
     kinds: list[Any] = [*policies().values(), *drafters().values()]
-    named_elsewhere = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
+    not_options = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
     names = dict.fromkeys(field.name for kind in kinds for field in fields(kind))
-    return [*(name for name in names if name not in named_elsewhere), "text_drafts"]
+    return [*(name for name in names if name not in not_options), "text_drafts"]
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def settings_record(session: Session) -> dict[str, Any]:
 
 
 def _draft_record(draft: DraftPlan | None) -> dict[str, Any]:
-    """Return what drafts, and how it is stored if it is a model."""
+    """Return the settings of a draft, with its storage if it has a cache."""
     if draft is None:
         return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
     record: dict[str, Any] = {"draft": draft.config.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}

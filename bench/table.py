@@ -1,4 +1,4 @@
-"""Publishes a benchmark: texts and a table for people, the record for programs."""
+"""Publishes a benchmark: texts and a table for people, a record for programs."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -37,14 +37,14 @@ BY_LENGTH = [
         )
     ),
 ]
-# With fewer rounds, a single round that was interrupted decides the ratio of two passes.
+# With fewer rounds, a single interrupted round decides the ratio of two passes.
 FEW_ROUNDS = 8
 
 
 def finish(benchmark: str, session: Session, passes: PassResults) -> None:
-    """Print texts, the table, and last the record, which is appended to --output; the leader does.
+    """Print texts, the table, and last the record, and append the record to --output, on the leader only.
 
-    Errors: ConfigError if printing or appending failed, or that the run put off.
+    Errors: ConfigError if printing or appending failed, or if the run put an error off.
     """
     record = make_record(benchmark, session, passes)
     prompts = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
@@ -60,7 +60,7 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
 
 
 def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
-    """Return how the first row goes on; with --printoutput every prompt's end and how its row goes on."""
+    """Return the text of the first row; with --printoutput the end of every prompt, and the text of its row."""
 
     def text(tokens: list[int]) -> str:  # random weights have no tokenizer: their rows are printed as ids
         return repr(session.tokenizer.decode(tokens) if session.tokenizer else tokens)
@@ -72,7 +72,7 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
 
 
 def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
-    """Return model, storage, ranks, sizes and sampling in one line."""
+    """Return a line with model, storage, ranks, sizes and sampling."""
     plan, n_ranks = session.plan, session.ranks.size
     target, n_replicas = plan.config.target, plan.config.n_replicas
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
@@ -116,24 +116,22 @@ def table(record: dict[str, Any]) -> str:
     def figure(key: str, digits: int = 1) -> str | None:
         return None if record[key] is None else f"{record[key]:.{digits}f}"
 
-    has_baseline = record["baseline_step_ms"] is not None
-    same, gamma = record["identical_sequences"], record["gamma"]
-    identical = f"{same} of {record['sequences']}" if same is not None else "not meant to be" if has_baseline else None
+    has_baseline, gamma = record["baseline_step_ms"] is not None, record["gamma"]
+    identical = "not meant to be" if has_baseline else None
+    if record["identical_sequences"] is not None:
+        identical = f"{record['identical_sequences']} of {record['sequences']}"
     rows = [
         ("tokens per second", figure("baseline_tokens_per_second"), figure("decode_tokens_per_second")),
         ("ms per step / round", figure("baseline_step_ms"), figure("round_ms")),
     ]
     if record["benchmark"] == "baseline":
         return console(rows, COLUMNS[:2])
+    most = "gamma + 1" if gamma == AUTO else gamma + 1
     rows += [
         ("speedup (all rows busy)", "1.00" if has_baseline else None, figure("speedup", 2)),
         ("speedup (to the last row)", "1.00" if has_baseline else None, figure("wall_speedup", 2)),
         ("acceptance rate", None, acceptance_text(record)),
-        (
-            f"tokens per round (of {'gamma + 1' if gamma == AUTO else gamma + 1})",
-            "1" if has_baseline else None,
-            figure("mean_accepted_length", 2),
-        ),
+        (f"tokens per round (of {most})", "1" if has_baseline else None, figure("mean_accepted_length", 2)),
         ("identical rows", None, identical),
     ]
     if record["verify_step_ms"] is not None:
@@ -149,20 +147,20 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _chosen(record: dict[str, Any]) -> str:
-    """Return the rounds by choice, such as `12 x gamma 3`, with policy and budget where these are chosen, too."""
+    """Return the rounds by choice, such as `12 x gamma 3`, with policy and budget if these are chosen, too."""
     parts = []
     for choice in record["choices"]:
         policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
         budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
-        how = f"{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
-        parts.append(f"{choice['rounds']} x {how}")
+        round_ = f"{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
+        parts.append(f"{choice['rounds']} x {round_}")
     return "; ".join(parts)
 
 
 def notes(record: dict[str, Any], draft: DraftPlan | None) -> list[str]:
     """Return sentences without which a record would be misread."""
     found = []
-    if contended := [name for name, seen in record["contention"].items() if seen["contended"]]:
+    if contended := [name for name, usage in record["contention"].items() if usage["contended"]]:
         advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
         found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
     if record["gen_len"] == 1:

@@ -1,6 +1,7 @@
-"""The command line of the cost model."""
+"""Flags of the cost model."""
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
@@ -11,7 +12,7 @@ from common.errors import ConfigError, flag, require_at_least
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig
 
-# Fields of the target that a prediction depends on.
+# Fields of `Target` that a prediction depends on.
 PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 Draft = tuple[str, int]
 SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
@@ -19,7 +20,7 @@ SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 @dataclass(frozen=True)
 class CostFlags:
-    """Sizes and drafts to measure or predict."""
+    """The sizes and drafts to measure or predict."""
 
     FLAGS: ClassVar[dict[str, str]] = {
         "B": "--batches",
@@ -57,20 +58,20 @@ class CostFlags:
 
     def configs(self) -> dict[Draft, DrafterConfig]:
         """Return the drafts by policy and budget, at the largest gamma. Errors: ConfigError."""
-        drafts = [(policy, budget) for policy in self.policies for budget in self.sorted("budgets")]
-        each = ({"draft_policy": one, "draft_budget": budget, "gamma": max(self.gammas)} for one, budget in drafts)
-        return dict(zip(drafts, self.draft.variants(*each), strict=True))
+        drafts = list(product(self.policies, self.sorted("budgets")))
+        options = [{"draft_policy": name, "draft_budget": n, "gamma": max(self.gammas)} for name, n in drafts]
+        return dict(zip(drafts, self.draft.variants(*options), strict=True))
 
     def check(self) -> None:
-        """Raise ConfigError for a number that is too small, and for random weights without alpha."""
+        """Raise ConfigError for a number out of range, and for random weights without alpha."""
         for name, minimum in {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}.items():
             require_at_least(name, min(getattr(self, name)), minimum)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigError("an acceptance rate is a probability", flag("alpha"), self.alpha, "0 to 1", "use 0.8")
         if self.machine is not None:
-            pairs = (self.target, Target()), (self.text, Text()), (self.sampling, Sampling())
-            given = [name for own, usual in pairs for name in vars(own) if getattr(own, name) != getattr(usual, name)]
-            if unused := [name for name in given if name not in PREDICTED_BY]:
+            given = vars(self.target) | vars(self.text) | vars(self.sampling)
+            defaults = vars(Target()) | vars(Text()) | vars(Sampling())
+            if unused := [name for name in given if given[name] != defaults[name] and name not in PREDICTED_BY]:
                 note_without_effect(unused, "costs are predicted: nothing is loaded or measured")
         elif self.alpha is None:
             self.target.require_trained(f"random weights have no acceptance: add {flag('alpha')} 0.8")

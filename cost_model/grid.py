@@ -1,4 +1,4 @@
-"""Costs over a grid of batches and contexts, measured or predicted, and between the points of that grid."""
+"""CostGrid: costs over a grid of batches and contexts, and interpolated between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class CostGrid:
 
     @classmethod
     def of(cls, drafts: Sequence[tuple[str, int]], cells: Mapping[tuple[int, int], Sequence[Costs]]) -> Self:
-        """Join `cells[batch, context]`, the costs of each draft there, which differ in the draft step alone."""
+        """Make a grid of `cells[batch, context]`: the costs of each draft, which differ only in the draft step."""
         batches, contexts = (tuple(sorted(set(sizes))) for sizes in zip(*cells, strict=True))
         rows = [[cells[batch, context] for context in contexts] for batch in batches]
         plain, verify, other = (
@@ -39,7 +39,7 @@ class CostGrid:
         return cls(batches, contexts, rows[0][0][0].at, tuple(drafts), plain, verify, draft, other)
 
     def record(self, prefix: str = "", parts: Sequence[str] = ("plain", "verify", "draft", "other")) -> dict[str, Any]:
-        """Return the grid as JSON has it. prefix: of the names of milliseconds. parts: those that are known."""
+        """Return the grid as JSON values. prefix: before the names of costs. parts: the known costs."""
         drafts = [{"draft_policy": policy, "draft_budget": budget} for policy, budget in self.drafts]
         sizes = {"batches": self.batches, "contexts": self.contexts, "gammas": self.gammas, "drafts": drafts}
         return sizes | {f"{prefix}{part}_ms": getattr(self, part).round(4).tolist() for part in parts}

@@ -1,4 +1,4 @@
-"""Machines that costs are predicted for: numbers of their vendors, and of collectives and kernels."""
+"""Machines that costs are predicted for: vendors' numbers, collectives and kernels."""
 
 import math
 import re
@@ -11,8 +11,8 @@ from common.errors import ConfigError, flag
 
 
 class Collective(NamedTuple):
-    """A collective's protocol. latency: seconds of an empty call. hop: seconds of a step of its ring. bandwidth: bytes
-    per second of a device."""
+    """A protocol of collectives. latency: seconds of an empty call. hop: seconds of a step of its ring. bandwidth:
+    bytes per second of a device."""
 
     latency: float
     hop: float
@@ -22,9 +22,9 @@ class Collective(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """Equal devices, in SI units. bandwidth: bytes of memory read per second. ops, ops_32: dense operations (a
-    multiplication and an addition are two) per second in 16 and 32 bits. launch: seconds of a kernel beside its work.
-    tile: the fewest rows of queries that attention multiplies. packs_group: True if heads that share KV are rows of the
-    same tile for several tokens, too. unexplained: seconds of a forward that nothing else here explains."""
+    multiplication and an addition are two) per second in 16 and 32 bits. launch: seconds to launch a kernel. tile: the
+    fewest rows of queries that attention multiplies. packs_group: True if heads that share KV are rows of the same
+    tile, also for several tokens. unexplained: seconds of a forward that no other number explains."""
 
     bandwidth: float
     ops: float
@@ -43,7 +43,7 @@ class Machine:
             return 0.0
         steps = (2 if is_reduced else 1) * (self.devices - 1)
         moved = steps * n_bytes / self.devices
-        return min(one.latency + steps * one.hop + moved / one.bandwidth for one in self.protocols)
+        return min(kind.latency + steps * kind.hop + moved / kind.bandwidth for kind in self.protocols)
 
 
 def _known() -> dict[str, Machine]:
@@ -62,9 +62,10 @@ EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 
 def find_machine(text: str) -> Machine:
-    """Return the machine that a text names: "A100-80", "8xA100-80", or NUMBERS in SI units, such as
-    "2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5", where `ops_32` is `ops` unless it is given, and other numbers
-    that are not given take no time. Errors: ConfigError."""
+    """Return the machine that a text names: "A100-80", "8xA100-80", or NUMBERS in SI units as in EXAMPLE.
+
+    Without `ops_32` it is `ops`; other missing numbers take no time. Errors: ConfigError.
+    """
     count, name = re.fullmatch(r"(?:(\d{1,4})x)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     machine, devices = _given(name) if "=" in name else MACHINES.get(name.upper()), int(count or 1)
     if machine is None or devices < 1 or (devices > 1 and not machine.protocols):
@@ -75,12 +76,15 @@ def find_machine(text: str) -> Machine:
 
 
 def _given(numbers: str) -> Machine | None:
-    """Return a machine by its numbers; None if they cannot be read, or are not enough."""
+    """Return the machine of these numbers; None if they cannot be read, or too few are given."""
     try:
-        found: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in numbers.split(","))}
+        pairs = (number.split("=") for number in numbers.split(","))
+        found: dict[str, Any] = {key: float(value) for key, value in pairs}
     except ValueError:
         return None
-    if not {"bandwidth", "ops"} <= found.keys() <= {*NUMBERS} or not all(0 < one < math.inf for one in found.values()):
+    if not {"bandwidth", "ops"} <= found.keys() <= {*NUMBERS}:
+        return None
+    if not all(0 < value < math.inf for value in found.values()):
         return None
     latency, link = found.pop("latency", 0.0), found.pop("link", None)
     return Machine(**{"ops_32": found["ops"]} | found, protocols=(Collective(latency, 0.0, link),) if link else ())

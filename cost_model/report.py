@@ -1,4 +1,4 @@
-"""Reports of the cost model: costs and acceptance, measured with a loaded model or predicted, and speedups."""
+"""Reports of the cost model: measured or predicted costs, acceptance, and the speedups that follow."""
 
 import itertools
 from dataclasses import replace
@@ -31,9 +31,9 @@ from engine.counts import acceptance_standard_error, total
 from engine.evaluation.teacher_forcing import forced_acceptance
 from models.config import ModelConfig
 
-# New tokens that the caches have room for where costs are measured.
+# New tokens that caches have room for while costs are measured.
 ROOM = 48
-# Rows of text that acceptance is measured on, tokens of each, and gamma, unless the largest gamma is smaller.
+# Acceptance is measured on this many rows and tokens of text, at this gamma or the largest if that is smaller.
 ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
 # Sizes and settings that differ within a grid.
 VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget"}
@@ -59,13 +59,13 @@ def report_predicted(flags: CostFlags) -> None:
     machine = find_machine(str(flags.machine))
     require_appendable(flags.output.output)
     source = replace(flags.target, load_format="dummy").source()
-    (target, draft), contexts = stored_models(source.config, flags), flags.sorted("contexts")
+    (target, draft), contexts = model_storages(source.config, flags), flags.sorted("contexts")
     acceptances = acceptances_of(source.name, flags)
     drafts = list(acceptances[contexts[0]])
     cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
     sizes = itertools.product(flags.sorted("batches"), contexts)
     grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
-    published = "published for these contexts (arXiv 2408.11049); drafts without one are left out"
+    published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
     said = published if flags.alpha is None else "given"
     record = {
         "benchmark": "cost_prediction",
@@ -83,31 +83,31 @@ def report_predicted(flags: CostFlags) -> None:
 def publish_tables(
     flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
 ) -> None:
-    """Print costs below a head, the predictions of each draft, and what pays best; then publish the record."""
+    """Print a head, costs, the predictions of each draft, and the best choices; then publish the record."""
     costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
     tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
     publish(flags.output.output, record, *(f"{table}\n" for table in tables))
 
 
 def open_largest(flags: CostFlags) -> Session:
-    """Open a session for the largest batch and context, with room for drafts of all budgets. Errors: UserError."""
+    """Open a session for the largest batch and context, with room for a draft of each budget. Errors: UserError."""
     rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
     sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
     config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, list(flags.configs().values())))
+    return Session.of_plan(resolve_several(config, [*flags.configs().values()], at_once=len(set(flags.budgets))))
 
 
 def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Measure costs over caches of random entries; those of a draft step depend on its budget, not on the policy."""
+    """Measure costs over caches of random entries. A draft step is measured for each budget, whatever the policy."""
     drafts, gammas = flags.configs(), flags.sorted("gammas")
-    of_budget = {budget: config for (_, budget), config in drafts.items()}
-    budgets = sorted(of_budget, reverse=True)
+    by_budget = {budget: config for (_, budget), config in drafts.items()}
+    budgets = sorted(by_budget, reverse=True)
 
     def measure(batch: int, context: int) -> list[Costs]:
         narrow = session.narrowed(batch, context + ROOM + gammas[-1] + 1)
         prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
         fill_with_noise(narrow.runner, prompts)
-        drafters = [narrow.drafter(of_budget[budget]) for budget in budgets]
+        drafters = [narrow.drafter(by_budget[budget]) for budget in budgets]
         how = narrow.how | {"max_new_tokens": ROOM, "gamma": gammas[-1]}
         rehearsal = Rehearsal(narrow.runner, drafters, prompts, **how)
         costs = dict(zip(budgets, measure_costs(rehearsal, gammas), strict=True))
@@ -137,15 +137,15 @@ def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict
 
 
 def follows(grid: CostGrid, acceptances: Acceptances, origin: str) -> dict[str, Any]:
-    """Return, for a record, acceptance rates `[D][S]` with their standard errors and origin, and what pays best."""
+    """Return a record's acceptance rates `[D][S]`, with their standard errors and origin, and the best choices."""
     rows = [[acceptances[context][draft] for context in grid.contexts] for draft in grid.drafts]
-    rates, errors = (rounded([[one[i] for one in row] for row in rows]) for i in (0, 1))
+    rates, errors = (rounded([[acceptance[i] for acceptance in row] for row in rows]) for i in (0, 1))
     found = {"acceptance_rates_by_context": rates, "acceptance_standard_errors_by_context": errors}
     return found | {"acceptance_of": origin, "best": best_of_each(grid, acceptances)}
 
 
-def stored_models(config: ModelConfig, flags: CostFlags) -> tuple[ModelStorage, ModelStorage]:
-    """Return the target, in bfloat16 unless another dtype is given, and the self-draft. Errors: ConfigError."""
+def model_storages(config: ModelConfig, flags: CostFlags) -> tuple[ModelStorage, ModelStorage]:
+    """Return the storage of the target (default: bfloat16) and of the self-draft. Errors: ConfigError."""
     target, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
     dtype = "bfloat16" if target.dtype == AUTO else target.dtype
     if dtype == "float64":
@@ -163,7 +163,7 @@ def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
     """Return the given acceptance rate for every draft, or the published rates. Errors: ConfigError without any."""
     contexts = flags.sorted("contexts")
     rates: dict[Draft, list[Any]] = {
-        draft: [published_acceptance(model, *draft, one) if flags.alpha is None else flags.alpha for one in contexts]
+        draft: [published_acceptance(model, *draft, n) if flags.alpha is None else flags.alpha for n in contexts]
         for draft in flags.configs()
     }
     known = {draft: found for draft, found in rates.items() if None not in found}

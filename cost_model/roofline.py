@@ -1,4 +1,4 @@
-"""Roofline: predicts what steps cost on another machine, from the bytes and operations that they take.
+"""Predicts the costs of steps on another machine by a roofline, from the bytes and operations that they take.
 
 Every part of a forward takes the longer of its bytes over the memory's bandwidth and its operations over their rate
 (Williams, Waterman and Patterson 2009, Communications of the ACM 52(4), 65-76). To their sum come the collectives of
@@ -15,14 +15,14 @@ from common.errors import ConfigError, flag
 from cost_model.machines import Machine
 from models.config import ModelConfig
 
-# Bytes of a number, by the names of `models.names`; int4 has a scale and a zero point in bfloat16 for 32 weights.
+# Bytes of a number by its format; int4 has a scale and a zero point in bfloat16 for 32 weights.
 ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 # Kernels of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
 KERNELS = 11
 
 
 class ModelStorage(NamedTuple):
-    """A model's shape, and the formats of its weights and KV entries (None: dtype)."""
+    """The shape of a model, and the formats of its weights and KV entries (None: dtype)."""
 
     config: ModelConfig
     dtype: str = "bfloat16"
@@ -30,22 +30,22 @@ class ModelStorage(NamedTuple):
     kv: str | None = None
 
     def n_weights_of(self, n_expert: float) -> float:
-        """Return the weights of matrix products, the head's included, with `n_expert` of each layer's experts."""
+        """Return the weights of matrix products, with the head's and `n_expert` of each layer's experts."""
         config, left_out = self.config, self.config.n_expert - n_expert
         layer = config.n_linear_weights_per_layer - left_out * config.n_weights_of_expert
         return config.n_layer * layer + config.vocab_size * config.dim
 
 
 class Part(NamedTuple):
-    """A part of a forward: bytes of memory that it reads, and its operations."""
+    """A part of a forward: bytes that it reads from memory, and operations."""
 
     n_bytes: float
     ops: float
 
 
 def forward_parts(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
-    """Return the products with weights, and the attention, of a forward of `tokens` in each of `batch` rows behind
-    `entries` KV entries, on the device that has most of them."""
+    """Return two parts, products with weights and attention, of a forward of `tokens` in each of `batch` rows behind
+    `entries` KV entries, on the device with the largest share."""
     config, n = model.config, machine.devices
     weight_bytes = model.n_weights_of(config.experts_touched(batch * tokens)) * ITEMSIZE[model.weights or model.dtype]
     linear = Part(weight_bytes / n, 2 * model.n_weights_of(config.n_expert_per_token) / n * batch * tokens)
@@ -58,7 +58,7 @@ def forward_parts(model: ModelStorage, machine: Machine, batch: int, tokens: int
 
 
 def forward_ms(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> float:
-    """Return the ms of a forward, by the sizes that `forward_parts` takes. Errors: ConfigError for too many devices."""
+    """Return the ms of a forward; for sizes see `forward_parts`. Errors: ConfigError for too many devices."""
     config, n = model.config, machine.devices
     if n > config.n_kv_head:
         required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
@@ -84,8 +84,8 @@ def predict_costs(
 ) -> Costs:
     """Return the costs of a target behind `context` tokens, and of a draft whose cache has at most `budget` entries.
 
-    A draft with fewer KV heads than there are devices is on as many devices as it has heads. The rest of a round is the
-    host's, and not predicted: 0. Errors: ConfigError.
+    A draft with fewer KV heads than devices runs on a device per head. The rest of a round, which is the host's work,
+    is not predicted: 0. Errors: ConfigError.
     """
     plain, *verify = (forward_ms(target, machine, batch, n + 1, context) for n in (0, *gammas))
     drafts_on = replace(machine, devices=min(machine.devices, draft.config.n_kv_head))

@@ -1,4 +1,4 @@
-"""Tables of the cost model, and the draft that pays best."""
+"""Tables of the cost model, and the choice that pays best."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Acceptances = Mapping[int, Mapping[Draft, Acceptance]]
 
 
 def predict(grid: CostGrid, draft: Draft, gamma: int, acceptances: Acceptances, batch: int, context: int) -> float:
-    """Return the speedup, by the acceptance that the draft has at that context."""
+    """Return the speedup that a draft's acceptance at a context predicts."""
     tokens = tokens_per_round(acceptances[context][draft].acceptance_rate, gamma)
     return grid.at(batch, context, draft).speedup(tokens, gamma)
 

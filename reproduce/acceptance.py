@@ -5,7 +5,7 @@
 greedy: the target's text at temperature 0, which loops sooner or later, and a loop is easy to draft; sampled: its text
 at --temperature; book: the data set's text behind each prompt, teacher-forced; passkey and multikey: the right answers
 to questions about facts that stand early in a prompt, teacher-forced. The share of distinct 4-grams says how much a
-text repeats itself. The last line of standard output is the record.
+text repeats itself. --output gets a record of each measurement as it ends, the last line of standard output has all.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, T
 from bench.draft_flags import CHOSEN, PolicyName, draft_flags
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
-from common.jsonl import publish
+from common.jsonl import append_record, publish
 from common.say import note_without_effect, say
 from common.tables import console
 from engine.counts import acceptance_standard_error, acceptance_text, total
@@ -87,18 +87,19 @@ def main(flags: Flags) -> None:
     config = RunConfig(flags.target, flags.text, flags.sizes, sampling=flags.sampling, output=flags.output)
     plan = bench.resolve_several(config, drafts, at_once=1)  # all are checked before anything is loaded
     session = bench.Session.of_plan(plan, n_continued=flags.sizes.gen_len)
-    prefill_seconds = bench.prefill(session)
-    rows = []
+    measured = {"prefill_seconds": round(bench.prefill(session), 2)}
+    rows, record = list[dict[str, Any]](), dict[str, Any]()
     needle_texts = [text for text in flags.texts if text in KINDS]  # they replace the prefilled prompts
     pairs = [*itertools.product(drafts, [text for text in flags.texts if text not in KINDS])]
     for draft, text in pairs + [(draft, text) for text in needle_texts for draft in drafts]:
         variant = session.variant(draft=draft, sampling=flags.sampling if text == "sampled" else GREEDY)
         rows.append(bench.rounded(_row(variant, text)))
+        record = bench.record_of("acceptance", session, measured | {"rows": rows[-1:]}, ROW_SETTINGS)
+        append_record(flags.output.output, record)
         kept = " ".join(str(rows[-1][name]) for name in ("draft_policy", "draft_budget") if rows[-1][name])
         say(f"{kept}, {text}: {acceptance_text(rows[-1])}")
     say(console(rows, of("draft_policy draft_budget text acceptance verified mean_accepted_length distinct_4grams")))
-    measured = {"prefill_seconds": round(prefill_seconds, 2), "rows": rows}
-    publish(flags.output.output, bench.record_of("acceptance", session, measured, ROW_SETTINGS))
+    publish(None, record | {"rows": rows})
 
 
 def _row(session: bench.Session, text: str) -> dict[str, Any]:

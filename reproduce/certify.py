@@ -2,8 +2,8 @@
 
     python -m reproduce.certify --dtype bfloat16 --tokens 20000 --output reproduction/certify.jsonl
 
-docs/lossless.md, "The certificate", describes calibration and comparison. Temperature 0 certifies the greedy mode, a
-higher one the coupled mode. Exit code 0 if the certificate holds, 1 if not, 2 if it could not be made.
+docs/lossless.md, "The certificate", describes calibration and comparison. Temperature 0 certifies the greedy mode, any
+higher temperature the coupled mode. Exit code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
 import math
@@ -54,7 +54,7 @@ class Flags:
         return math.ceil(self.calibration_positions / (self.gamma + 1)) * (self.gamma + 1)
 
     def config(self) -> RunConfig:
-        """Return the run, with room for the forced tokens. Errors: ConfigError for the certificate's own flags."""
+        """Return the run, with room for the forced tokens. Errors: ConfigError."""
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
@@ -68,7 +68,7 @@ class Flags:
 
 
 def certified(session: bench.Session, following: list[list[int]]) -> dict[str, Any]:
-    """Calibrate, decode and compare, and return the record. following: the data set's text behind each prompt."""
+    """Calibrate, decode and compare, and return the record. following: tokens of the data set behind each prompt."""
     runner, params, prompts = session.runner, session.plan.sampling, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)

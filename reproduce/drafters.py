@@ -4,8 +4,8 @@
     python -m reproduce.drafters --B 1 --prefix_len 2000 --temperature 0.6 --drafters self ngram
     python -m reproduce.drafters --B 1 --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
 
-Drafters are made anew for each repeat; figures are medians over repeats. `drafting_ms` is the mean time of a round
-before the target verifies, also on the host.
+Every repeat has new drafters; figures are medians over repeats. `drafting_ms` is the mean time of a round before the
+target verifies, on the device and the host.
 """
 
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ COLUMNS = "drafter gamma acceptance mean_accepted_length drafting_ratio speedup 
 class Flags(Drafters):
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=Sizes)
-    prompts: str | None = None  # whole prompts, as in the benchmarks; by default stretches of the data set
-    repeats: int = 3  # how often all are run, every other time in reverse order
+    prompts: str | None = None  # whole prompts, like in the benchmarks; by default stretches of the data set
+    repeats: int = 3  # runs of each drafter, every second time in reverse order
 
 
 def row_of(contender: Contender) -> Record:

@@ -1,16 +1,15 @@
 """Measure speedups of fixed drafts and of `auto`, interleaved with plain decoding from one prefilled state.
 
     python -m reproduce.gamma_cell --B 4 --prefix_len 1000 --gammas 1 3 5 --budgets 128 512 --repeats 3
-    python -m reproduce.gamma_cell --fixed --gammas 3 --budgets 512 --draft_weights same int8
 
 `auto` chooses gamma at the largest budget, `auto budget` chooses both, as `--gamma auto --draft_budget auto` does.
-Costs and acceptance are measured right before each of their runs, on the same prompts; no speedup contains that time
-(`measured_costs_seconds`).
+Costs and acceptance are measured right before each of their runs, on the same prompts. Speedups leave out the time of
+measuring them (`measured_costs_seconds`).
 """
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import bench
 from bench.config import AUTO, ComparedSampling, Output, RunConfig, Sizes, Target, Text
@@ -18,13 +17,10 @@ from bench.draft_flags import CHOSEN, BudgetedName, draft_flags
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
-from models.names import Dtype, Scheme
 from reproduce.helpers.cost_errors import AUTO_BUDGET
 from reproduce.helpers.in_turns import Contender, in_turns
 
-OPTIONS = ("draft_budget", "gamma", "draft_dtype", "draft_weights")
-DraftDtypes, DraftWeights = tuple[Literal["auto", "same"] | Dtype, ...], tuple[Literal["auto", "same"] | Scheme, ...]
-SelfDraft: Any = draft_flags(["self"], without=(*CHOSEN, *OPTIONS))
+SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,9 @@ class Flags:
     draft: SelfDraft = field(default_factory=SelfDraft)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    draft_dtype: DraftDtypes = ("auto",)  # the draft's dtypes; auto modes have the first
-    draft_weights: DraftWeights = ("auto",)  # the draft's linear layers; auto modes have the first
     draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
-    repeats: int = 3  # how often all are run, interleaved
+    repeats: int = 3  # interleaved runs of each way
 
     def check(self) -> None:
         for name in ("gammas", "budgets"):
@@ -54,14 +48,11 @@ class Flags:
     def drafts(self) -> dict[str, dict[str, Any]]:
         """Return the options of each draft by its name. A value that is given twice counts once."""
         budgets, gammas = sorted(set(self.budgets)), sorted(set(self.gammas))
-        storages = [tuple(dict.fromkeys(values)) for values in (self.draft_dtype, self.draft_weights)]
-        name = "b={} g={}" + " {} {}" * (max(map(len, storages)) > 1)
-        ways = {name.format(*way): way for way in itertools.product(budgets, gammas, *storages)}
+        ways: dict[str, tuple] = {f"b={b} g={g}": (b, g) for b, g in itertools.product(budgets, gammas)}
         if not self.fixed:
-            first = [values[0] for values in storages]
-            ways |= {AUTO: (budgets[-1], AUTO, *first), AUTO_BUDGET: (AUTO, AUTO, *first)}
-        names = ("draft_policy", *OPTIONS)
-        return {name: dict(zip(names, (self.draft_policy, *way), strict=True)) for name, way in ways.items()}
+            ways |= {AUTO: (budgets[-1], AUTO), AUTO_BUDGET: (AUTO, AUTO)}
+        shared = {"draft_policy": self.draft_policy}
+        return {name: shared | {"draft_budget": budget, "gamma": gamma} for name, (budget, gamma) in ways.items()}
 
 
 def main(flags: Flags) -> None:

@@ -2,9 +2,9 @@
 
     python -m reproduce.gpu --output reproduction/gpu.jsonl
 
-Every step runs in a process of its own with a deadline, and is appended as it ends; a step that an earlier failure
-makes pointless is skipped. What a step prints goes to `<output>.logs/`; a page of what to look at is printed, and
-written to `<output>.md`. `--steps NAME ...` runs some of them. Exit code 1 if a step failed.
+Every step runs in a separate process with a deadline, and is appended as it ends. Steps that an earlier failure makes
+pointless are skipped. Messages of a step go to `<output>.logs/`. A page that lists faults and numbers is printed, and
+written to `<output>.md`. Exit code 1 if a step failed.
 """
 
 import importlib
@@ -41,13 +41,10 @@ class Flags(Output):
     time_limit: float = 600  # seconds after which steps are skipped
 
     def check(self) -> None:
-        """Errors: ConfigError on a machine without a GPU, but for a quick run on the CPU."""
-        has_gpu = torch.cuda.is_available()
-        if not (has_gpu if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
-            required = "a CUDA device, or --device cpu --quick"
-            found = f"{self.device}, {'a' if has_gpu else 'no'} CUDA device that PyTorch {torch.__version__} sees"
-            fix = "run it on a machine with a GPU and a CUDA build of PyTorch; --device cpu --quick shows that it runs"
-            raise ConfigError("the measurements need a GPU", flag("device"), found, required, fix)
+        """Raise ConfigError without a GPU, unless it is a quick run on the CPU."""
+        if not (torch.cuda.is_available() if self.device.startswith("cuda") else self.device == "cpu" and self.quick):
+            required, fix = "a CUDA device that PyTorch sees", "--device cpu --quick shows that all steps run"
+            raise ConfigError("the measurements need a GPU", flag("device"), self.device, required, fix)
         require_appendable(self.output)
 
 
@@ -81,8 +78,8 @@ def run_steps(steps: Sequence[Step], flags: Flags, logs: Path) -> Iterator[tuple
                 step = running.pop(0).step
                 yield step, ends[step.name]
         finally:
-            for left_over in running:
-                left_over.kill()
+            for process in running:
+                process.kill()
 
 
 def reason_to_skip(step: Step, ends: dict[str, Record]) -> str | None:
@@ -95,7 +92,7 @@ def reason_to_skip(step: Step, ends: dict[str, Record]) -> str | None:
     return None
 
 
-def in_short(step: Step, record: Record) -> Record:
+def main_numbers(step: Step, record: Record) -> Record:
     """Return a step's main numbers, and those that are above their estimates."""
     numbers = {name: record[name] for name in step.shows if record.get(name) not in (None, [])}
     limits = {name: most for name, most in step.shows.items() if most is not None and name in numbers}
@@ -109,21 +106,21 @@ def numbers_text(record: Record) -> str:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return the page of what to look at, in Markdown."""
-
-    def why(record: Record) -> str:
-        return " ".join((record.get("error") or numbers_text(record) or "see its log").split())[:400]
-
-    above = [(one["cell"], *over) for one in records if not one["quick"] for over in one["above_estimate"]]
-    sections = {
-        "What failed": [f"**{one['cell']}**, {one['status']}: {why(one)}" for one in records if one["status"] in BAD],
-        "What is above its estimate": [f"**{cell}**: {key} {seen:.3g}, not {most}" for cell, key, seen, most in above],
-        "What was skipped": [f"{one['cell']}: {one['reason']}" for one in records if one["status"] == SKIPPED],
-    }
-    text = "# What to look at\n\n"
+    """Return a page that lists what failed, what is slow, and the main numbers, in Markdown."""
+    failed, slow, skipped = list[str](), list[str](), list[str]()
+    for record in records:
+        name, status = record["cell"], record["status"]
+        if status in BAD:
+            why = record.get("error") or numbers_text(record) or "see its log"
+            failed.append(f"**{name}**, {status}: {' '.join(why.split())[:400]}")
+        if not record["quick"]:
+            slow += [f"**{name}**: {key} {value:.3g}, not {most}" for key, value, most in record["above_estimate"]]
+        if status == SKIPPED:
+            skipped.append(f"{name}: {record['reason']}")
+    text, sections = "# What to look at\n\n", {"failed": failed, "is above its estimate": slow, "was skipped": skipped}
     for title, lines in sections.items():
-        text += f"## {title}\n\n" + ("".join(f"- {line}\n" for line in lines) or "Nothing.\n") + "\n"
-    quick = "A quick run: the numbers mean nothing.\n\n" * any(one["quick"] for one in records)
+        text += f"## What {title}\n\n" + ("".join(f"- {line}\n" for line in lines) or "Nothing.\n") + "\n"
+    quick = "A quick run: the numbers mean nothing.\n\n" * any(record["quick"] for record in records)
     columns = [Column("cell", "step", align="<"), Column("status", "outcome", align="<"), Column("seconds", "s", ".0f")]
     table = markdown(records, [*columns, Column(numbers_text, "numbers", align="<")])
     return f"{text}## The numbers\n\n{quick}{table}\n"
@@ -141,7 +138,7 @@ def main(flags: Flags) -> None:
             with closing(run_steps(steps, flags, logs)) as ends:
                 for step, record in ends:
                     named = {"benchmark": f"gpu_{step.name.split()[0]}", "cell": step.name, "quick": flags.quick}
-                    records.append(record | named | in_short(step, record))
+                    records.append(record | named | main_numbers(step, record))
                     append_record(output, records[-1])
                     text = f"{record['status']:>9} in {record['seconds']:5.1f} s: {step.name}"
                     print(text, file=sys.stderr, flush=True)

@@ -4,12 +4,13 @@
     python -m reproduce.plot sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
 
 Reads what benchmarks and reproduce/acceptance.py append to --output, and sweeps. Repeats are drawn as their median.
-Records without one of the two numbers are left out. Over a setting that is no number, bars are drawn.
+Records without both numbers are left out.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,14 +34,14 @@ SETTINGS = (
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS, PANEL_INCHES, BARS_WIDTH = "osD^vP", (5.0, 3.6), 0.8
+MARKERS, PANEL_INCHES = "osD^vP", (5.0, 3.6)
 Points = dict[str, list[tuple[Any, float]]]
 
 
 @dataclass(frozen=True)
 class Flags:
     records: Positional[tuple[str, ...]]  # files of JSON lines
-    x: str | None = None  # setting to draw over, such as prefix_len, gamma or draft_policy; by default what varies most
+    x: str | None = None  # number to draw over, such as prefix_len or gamma; by default the setting that varies most
     y: tuple[str, ...] = MEASURED  # numbers to draw
     figures: str = str(ROOT / "reproduction" / "figures")  # folder for the figure, as PNG and SVG
 
@@ -49,33 +50,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def values_of(records: Sequence[Record], name: str) -> list[Any]:
-    """Return the numbers that this setting has in the records, or its names if it has no number."""
-    given = {record[name] for record in records if isinstance(record.get(name), (int, float, str))}
-    return [*filter(is_number, given)] or [*given]
-
-
 def choose_x(records: Sequence[Record]) -> str:
-    """Return the number that has most values, or the name that has if no number varies."""
-    counts = {name: len(values_of(records, name)) for name in (*AXES, *SETTINGS)}
-    return max([name for name in AXES if counts[name] > 1] or SETTINGS, key=counts.__getitem__)
+    """Return the number that has most values."""
+    return max(AXES, key=lambda name: len({record.get(name) for record in records}))
 
 
 def varied_settings(records: Sequence[Record], x: str) -> list[str]:
-    """Return the settings that tell lines apart: each makes more combinations than those before it. Over names, such as
-    policies, an option that only some of them have follows from the name."""
+    """Return the settings that tell lines apart: each makes more combinations than those before it."""
 
     def n_kinds(*names: str) -> int:
         return len({repr([record.get(name) for name in names]) for record in records})
 
     varied: list[str] = []
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        follows = (
-            not is_number(records[0][x])
-            and any(record.get(name) is None for record in records)
-            and n_kinds(x, name) == n_kinds(x)
-        )
-        if name != x and not follows and n_kinds(*varied, name) > n_kinds(*varied):
+        if name != x and n_kinds(*varied, name) > n_kinds(*varied):
             varied.append(name)
     return varied
 
@@ -88,29 +76,20 @@ def points_of(records: Sequence[Record], x: str, y: str) -> Points:
         return ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
 
     return {
-        name: sorted((at, median(row[y] for row in rows)) for at, rows in grouped(line, lambda row: row[x]).items())
+        name: sorted((value, median(row[y] for row in rows)) for value, rows in grouped(line, itemgetter(x)).items())
         for name, line in grouped(records, label).items()
     }
 
 
 def draw(axes: Any, points: Points, x: str, y: str) -> None:
-    """Draw a panel. Names on the x axis become bars."""
-    places = sorted({at for line in points.values() for at, _ in line})
-    are_names = isinstance(places[0], str)
-    width = BARS_WIDTH / len(points)
+    """Draw a panel."""
     for number, (label, line) in enumerate(points.items()):
-        look = {"label": label, "color": COLOURS[number % len(COLOURS)]}
-        xs, ys = zip(*line, strict=True)
-        if are_names:
-            middles = [places.index(at) + (number + 0.5) * width - BARS_WIDTH / 2 for at in xs]
-            axes.bar(middles, ys, width, **look)
-        else:
-            axes.plot(xs, ys, marker=MARKERS[number % len(MARKERS)], **look)
-    if are_names:
-        axes.set_xticks(range(len(places)), places)
-    elif x in DOUBLED and places[0] > 0:
+        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+        axes.plot(*zip(*line, strict=True), label=label, **look)
+    values = sorted({value for line in points.values() for value, _ in line})
+    if x in DOUBLED and values[0] > 0:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
     if y.endswith("speedup"):
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -147,18 +126,16 @@ def main(flags: Flags) -> None:
         for record in read_records(path):
             records += [record | row for row in record["rows"]] if "rows" in record else [record]
     measured = [record for record in records if any(is_number(record.get(y)) for y in flags.y)]
-    x = flags.x or (choose_x(measured) if measured else AXES[0])
-    places, panels = values_of(measured, x), dict[str, Points]()
+    x, panels = flags.x or choose_x(measured), dict[str, Points]()
     for y in flags.y:
-        drawn = [record for record in measured if is_number(record.get(y)) and record.get(x) in places]
-        if drawn and (flags.x or len(places) > 1):
+        drawn = [record for record in measured if is_number(record.get(y)) and is_number(record.get(x))]
+        if drawn and (flags.x or len({record[x] for record in drawn}) > 1):
             panels[y] = points_of(drawn, x, y)
             print(f"  {y} over {x}: {len(drawn)} of {len(records)} records have both")
     if not panels:
         required, fix = f"numbers {', '.join(flags.y)} over values of {x} that differ", "measure more, or give --x, --y"
-        raise ConfigError(
-            "there is nothing to draw", ", ".join(flags.records), f"{len(records)} records", required, fix
-        )
+        seen = f"{len(records)} records"
+        raise ConfigError("there is nothing to draw", ", ".join(flags.records), seen, required, fix)
     for file in save(panels, x, Path(flags.records[0]).stem, Path(flags.figures)):
         print(f"  {file}")
 

@@ -1,12 +1,13 @@
-"""Measure the server under load: speculation beside plain rounds of the same server, and beside any other server.
+"""Measure the server under load: speculation beside plain rounds of the same server, and beside another server.
 
     python -m reproduce.serve_load --output reproduction/serve_load.jsonl
     python -m reproduce.serve_load --clients 8 --turns 6
     python -m reproduce.serve_load --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
 
-Clients send requests to /v1/completions, each the next when the last is answered; with --turns, behind its prompt and
-answer. The same requests run plainly, with speculation, and at the peer, in the other order every other time. Before
-each load, the server's rows get prompts that make them forget the last; no two prompts begin with the same token.
+A client sends its next request to /v1/completions when the last one is answered; with --turns, the next prompt contains
+the last prompt and answer. The same requests run plainly, with speculation, and at the peer, every second time in
+reverse order. Before each load, short prompts make the server's rows forget the last load. No two prompts begin with
+the same token, so that no row can reuse a prefix.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from serving.serve import Serve
 
 MODES = PLAIN, SPECULATION = "plain", "speculation"
 SHORT = 8  # tokens of a prompt that makes a row forget
-NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation does not change: decode tok/s is of rounds alone."
+NOTE = "On a CPU, fresh prompts are mostly prefill, which speculation does not change; decode tok/s counts rounds."
 COLUMNS = [
     *(Column("clients", "clients"), Column("mode", "rounds", align="<"), Column("errors", "errors")),
     *(Column("output_tokens_per_second", "tok/s", ".1f"), Column("speedup", "over plain", ".2f")),
@@ -45,12 +46,12 @@ COLUMNS = [
 class Flags:
     clients: tuple[int, ...] = (1, 8, 32)  # clients at the same time
     turns: int = 1  # requests of a conversation
-    requests: int = 16  # of a load, in which each client has at least one conversation
+    requests: int = 16  # requests of a load, in which each client has at least a conversation
     repeats: int = 2  # loads of each kind
     shortest: int = 1000  # tokens of a prompt
     longest: int = 4000  # tokens of a prompt
     gen_len: int = 64  # new tokens of a request
-    temperature: float = 0.0  # 0 is greedy; else each request has a seed of its own
+    temperature: float = 0.0  # 0 is greedy; else requests have different seeds
     server: tuple[str, ...] = ("draft_budget=1024",)  # flags of `python -m serving`: NAME=VALUE
     peer: str | None = None  # address of another server with OpenAI's /v1/completions
     peer_model: str = "default"  # the peer's name of its model
@@ -77,7 +78,7 @@ class Flags:
 
 
 def spread(shortest: int, longest: int) -> Iterator[int]:
-    """Yield lengths without end; any few in a row are spread evenly."""
+    """Yield lengths without end, evenly spread among any consecutive ones."""
     return (shortest + int((longest - shortest) * (index * (math.sqrt(5) - 1) / 2 % 1)) for index in count(1))
 
 
@@ -98,7 +99,7 @@ def main(flags: Flags) -> None:
     with served(words) as url:
         endpoints = flags.endpoints(url)
         phases: dict[int, dict[str, list[Phase]]] = {n: {mode: [] for mode in endpoints} for n in flags.clients}
-        for endpoint in endpoints.values():  # whatever is done for the first time takes longer
+        for endpoint in endpoints.values():  # the first request is slower
             for error in failed(asyncio.run(load(endpoint, [new_prompt(SHORT)], 1)).answers):
                 raise error
         for repeat, (place, n_clients) in product(range(flags.repeats), enumerate(flags.clients)):

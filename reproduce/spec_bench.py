@@ -6,8 +6,7 @@
 Plain decoding runs beside every drafter; docs/prompt_sets.md says how conversations are decoded and counted.
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -36,14 +35,16 @@ from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
-STANDALONE, PLAIN, ALL = "standalone", "plain", "all"
+PLAIN, ALL = "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
-SCHEDULES = ("constant", "heuristic", "confidence")
-# A character that was cut off is encoded again as three tokens for each byte.
+# Text drafters, a drafter, its checkpoint or policy, and its gamma or schedule.
+NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:@(\d+|constant|heuristic|confidence))?")
+# Tokens that a token of an answer is at most when its text is encoded again: three for each byte of a character that
+# was cut off.
 READ_AGAIN = 3
-# Fields that rows share which are summed, and fields that are summed.
+# Fields that are equal in all rows of a sum, and fields that are summed.
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
@@ -67,7 +68,7 @@ class Drafters:
     (suffix+self), with its schedule or gamma behind it (self@heuristic, self@5)"""
 
     def configs(self) -> dict[str, DrafterConfig]:
-        """Return every drafter by its name; by default those that need no second model. Errors: ConfigError."""
+        """Return every drafter by its name. Errors: ConfigError."""
         self.target.require_trained("random weights have nothing to say")
         sampled = self.sampling.temperature > 0 and self.sampling.mode != "coupled"
         given = self.draft.given()
@@ -75,12 +76,12 @@ class Drafters:
         names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
         if auto := [name for name, value in given.items() if value == AUTO]:
-            fix = "name one; reproduce/gamma_cell.py compares auto with fixed drafts"
+            fix = "give a number; reproduce/gamma_cell.py compares auto with fixed drafts"
             raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
-        models = {one["draft_model"]: name for name, one in chosen.items() if "draft_model" in one}
+        models = {options["draft_model"]: name for name, options in chosen.items() if "draft_model" in options}
         if len(models) > 1:
-            fix, what = "run the other one by itself, into the same file", "a session holds one draft model"
-            raise ConfigError(what, flag("drafters"), " ".join(models.values()), f"one {STANDALONE}:CHECKPOINT", fix)
+            fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
+            raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
         configs = self.draft.variants(*chosen.values())
         require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
@@ -99,19 +100,15 @@ class Flags(Drafters):
 
 def _chosen(name: str) -> dict[str, Any]:
     """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
-    what, at, length = name.rpartition("@")
-    schedule = (
-        {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length} if length in SCHEDULES else {}
-    )
-    head, _, path = (what if at and schedule else name).partition(":")
-    *texts, kind = head.split("+")
-    behind = "draft_model" if kind in WITH_MODEL else "draft_policy"
-    is_known = bool(path) if kind in WITH_MODEL else kind in (ALONE.keys() - TEXTS.keys() if texts else ALONE)
-    is_known &= kind in WITH_MODEL or not path or (kind == "self" and path in policies())
-    if is_known and set(texts) <= TEXTS.keys():
-        given = {"draft": kind, behind: path, "text_drafts": tuple(texts)}
-        return {name: value for name, value in given.items() if value} | schedule
-    required = f"{', '.join(ALONE)}, or {STANDALONE}:CHECKPOINT"
+    match = NAME.fullmatch(name)
+    texts, kind, path, length = match.groups(default="") if match else [""] * 4
+    has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
+    is_known = path != "" if has_model else kind in ALONE and path in ("", *policies())
+    if is_known and TEXTS.keys() >= {*before}:
+        given = {"draft": kind, "draft_model" if has_model else "draft_policy": path, "text_drafts": before}
+        given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
+        return {name: value for name, value in given.items() if value}
+    required = f"{', '.join(ALONE)}, or standalone:CHECKPOINT"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
 
@@ -122,13 +119,13 @@ def open_session(
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
     gamma = max(int(draft.gamma) for draft in configs)
-    # A session is opened with the first drafter, which has to be the draft model if there is one.
-    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda one: not one.has_model)]
+    # A session is opened with the first drafter, which has to be the draft model if there is a draft model.
+    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda draft: not draft.has_model)]
     return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
-    """Return a prompt as long as that of the last turn, behind the longest possible answers."""
+    """Return as many token ids as the prompt of the last turn has behind the longest possible answers."""
     turns = [{"role": "user", "content": turn} for turn in prompt.turns]
     empty = {"role": "assistant", "content": ""}
     ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
@@ -141,8 +138,8 @@ def converse(
     template: ChatTemplate,
     category: Sequence[Prompt],
 ) -> dict[str, Record]:
-    """Decode all turns of a category's conversations with plain decoding and each drafter, in the other order every
-    other batch; drafters that are made from plain decoding's text come last. Return the sums of each drafter."""
+    """Decode all turns of a category's conversations with plain decoding and each drafter, in the reverse order every
+    second batch; drafters that are made from plain decoding's text come last. Return the sums of each drafter."""
     name, n_rows, talks = category[0].category, sessions[PLAIN].plan.n_rows, [[] for _ in category]
     first = 0  # number of the batch's first request, on which samples depend
     batches: dict[str, list[Record]] = {draft: [] for draft in sessions if draft != PLAIN}
@@ -173,7 +170,7 @@ def converse(
 
 
 def counted(plain: bench.Decoded, drafted: bench.Decoded, comparable: bool) -> Record:
-    """Return the counts of a batch. Seconds are of decoding to the last row. contended: threads waited for cores."""
+    """Return the counts of a batch. Seconds end with the last row. contended: threads waited for processors."""
     counts, before = drafted.stats.counts, plain.stats
     return {
         "sequences": len(drafted.tokens),
@@ -194,7 +191,7 @@ def summed(parts: Sequence[Record], each: Sequence[Counts]) -> Record:
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"]), "speedup": bench.ratio(drafted, plain)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
-    rates |= {"verified_of_each": [one.verified for one in each], "accepted_of_each": [one.accepted for one in each]}
+    rates |= {f"{name}_of_each": [getattr(counts, name) for counts in each] for name in ("verified", "accepted")}
     rates |= {"contended": any(part.get("contended") for part in parts)}
     return parts[0] | sums | rates | {"baseline_tokens_per_second": plain, "decode_tokens_per_second": drafted}
 
@@ -228,22 +225,18 @@ def measure(
     session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
-    settings = {name: bench.settings_record(sessions[name]) for name in configs}
-    options_by_drafter = {
-        name: {"drafter": name} | {key: settings[name].get(key) for key in options} for name in configs
-    }
+    settings: dict[str, Record] = {}
     for name, config in configs.items():
-        options_by_drafter[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
+        known = bench.settings_record(sessions[name])
+        settings[name] = {"drafter": name} | {key: known.get(key) for key in options}
+        settings[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
     drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     for category, prompts in categories.items():
         found = converse(sessions, drafters, template, prompts)
         measured = {"prompts": flags.prompts or PROMPTS, "B": flags.B, "category": category}
-        measured |= {
-            "conversations": len(prompts),
-            "rows": [options_by_drafter[name] | row for name, row in found.items()],
-        }
+        measured |= {"conversations": len(prompts), "rows": [settings[name] | row for name, row in found.items()]}
         record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), options)
         append_record(flags.output.output, record)
         yield record

@@ -1,11 +1,11 @@
-"""Run a grid of configurations of a script, each in a process of its own, and append a row for each as it ends.
+"""Run a grid of configurations of a script, each in a separate process, and append a row for each as it ends.
 
     python -m reproduce.sweep --grid reproduce/grids/example.toml --output sweep.jsonl
     python -m reproduce.sweep --script tests/selfspec_benchmark.py --fixed B=1 --axis gamma=1,2 --output sweep.jsonl
 
 A row is a line of JSON: the script, its flags, and the record that it printed last. Interrupted at any point, the same
 command goes on with the cells that have not succeeded yet. Sweeps that run at the same time need an output file each.
---fixed and --axis replace what a grid's file gives for those flags. Exit code 1 if a cell failed.
+--fixed and --axis replace the values that a grid's file gives for those flags. Exit code 1 if a cell failed.
 """
 
 import json
@@ -27,7 +27,7 @@ from tyro.conf import UseAppendAction
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, DataError, flag
 from common.jsonl import append_record, read_lines, require_appendable
 from common.say import say
 
@@ -43,16 +43,20 @@ class Flags:
 
 
 class Cell(NamedTuple):
-    """One configuration. flags: True is a flag without a value, False leaves it out, a list is several values."""
+    """A configuration of a script. flags: True is a flag without a value, False leaves it out, a list is several
+    values."""
 
     script: str
     flags: dict[str, Any]
 
     def words(self) -> list[str]:
-        """Return the arguments of Python that run the cell."""
+        """Return the arguments of Python that run the cell. A benchmark that samples runs in the coupled mode unless a
+        flag names another, so that all cells decode one text."""
         module = ["-m", self.script.removesuffix(".py").replace("/", ".")]
         words = [self.script] if os.path.isabs(self.script) else module
-        for name, value in self.flags.items():
+        if self.script.endswith("_benchmark.py") and self.flags.get("temperature"):
+            words += [] if "verification" in self.flags else ["--verification=coupled"]
+        for name, value in sorted(self.flags.items()):
             many = [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
             words += [f"--{name}"] if value is True else many
         return words
@@ -83,43 +87,53 @@ def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[An
 
 def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
     """Return the script of each table [[sweep]], and the values of its `flags` and `axes`. Errors: ConfigError."""
-    try:
-        sweeps = tomllib.loads(Path(path).read_text())["sweep"]
-        fixed = [{name: [value] for name, value in sweep.get("flags", {}).items()} for sweep in sweeps]
-        return [(sweep["script"], ranges | sweep.get("axes", {})) for sweep, ranges in zip(sweeps, fixed, strict=True)]
-    except (OSError, ValueError, KeyError) as error:
-        required = 'tables [[sweep]] with script = "...", flags and axes'
+
+    def table(script: str, flags: Mapping[str, Any] = {}, axes: Mapping[str, list[Any]] = {}) -> tuple[str, dict]:
+        if not all(isinstance(values, list) for values in axes.values()):
+            raise TypeError("an axis has no list of values")
+        return script, {name: [value] for name, value in flags.items()} | {**axes}
+
+    def tables(sweep: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict]]:
+        return [table(**each) for each in sweep]
+
+    try:  # a misspelt key is an argument that nothing takes
+        return tables(**tomllib.loads(Path(path).read_text()))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        required = 'tables [[sweep]] with script = "...", flags, and axes of lists'
         raise ConfigError("the grid cannot be read", path, error, required, "see grids/example.toml") from None
 
 
 def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[str, list]) -> list[Cell]:
     """Return every combination of values. `given` replaces the values of the sweeps that have the flag, and is added to
-    all where none has it. A benchmark that samples decodes in the coupled mode unless a flag names another, so that all
-    cells decode one text."""
+    all where none has it."""
     cells, known = [], {name for _, ranges in sweeps for name in ranges}
     for script, ranges in sweeps:
         values = {**ranges, **{name: each for name, each in given.items() if name in ranges or name not in known}}
         for point in product(*values.values()):
-            flags = {name: value for name, value in zip(values, point, strict=True) if value is not False}
-            if script.endswith("_benchmark.py") and flags.get("temperature"):
-                flags = {"verification": "coupled"} | flags
-            cells.append(Cell(script, flags))
+            pairs = zip(values, point, strict=True)
+            cells.append(Cell(script, {name: value for name, value in pairs if value is not False}))
     return cells
 
 
+def read_states(path: str) -> dict[str, str]:
+    """Return the last status of each cell of the output file. Errors: DataError."""
+    states = {}
+    for number, row in read_lines(path):
+        try:
+            states[str(Cell(row["script"], row["flags"]))] = row["status"]
+        except (KeyError, TypeError):
+            where, fix = f"{path}, line {number}", "name a sweep's file, or a new file"
+            raise DataError("a line is not a sweep's", where, str(row)[:80], "script, flags, status", fix) from None
+    return states
+
+
 def run_cell(cell: Cell, log: Path, timeout: float | None) -> dict[str, Any]:
-    """Run a cell to its end and return its row. What it prints on stderr goes to `log`."""
+    """Run a cell to its end and return its row. Messages on its stderr go to `log`."""
     began, out, error, record = time.monotonic(), b"", None, None
     with log.open("wb") as file:
-        # A session of its own: Ctrl-C reaches the sweep alone, and whatever the cell started ends with it.
-        process = subprocess.Popen(
-            [sys.executable, *cell.words()],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            start_new_session=True,
-        )
+        # A new session: Ctrl-C reaches the sweep alone, and all processes that the cell starts end with it.
+        command, pipes = [sys.executable, *cell.words()], {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file, start_new_session=True, **pipes)
         try:
             out = process.communicate(timeout=timeout)[0]
         except subprocess.TimeoutExpired:
@@ -143,27 +157,24 @@ def main(flags: Flags) -> None:
         raise ConfigError("it is not clear what to run", flag("script"), flags.script, "a grid or a script", fix)
     require_appendable(flags.output)
     sweeps = read_grid(flags.grid) if flags.grid else [(str(flags.script), {})]
-    cells = make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))
-    states = {str(Cell(row["script"], row["flags"])): row["status"] for _, row in read_lines(flags.output)}
-    waiting = [cell for cell in cells if states.get(str(cell)) != "ok"]
+    cells = {str(cell): cell for cell in make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))}
+    states = read_states(flags.output)
+    waiting = [name for name in cells if states.get(name) != "ok"]
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
-    for number, cell in enumerate(waiting, 1):
-        say(f"[{number} of {len(waiting)}]  {cell}")
-        name = re.sub(r"[^\w.=-]", "_", str(cell))[:200]
-        try:
-            row = run_cell(cell, logs / f"{name}.log", flags.timeout)
-        except KeyboardInterrupt:
-            say("interrupted; the same command goes on")
-            sys.exit(130)
+    for number, name in enumerate(waiting, 1):
+        say(f"[{number} of {len(waiting)}]  {name}")
+        file_name = re.sub(r"[^\w.=-]", "_", name)[:200]
+        row = run_cell(cells[name], logs / f"{file_name}.log", flags.timeout)
         append_record(flags.output, row)
-        states[str(cell)] = row["status"]
+        states[name] = row["status"]
         say(f"    {row['status']} in {row['seconds']} s\n{row['error'] or ''}".rstrip())
-    n_failed = sum(states[str(cell)] != "ok" for cell in cells)
+    n_failed = sum(states[name] != "ok" for name in cells)
     print(f"{len(cells) - n_failed} ok, {n_failed} failed of {len(cells)} cells in {flags.output}")
     if n_failed:
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a cell ends with the sweep
     cli.run_alone(main, Flags)

@@ -1,10 +1,10 @@
-"""Write the tables of the documentation from records, or print one table of your own records.
+"""Write the tables of the documentation from records, or print a table of other records.
 
     python -m reproduce.tables                                      # rewrites the tables on the pages
     python -m reproduce.tables speedups reproduction/speedups.jsonl    # prints the table of that name
 
-A page marks a table's place with `<!-- table NAME -->` and `<!-- end -->`. What stands between the marks is made of the
-records in reproduce/results/; all else on the page is written by hand.
+A page has the marks `<!-- table NAME -->` and `<!-- end -->`. The text between them is made of the records in
+reproduce/results/, and the rest of the page is written by hand.
 """
 
 import re
@@ -68,7 +68,7 @@ def published_beside(facts: Sequence[Record], text: Callable[[float], str]) -> C
     return Column(cell, "published", missing=NONE)
 
 
-# Measured runs, with the published number of the same models and setting beside them.
+# Measured runs beside the published number of the same models and setting.
 def speedups(records: list[Record]) -> Table:
     models = [Column(target_name, "target", **TEXT), Column(draft_name, "draft", **TEXT)]
     beside = published_beside(published_speedups(), "{:.2f}".format)
@@ -135,13 +135,6 @@ def cpu_storages(records: list[Record]) -> Table:
     return lines, [*columns, Column(lambda row: row["rows"][-1].get("speedup"), "speedup, sampled", speedup_text)]
 
 
-def cpu_linears(records: list[Record]) -> Table:
-    ours = re.compile("this project|F.linear|sgl-kernel")
-    rows = [row for row in records[-1]["kernels"] if row["part"] == "layers" and ours.search(row["kernel"])]
-    kept = [row | {"B": row["rows"]} for row in rows if row["rows"] in (1, 8, 32, 64)]
-    return pivot(kept, [Column("kernel", "weights and kernel", **TEXT)], "B", Column("ms", "ms", ".1f"))
-
-
 # Drafters and policies.
 def prompt_sets(records: list[Record]) -> Table:
     def cell(row: Record) -> str:
@@ -162,7 +155,7 @@ def drafters(records: list[Record]) -> Table:
 
 
 def policies_acceptance(records: list[Record]) -> Table:
-    """Show the last row of each policy and text behind 7500 tokens, of drafts without a draft."""
+    """Show the last row of each policy and text behind 7500 tokens at gamma 3."""
     runs = [record for record in records if "rows" in record and record["prefix_len"] == 7500 and record["gamma"] == 3]
     rows = [row for row in rows_of(runs) if row["draft_budget"] in (75, 375, 750, None)]
     rows.sort(key=lambda row: (row["draft_budget"] or 7500, row["draft_policy"]))
@@ -197,7 +190,7 @@ def long_generations(records: list[Record]) -> Table:
 
 
 def serving(records: list[Record]) -> Table:
-    """Show the load of each kind with speculation, beside plain rounds of the same requests."""
+    """Show each load with speculation or at another server beside plain rounds of the same requests."""
     rows = []
     for record in records:
         for n_clients, modes in grouped(record["rows"], lambda row: row["clients"]).items():
@@ -222,7 +215,7 @@ def round_costs(records: list[Record]) -> Table:
 
 
 def roofline(records: list[Record]) -> Table:
-    """Show how far predicted speedups are off, apart for those whose acceptance was published and assumed."""
+    """Show the errors of predicted speedups, separately for published and assumed acceptance."""
     errors: dict[str, list[float]] = {"acceptance published": [], "acceptance assumed": []}
     for fact in published_speedups():
         group = "acceptance published" if is_acceptance_known(fact) else "acceptance assumed"
@@ -246,7 +239,6 @@ TABLES = {
     "cost_errors": Source("cost_model.jsonl", cost_errors_table),
     "auto": Source("cost_model.jsonl", auto),
     "cpu_storages": Source("cpu_storages.jsonl", cpu_storages),
-    "cpu_linears": Source("cpu_linears.jsonl", cpu_linears, is_last=True),
     "prompt_sets": Source("spec_bench.jsonl", prompt_sets),
     "drafters": Source("drafters.jsonl", drafters),
     "policies": Source("policies.jsonl", policies_acceptance),

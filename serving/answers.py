@@ -1,4 +1,4 @@
-"""Answers: the text of an answer as it grows, up to a stop string, and failures as JSON."""
+"""Answers to requests: their growing text, stop strings, and failures as JSON."""
 
 import asyncio
 import time
@@ -21,8 +21,8 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """An answer that is an error. kind: OpenAI's `code`, and text-generation-inference's `error_type`. param: the name
-    of the field that is wrong."""
+    """An error that is sent as an answer. kind: OpenAI's `code`, and text-generation-inference's `error_type`. param:
+    the name of the wrong field."""
 
     status: int
     kind: str
@@ -65,10 +65,8 @@ class Token:
 
 
 class Stops:
-    """Cuts a text that grows at its first whole stop string; of several that end there, the longest counts.
-
-    keeps: the text ends behind the stop string, else before it. Then text that may begin a stop string waits.
-    """
+    """Cuts a growing text at its first complete stop string; if several end there, the longest counts. keeps: the text
+    ends behind the stop string, else before it; then text is held back while it may begin a stop string."""
 
     def __init__(self, stops: Sequence[str], keeps: bool) -> None:
         self._stops, self._keeps, self._text, self._n_sent = stops, keeps, "", 0
@@ -176,8 +174,7 @@ class Answer:
             pass
 
     def report(self) -> dict[str, Any]:
-        """Return what answers say of how they were made: `seed`, `speculation`, and `timings` in ms, with the names of
-        llama.cpp's server."""
+        """Return `seed`, `speculation`, and `timings` in ms, with the names of llama.cpp's server."""
         counts, n_reused, ended = self.counts, self.request.n_reused, self.ended or time.perf_counter()
         first = self.first or ended
         timings = {

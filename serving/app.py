@@ -1,7 +1,8 @@
-"""The HTTP application: both families of routes, health, metrics and the page, and errors as JSON of the family."""
+"""The HTTP application: both families of routes, health, metrics, the page, and errors as JSON."""
 
 import hmac
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +16,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,9 +31,9 @@ Events = AsyncIterator[list[dict[str, Any]]]
 
 
 def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI:
-    """Make the application. key: what requests have to bring, except for /health and the page. hosts: names that
-    requests may call this machine, among them "*" for any; a page elsewhere may have a name that leads here."""
-    # FastAPI's own documentation pages load scripts from elsewhere.
+    """Make the application. key: the key that requests have to bring, except for /health and the page. hosts: names of
+    this machine that the Host header may have, "*" for any name. A page on the web can have its name lead here."""
+    # FastAPI's documentation pages load scripts from other sites.
     app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
@@ -57,20 +57,21 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
         app.add_exception_handler(kind, on_error)
     for router in (tgi_routes(service), openai_routes(service)):
         app.include_router(router)
-    app.add_middleware(Accounting, service=service, key=key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    app.add_middleware(Accounting, service=service, key=key, hosts=hosts)
     return app
 
 
 def error_response(failure: Failure, path: str) -> Response:
-    """Return a failure as JSON of the path's family of routes."""
+    """Return a failure in the JSON format of the path's family of routes."""
     is_openai = path.startswith("/v1")
     status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
     return JSONResponse(failure.body(is_openai), status, failure.headers)
 
 
 def _failure_of(error: Exception) -> Failure:
-    """Return the failure for any exception; of several wrong fields, it names the most specific."""
+    """Return the failure for any exception. If several fields are wrong, it names the most deeply nested."""
+    if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not decode the body
+        return Failure(422, "validation", "body: no JSON in UTF-8")
     if isinstance(error, HTTPException):
         return Failure(error.status_code, KINDS.get(error.status_code, "validation"), error.detail, None, error.headers)
     if not isinstance(error, RequestValidationError):
@@ -80,25 +81,31 @@ def _failure_of(error: Exception) -> Failure:
     field, wrong = max(((_field(wrong["loc"]), wrong) for wrong in error.errors()), key=lambda pair: len(pair[0]))
     if wrong["type"] == "json_invalid":
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
-    says = "is not supported by this server" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+    says = wrong["msg"].removeprefix("Value error, ")
+    if wrong["type"] == "extra_forbidden":
+        is_second = field == ["max_tokens"]  # all routes have this field, unless its other name is given
+        says = "means max_completion_tokens, which is given too" if is_second else "is not supported by this server"
     return invalid(".".join(field), says) if field else Failure(422, "validation", f"body: {says}")
 
 
 def _field(location: Sequence[str | int]) -> list[str]:
-    """Return the path of a wrong field, without the types that pydantic names for a field of several."""
+    """Return the path of a wrong field, without the names of types that pydantic adds for a union."""
     return [name for name in map(str, location[1:]) if not name.startswith(("constrained-", "list["))]
 
 
 class Accounting:
-    """Middleware that refuses requests by their headers, counts and logs those for tokens, and frees the row of a
-    request that is over. key: what requests have to bring, except for OPEN_PATHS."""
+    """Middleware that refuses requests by their headers, counts and logs requests for tokens, and frees the row of a
+    request that is over. key: the key that requests have to bring, except for OPEN_PATHS. hosts: as in `make_app`."""
 
-    def __init__(self, app: ASGIApp, service: Service, key: str | None) -> None:
-        self._app, self._service, self._key = app, service, key
+    def __init__(self, app: ASGIApp, service: Service, key: str | None, hosts: Sequence[str]) -> None:
+        self._app, self._service, self._key, self._hosts = app, service, key, hosts
 
     def _refusal(self, scope: Scope) -> Failure | None:
         """Return why a request is refused by its headers, or None."""
         headers, largest = Headers(scope=scope), self._service.limits.max_body_bytes
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if "*" not in self._hosts and host not in self._hosts:
+            return Failure(400, "validation", f"the Host header is {host[:80]!r}: use an address of this machine")
         if self._key is not None and scope["path"] not in OPEN_PATHS:
             scheme, _, said = headers.get("authorization", "").partition(" ")
             is_known = hmac.compare_digest(said.strip().encode("latin-1"), self._key.encode())
@@ -133,7 +140,7 @@ class Accounting:
 
 
 async def stream(events: Events, is_openai: bool) -> Response:
-    """Return server-sent events, written once a step. Raises the failure of a request that has not begun yet."""
+    """Return server-sent events, written once a step. Raises a failure that comes before the first event."""
     first: list[dict[str, Any]] = await anext(events, [])
 
     async def lines() -> AsyncIterator[str]:
@@ -230,7 +237,7 @@ def _details(answer: Answer) -> dict[str, Any]:
 
 
 def openai_routes(service: Service) -> APIRouter:
-    """Return the routes of OpenAI's API that a server of one language model has."""
+    """Return the routes of OpenAI's API for a language model."""
     router, name = APIRouter(prefix="/v1", tags=["OpenAI"]), service.session.name
     card = {"id": name, "object": "model", "created": service.created, "owned_by": "foretoken"}
 
@@ -281,7 +288,7 @@ async def _chunks(answer: Answer, head: dict[str, Any], is_chat: bool, has_usage
 def _choice(
     answer: Answer, tokens: Sequence[Token], is_chat: bool, reason: str | None = None, is_chunk: bool = False
 ) -> dict[str, Any]:
-    """Return a choice with these tokens of an answer: all of them, or those of a chunk."""
+    """Return a choice of an answer with some of its tokens."""
     has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
     if is_chat:
         fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]

@@ -1,4 +1,4 @@
-"""The thread that decodes: requests join and leave the batch between rounds, and updates say what they got.
+"""The thread that decodes: requests join and leave the batch between rounds, and updates have their new tokens.
 
 Where ranks share the model, the leader decides which requests join and leave, and every rank does the same.
 """
@@ -31,10 +31,10 @@ from engine.sampling import SamplingParams
 HEARTBEAT_SECONDS = 1.0
 # Default of --prefill_tokens.
 CPU_PREFILL, GPU_PREFILL = 256, 2048
-# Costs are measured behind the plan's typical prompts, and behind a SHORTER-th of that: what pays depends on the length
-# of a text.
+# Costs are measured behind prompts of the plan's typical length, and of that length over SHORTER, since the best draft
+# depends on the length of a text.
 SHORTER = 16
-# Plain steps of a decode that is long enough for all measuring to pay.
+# Plain steps of a decode that is so long that all measuring pays.
 MANY_STEPS = 10**9
 
 
@@ -44,19 +44,19 @@ class Batch:
 
     max_batch: int = 8  # requests that decode at the same time, each in a row of the KV cache
     max_length: int = 8192
-    """KV entries of a row: prompt, new tokens and one round's drafts; no more than the model's context"""
+    """KV entries of a row: prompt, new tokens and a round's drafts; no more than the model's context"""
     prefill_tokens: Annotated[int | None, arg(help_behavior_hint="(default: 256 on a CPU, 2048 on a GPU)")] = None
-    """the most prompt tokens that run between two rounds: what running requests wait for, beside a round"""
+    """the most prompt tokens that run between two rounds, while running requests wait"""
     no_prefix_reuse: bool = False  # run every prompt whole, and draft by no other request's text
     verification: Literal["coupled", "rejection"] = "coupled"
-    """coupled: a seed's tokens are the same whatever else runs, and those of plain decoding; rejection: speculative
-    sampling, which accepts a little more"""
+    """coupled: a seed gives the tokens of plain decoding, whatever else runs; rejection: speculative sampling, which
+    accepts a little more"""
 
 
 @dataclass(eq=False)
 class ServedRequest(Request):
-    """A client's request as the decoder runs it; `index` is its number. started: seconds of `time.perf_counter` when it
-    got a row, 0 before. The rest: how many tokens and drafts updates have reported."""
+    """A client's request for the decoder; `index` is its number. started: seconds of `time.perf_counter` when it got a
+    row, 0 before. n_published, drafted, accepted: numbers of tokens and drafts that updates have reported."""
 
     started: float = 0.0
     n_published: int = 0
@@ -65,8 +65,8 @@ class ServedRequest(Request):
 
 
 class Update(NamedTuple):
-    """The tokens that a request got from its prefill (round 0) or from a round; the first `accepted` were drafted.
-    time: seconds of `time.perf_counter`. finish: the request's finish reason then."""
+    """The tokens of a request from its prefill (round 0) or from a round; the first `accepted` were drafted. time:
+    seconds of `time.perf_counter`. finish: the request's finish reason, or None if it continues."""
 
     request: ServedRequest
     tokens: list[int]
@@ -83,9 +83,8 @@ class Scheduler(Progress):
     for the thread that opened the session, on every rank.
 
     waiting, running: requests without and with a row. publish: called on the leader with the updates of each prefill
-    and each round. n_rounds, round_seconds: of all rounds so far. between_seconds: spent in neither a round nor a
-    prefill while something decodes. step_began: when the present step did, by `time.perf_counter`; None while idle.
-    """
+    and each round. round_seconds: seconds in rounds. between_seconds: seconds in neither a round nor a prefill while a
+    request decodes. step_began: when the present step began, by `time.perf_counter`; None while idle."""
 
     def __init__(self, session: Session, pacing: Pacing, batch: Batch) -> None:
         self.publish: Callable[[list[Update]], None] = lambda updates: None
@@ -162,7 +161,7 @@ class Scheduler(Progress):
                 request.finish_reason, request.error = "error", str(error)
 
     def emitted(self, n_tokens: int = 0) -> None:
-        """Publish what is new: the first token of a prompt already before the round that follows."""
+        """Publish new tokens; the first token after a prompt is published before the round that follows."""
         running = list(self.running.values())
         new = [request for request in running if len(request.tokens) > request.n_published or request.finish_reason]
         if new:
@@ -194,7 +193,7 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
         warm_up(noise, drafters)
     lengths = {max(1, plan.prefix_len // SHORTER), plan.prefix_len} if plan.chooses else set()
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
-    session.runner.cache.prefilled.clear()  # no request begins with what was rehearsed
+    session.runner.cache.prefilled.clear()  # no request begins with the random prompts
     drop_kept_prompts(drafters)
     return session, make_pacing(noise, drafters, *costs)
 

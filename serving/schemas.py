@@ -1,6 +1,6 @@
-"""The bodies of requests, as HTTP says them.
+"""The bodies of requests. Null means that a field is not given.
 
-Null means that a field is not given. Lists end at their first wrong value: bodies are checked on the event loop.
+A list is checked up to its first wrong value, since checks run on the event loop.
 """
 
 import secrets
@@ -10,11 +10,11 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
-# Seeds that are drawn are whole numbers in every language: JavaScript's end at 2**53.
+# Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
-# Fields that clients know and this server lacks, with the values that ask for nothing. Some clients always send them.
+# Fields that some clients always send and this server lacks, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_n_tokens", "top_logprobs"), (0,)),
@@ -37,13 +37,16 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], F
 
 
 def _single(prompt: Any) -> Any:
-    """Return the prompt of a list that holds nothing else."""
-    is_list = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
-    return prompt[0] if is_list else prompt
+    """Return the prompt of a list that holds nothing else. Errors: ValueError for a list of several prompts."""
+    if not (isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)):
+        return prompt
+    if len(prompt) > 1:
+        raise ValueError("has several prompts; this server takes a single prompt")
+    return prompt[0]
 
 
 class Body(BaseModel):
-    """A JSON object. Fields that this server lacks are refused, unless their value asks for nothing."""
+    """A JSON object. Fields that this server lacks are refused, unless their value has no effect."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -56,9 +59,8 @@ class Body(BaseModel):
 
 
 class GenerationSpec(Body):
-    """How to continue a prompt. The class variables are the names of fields in errors: PROMPT, LENGTH, and WITHIN
-    before all others; DEFAULT_LENGTH bounds a length that is not given; KEEPS_STOP puts the stop string into the text.
-    """
+    """How to continue a prompt. PROMPT, LENGTH: names of the fields in errors. WITHIN: prefix of all other fields.
+    DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop string."""
 
     PROMPT: ClassVar[str]
     LENGTH: ClassVar[str]
@@ -98,8 +100,8 @@ class GenerationSpec(Body):
 
 
 class Parameters(GenerationSpec):
-    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p` asks
-    for samples. chat: put the inputs into the model's chat template."""
+    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p`
+    means sampling. chat: put the inputs into the model's chat template."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
 
@@ -111,8 +113,8 @@ class Parameters(GenerationSpec):
 
     @property
     def samples(self) -> bool:
-        asks = self.temperature != 1 or self.top_k > 0 or self.top_p < 1
-        return super().samples and (asks if self.do_sample is None else self.do_sample)
+        is_filtered = self.temperature != 1 or self.top_k > 0 or self.top_p < 1
+        return super().samples and (is_filtered if self.do_sample is None else self.do_sample)
 
 
 class Generate(Body):
@@ -137,7 +139,7 @@ class OpenAISpec(GenerationSpec):
 
 
 class Completion(OpenAISpec):
-    """The body of /v1/completions. logprobs: 0 asks for those of the chosen tokens."""
+    """The body of /v1/completions. logprobs: 0 means log-probabilities of the chosen tokens."""
 
     PROMPT, LENGTH, DEFAULT_LENGTH = "prompt", "max_tokens", 16
 
@@ -157,6 +159,12 @@ class Message(Body):
         Field(fail_fast=True),
         BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
     ] = []
+
+    @model_validator(mode="after")
+    def _require_content(self) -> "Message":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("a message of the system or a user needs content")
+        return self
 
     @property
     def text(self) -> str:

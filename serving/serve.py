@@ -7,7 +7,6 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from math import isfinite
 from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -42,13 +41,13 @@ class ServedDraft(NamedDraft):
 
 @dataclass(frozen=True)
 class Http:
-    """Where it listens, and to whom."""
+    """The address, and which requests are answered."""
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 for other machines, too
-    port: int = 8000  # 0: any that is free
+    port: int = 8000  # 0: any free port
     api_key: Annotated[str | None, arg(help_behavior_hint=f"(default: ${API_KEY}, or none)")] = None
-    """what requests have to bring as `Authorization: Bearer KEY`, but for /health and the page; processes on this
-    machine can read command lines, so the environment is the better place"""
+    """the key that requests bring as `Authorization: Bearer KEY`, except for /health and the page; give it in the
+    environment, since other processes can read command lines"""
     log_prompts: bool = False  # log prompts and answers, too
     drain_seconds: float = 20
     """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
@@ -88,7 +87,7 @@ class Serve:
     http: Http = field(default_factory=Http)
     limits: Limits = field(default_factory=Limits)
     ranks: RankOptions = field(default_factory=RankOptions)
-    measure_costs: bool = False  # measure what `auto` chooses by, whatever an earlier start has measured
+    measure_costs: bool = False  # measure the costs that `auto` chooses by, even if saved costs exist
 
     def config(self) -> RunConfig:
         """Return the run that a session is opened for. Errors: ConfigError, also for what cannot be served."""
@@ -97,13 +96,14 @@ class Serve:
             self.draft.variants({"draft": "self"})  # notes flags without effect
         draft = None if self.draft.gamma == 0 else self.draft.config()
         if draft is not None and draft.needs_baseline:
-            required, fix = "a draft that needs no plain decoding before it", f"leave out {flag('draft')}: self drafts"
-            raise ConfigError("nothing is known of an answer beforehand", flag("draft"), draft.name, required, fix)
-        sharing = [one.name for one in (draft, *getattr(draft, "texts", ())) if one is not None and one.shares_texts]
+            what, fix = "this draft needs the answer of plain decoding", f"leave out {flag('draft')}"
+            raise ConfigError(what, flag("draft"), draft.name, "a draft that can be served, such as self", fix)
+        drafts = [] if draft is None else [draft, *getattr(draft, "texts", ())]
+        sharing = [config.name for config in drafts if config.shares_texts]
         if sharing and self.batch.no_prefix_reuse:
             what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
-            required = f"drafts of a row's own text, beside {flag('no_prefix_reuse')}"
-            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from a row's own text")
+            required = f"drafts from the text of the row, beside {flag('no_prefix_reuse')}"
+            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from the row's text")
         sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
         return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
 
@@ -112,8 +112,6 @@ class Serve:
         least = {"max_queue": 0, "request_seconds": 0.001, "drain_seconds": 0}
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                if not isfinite(value):
-                    raise ConfigError("a limit is no number", flag(name), value, "a finite number", "leave it out")
                 require_at_least(name, value, least.get(name, 1))
         self.target.require_trained("random weights have nothing to say")
         if self.ranks.data_parallel != 1:
@@ -142,14 +140,14 @@ class Serve:
         except BaseException:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            # torchrun ends the ranks that are left when a rank has died, and nobody waits for their errors.
+            # torchrun ends the other ranks when a rank has died, and nobody waits for their errors.
             if received and world_size() > 1:
                 signal.raise_signal(received[0])
             raise
 
 
 def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
-    """Prepare everything but answering and decoding; the first of several ranks has a server. Errors: UserError."""
+    """Open the session, its scheduler, and on the first rank the server. Errors: UserError."""
     config = flags.config()
     sock = flags.http.bind() if is_leader() else None
     session, pacing = open_session(config, flags.batch)
@@ -197,7 +195,7 @@ class Server:
             self._thread.join(FLUSH_SECONDS)
 
     def drain(self, seconds: float) -> None:
-        """Refuse new connections, give requests that are there some seconds, then end. Returns at once."""
+        """Refuse new connections, and end after some seconds or when all requests have ended. Returns at once."""
         why = f"not done within {seconds} seconds of the server's shutting down"
         self.service.call(self.service.loop.call_later, seconds, self.service.fail, why)
         self._http.should_exit = True

@@ -1,4 +1,4 @@
-"""The event loop's side of the server: requests are checked, tokenised and queued; updates go to their answers."""
+"""The event loop's side of the server: checks, tokenises and queues requests, and passes updates to answers."""
 
 import asyncio
 import json
@@ -41,15 +41,15 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or
 class Limits:
     """Limits beyond which a request is refused."""
 
-    max_queue: int = 64  # requests that wait for a row; one more is answered with 429
+    max_queue: int = 64  # requests that wait for a row; a further request is answered with 429
     max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
     """tokens of a prompt"""
     max_new_tokens: int = 2048  # tokens that a request may ask for
     max_stop_sequences: int = 8  # stop strings of a request
     max_body_bytes: int = 2_000_000  # of a request
-    request_seconds: float = 600  # what a request may take, waiting included
+    request_seconds: float = 600  # seconds that a request may take, waiting included
     no_plain_requests: bool = False
-    """refuse `"speculate": false`, which makes all rounds plain as long as such a request runs"""
+    """refuse `"speculate": false`, which makes all rounds plain while such a request runs"""
 
 
 class Metrics:
@@ -113,11 +113,8 @@ class Metrics:
 
 
 class Service(Collector):
-    """Answers that are in work. Everything but `call` is for the event loop.
-
-    max_total: tokens that a row has room for. max_input: tokens that a prompt may have. down: why nothing is answered
-    any more, if so.
-    """
+    """The answers that are being made. Only `call` may be used outside the event loop. max_total: tokens that a row has
+    room for. max_input: tokens that a prompt may have. down: why requests are no longer answered, or None."""
 
     def __init__(self, session: Session, scheduler: Scheduler, limits: Limits, log_prompts: bool) -> None:
         assert session.tokenizer is not None
@@ -144,7 +141,7 @@ class Service(Collector):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that are read, not counted."""
+        """Yield the metrics that are read from the scheduler."""
         scheduler, running = self.scheduler, [answer for answer in self.answers.values() if answer.first is not None]
         n_entries = sum(len(answer.request.prompt) + len(answer.tokens) for answer in running)
         share = n_entries / (self._n_rows * self.plan.capacity)
@@ -158,7 +155,7 @@ class Service(Collector):
         yield CounterMetricFamily("foretoken_between_seconds", about, scheduler.between_seconds)
 
     def require_health(self) -> None:
-        """Raise Failure if nothing is answered any more, or a step hangs."""
+        """Raise Failure if requests are no longer answered, or a step hangs."""
         if self.down is not None:
             raise Failure(503, "unavailable", self.down)
         began, now = self.scheduler.step_began, time.perf_counter()
@@ -167,7 +164,7 @@ class Service(Collector):
 
     async def begin(self, http: Request, spec: GenerationSpec, prompt: Prompt, logprobs: bool) -> Answer:
         """Tokenise a prompt and queue it. The answer ends early when its client leaves or its time is over. Raises
-        Failure for what cannot be answered."""
+        Failure for a request that cannot be answered."""
         self.require_health()
         if len(self.answers) >= self._n_rows + self.limits.max_queue:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
@@ -180,7 +177,9 @@ class Service(Collector):
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
         try:
-            request.prompt = await self.loop.run_in_executor(self._thread, self._encode, prompt, spec.template_variables)
+            request.prompt = await self.loop.run_in_executor(
+                self._thread, self._encode, prompt, spec.template_variables
+            )
         except UserError as error:
             raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
         request.prompt = request.prompt[-(spec.truncate or 0) :]
@@ -190,7 +189,7 @@ class Service(Collector):
         return answer
 
     def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
-        """Raise Failure for what no prompt makes good."""
+        """Raise Failure for a request that is wrong whatever its prompt is."""
         length, n_stops, limits = spec.max_tokens or 0, len(spec.stop), self.limits
         if length > limits.max_new_tokens:
             raise invalid(spec.LENGTH, f"is {length}; this server gives {limits.max_new_tokens}")
@@ -244,7 +243,7 @@ class Service(Collector):
             answer.end(finish, failure)
 
     def on_updates(self, updates: Sequence[Update]) -> None:
-        """Give updates to their answers. If that fails for an answer, it ends, and the others go on."""
+        """Pass updates to their answers. An answer for which that fails ends alone."""
         for update in updates:
             answer = self.answers.get(update.request.index)
             if answer is None:  # ended meanwhile
@@ -268,9 +267,9 @@ class Service(Collector):
             self.end(answer, "error", Failure(503, "unavailable", why))
 
     def close(self, route: str, answer: Answer | None, failure: Failure | None, status: int, seconds: float) -> None:
-        """Count and log a request that is over. failure: the error that was sent instead of tokens."""
+        """Count and log a request that has ended. failure: the error that was sent instead of tokens."""
         if answer is not None:
-            self.end(answer, "refused" if failure else CANCELLED)  # nobody reads on
+            self.end(answer, "refused" if failure else CANCELLED)  # nobody reads the rest
             failure = failure or answer.failure
         self.metrics.requests.inc()
         if answer is not None and failure is None and answer.finish != CANCELLED:

@@ -1,4 +1,4 @@
-"""foretoken.py chat: a conversation; each answer is decoded behind what was said before, and written as it grows."""
+"""foretoken.py chat: a conversation whose answers are written as they grow."""
 
 import io
 import sys
@@ -50,7 +50,7 @@ class Chat(ModelFlags):
         session = Session.of_plan(plan_of(config, self.context))
         drafter = session.drafter()
         begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        messages, numbers = begin, count()  # every request has a new id: drafts may keep what a request drew
+        messages, ids = begin, count()  # every request has a new id, since drafts may keep what a request drew
         for line in _lines():
             if line == EXIT:
                 return
@@ -59,26 +59,26 @@ class Chat(ModelFlags):
             elif line.startswith("/"):
                 say(f"  there is no command {line.split()[0][:40]}: {RESET} begins anew, {EXIT} ends")
             elif line:
-                asked = [*messages, {"role": "user", "content": line}]
-                prompt = template.encode(asked, {"enable_thinking": False} if self.no_thinking else {})
+                question = [*messages, {"role": "user", "content": line}]
+                prompt = template.encode(question, {"enable_thinking": False} if self.no_thinking else {})
                 room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
                 if room < 1:
                     limit = f"{session.plan.capacity} tokens"
                     say(f"  no room for that in {limit}: {RESET} begins anew, --context has more")
                     continue
                 ends, params = session.plan.target.config.eos_tokens, session.plan.sampling
-                request = Request(prompt, min(self.gen_len, room), ends, params, id=next(numbers))
+                request = Request(prompt, min(self.gen_len, room), ends, params, id=next(ids))
                 answer = _answer(session, drafter, request)
-                messages = [*asked, {"role": "assistant", "content": answer}]
+                messages = [*question, {"role": "assistant", "content": answer}]
 
 
 def plan_of(config: RunConfig, context: int) -> Plan:
-    """Return the plan of a conversation of up to `context` tokens. Errors: UserError, also for a draft that chooses."""
+    """Return the plan of a conversation of up to `context` tokens. Errors: UserError, also for a draft with `auto`."""
     require_fixed_text(config)
     plan = resolve(replace(config, sizes=Sizes(B=1)), max_length=context)
     assert plan.draft is not None
     if plan.draft.automatic:
-        what = "costs are measured on prompts, and nothing is known of an answer beforehand"
+        what = "costs are measured on prompts, which are not known beforehand"
         name = "gamma" if plan.draft.auto_gamma else "draft_policy" if plan.draft.auto_policy else "draft_budget"
         required = "a policy" if name == "draft_policy" else "a number"
         raise ConfigError(what, flag(name), AUTO, required, f"use {flag(name)} with {required}")
@@ -86,7 +86,7 @@ def plan_of(config: RunConfig, context: int) -> Plan:
 
 
 def _answer(session: Session, drafter: Drafter, request: Request) -> str:
-    """Write the answer as it grows, until Ctrl-C, then what speculation did. Returns the answer.
+    """Write and return the answer as it grows, until Ctrl-C; then write what speculation did.
 
     Errors: UserError for logits that are not finite.
     """
@@ -97,7 +97,7 @@ def _answer(session: Session, drafter: Drafter, request: Request) -> str:
         print(printable(piece), end="", flush=True)
         return piece
 
-    # A new decoder for each answer: one that was interrupted in a round is of no use any more.
+    # A new decoder for each answer, since a decoder that was interrupted in a round cannot go on.
     decoder = Decoder(session.runner, drafter=drafter, verification=session.plan.verification, reuses="prefixes")
     decoder.submit(request)
     with suppress(KeyboardInterrupt):
@@ -127,12 +127,12 @@ def _figures(request: Request, seconds: float) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield lines that are typed, until Ctrl-D, or piped in."""
+    """Yield the lines of stdin, typed until Ctrl-D or piped in."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     prompt = "> " if sys.stdin.isatty() else ""
     with suppress(ImportError):
-        import readline  # noqa: F401  # lets what is typed be edited
+        import readline  # noqa: F401  # makes typed lines editable
     while True:
         try:
             yield input(prompt).strip()

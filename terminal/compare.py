@@ -1,4 +1,4 @@
-"""foretoken.py compare: the same prompts decoded plainly and speculatively, live, then in figures and as a page."""
+"""foretoken.py compare: prompts decoded plainly and speculatively, live, then in figures and as a page."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ from terminal.panes import TITLES, Panes
 from terminal.track import printable
 
 FOLDER = Path(__file__).parent
-# Complete in itself: nothing in the page is loaded from elsewhere.
+# The page loads nothing from elsewhere.
 PAGE = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html")
 
 
@@ -79,8 +79,10 @@ class Compare(ModelFlags):
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
-    """Return a session of questions in the model's chat template, or of stretches of a data set if that or their length
-    is given; and names for its rows. Errors: UserError."""
+    """Return a session and names for its rows. Errors: UserError.
+
+    Prompts are questions in the model's chat template, or stretches of a data set if that or their length is given.
+    """
     source, prompts = config.target.with_text(), config.rows.prompts
     if prompts is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
         session = Session.open(config)
@@ -92,27 +94,27 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
     try:
         template = source.chat_template()
         texts = [template.encode([{"role": "user", "content": question}]) for question in questions]
-        rows = replace(rows, stop_at_eos=True)  # an answer ends; behind its end a model talks to itself
+        rows = replace(rows, stop_at_eos=True)  # behind the end of its answer a model talks to itself
     except NoChatTemplateError:
         say(f"note: {source.name} has no chat template, so questions are continued as they are")
     return Session.open(replace(config, rows=rows), texts), [*map(printable, questions)]
 
 
 def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> dict[str, int] | None:
-    """Return the first row that differs, and its first token that does, from 0; None if all are equal."""
+    """Return the first differing row and its first differing token, both from 0; None if all rows are equal."""
     for row, pair in enumerate(zip(a, b, strict=True)):
-        for index, (mine, other) in enumerate(zip_longest(*pair)):
-            if mine != other:
+        for index, tokens in enumerate(zip_longest(*pair)):
+            if len({*tokens}) > 1:
                 return {"row": row, "token": index}
     return None
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """Return the speeds while all rows were busy, both speedups, and whether the tokens are the same."""
-    same, differs = record["identical_sequences"], record["first_difference"]
-    identity = f"identical: {same} of {record['sequences']} rows"
-    if same is None:
-        identity = "rows are samples, which are not meant to be the same (those of --verification coupled are)"
+    """Return lines: the speeds while all rows were busy with both speedups, and whether the tokens are identical."""
+    n_identical, differs = record["identical_sequences"], record["first_difference"]
+    identity = f"identical: {n_identical} of {record['sequences']} rows"
+    if n_identical is None:
+        identity = "rows are samples, which differ by design (with --verification coupled they are identical)"
     elif differs is not None:
         identity += f"; row {differs['row']} differs from its token {differs['token']} on (docs/lossless.md says why)"
     if record["speedup"] is None:

@@ -1,4 +1,4 @@
-"""foretoken.py eval: the quality of plain and speculative answers to multiplications."""
+"""foretoken.py eval: how many multiplications plain decoding and speculation get right."""
 
 import os
 from contextlib import suppress
@@ -48,15 +48,15 @@ class Eval(ModelFlags):
 
     def run(self) -> None:
         require_at_least("nb_prompts", self.nb_prompts, 1)
-        asked = problems(self.sampling.seed, self.nb_prompts)
+        tasks = problems(self.sampling.seed, self.nb_prompts)
         if self.save == Eval.save:
             with suppress(OSError):  # reported when the file is opened
                 os.makedirs(os.path.dirname(self.save), exist_ok=True)
         # A seed has no effect on greedy decoding.
         sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
-        sizes, rows_kept = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
-        config = self.config(sizes=sizes, rows=rows_kept, sampling=sampling)
-        texts, evicts = [prompt(one) for one in asked], self.draft.draft_budget is None
+        sizes, saved = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
+        config = self.config(sizes=sizes, rows=saved, sampling=sampling)
+        texts, evicts = [prompt(task) for task in tasks], self.draft.draft_budget is None
         session = Session.of_plan(plan_of(config, texts, evicts=evicts))
         assert session.tokenizer and session.plan.draft
         say(f"every generation is appended to {self.save}, run {session.run}")
@@ -66,7 +66,7 @@ class Eval(ModelFlags):
         for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):
             counts += speculatively.stats.rows
             for ids in zip(plainly.tokens, speculatively.tokens, strict=True):
-                problem, (plain, speculative) = asked[len(rows)], map(session.tokenizer.decode, ids)
+                problem, (plain, speculative) = tasks[len(rows)], map(session.tokenizer.decode, ids)
                 row = {"run": session.run, "problem": len(rows), "prompt": prompt(problem)}
                 row |= {"plain": plain, "plain_right": is_right(problem, plain)}
                 row |= {"speculative": speculative, "speculative_right": is_right(problem, speculative)}
@@ -74,12 +74,13 @@ class Eval(ModelFlags):
                 append_or_put_off(self.save, rows[-1], session.put_off)
         found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
         drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
-        found["speculative"] |= {one: getattr(drafted, one) for one in ("acceptance_rate", "mean_accepted_length")}
+        names = ("acceptance_rate", "mean_accepted_length")
+        found["speculative"] |= {name: getattr(drafted, name) for name in names}
         found["speculative"] |= {"acceptance_standard_error": acceptance_standard_error(counts)}
         measured = {"run": session.run, "problem_seed": self.sampling.seed}
         measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
         record = record_of("eval", session, measured)
-        publish(self.output.output, record, _said(record), put_off=session.put_off, for_people=True)
+        publish(self.output.output, record, _summary(record), put_off=session.put_off, for_people=True)
 
 
 COLUMNS = [
@@ -92,12 +93,12 @@ COLUMNS = [
 ]
 
 
-def _said(record: dict[str, Any]) -> str:
+def _summary(record: dict[str, Any]) -> str:
     """Return the table of a record, with its statistics in sentences."""
     rows = [{"way": "plain decoding", **record["plain"]}, {"way": "speculation", **record["speculative"]}]
     low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
     found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"
-    draft, n, only = record.get("draft_model") or record["draft"], record["problems"], "right in one of the two only"
+    draft, n, only = record.get("draft_model") or record["draft"], record["problems"], "right in only a single way"
     return f"""
   {record["model"]}, {draft} draft: {n} multiplications, {sampling_text(record)}
 
@@ -105,5 +106,5 @@ def _said(record: dict[str, Any]) -> str:
 
   difference: {100 * record["difference"]:+.1f} points (95% interval {low} to {high}), {found}
   {only}: {record["only_plain_right"]} in plain decoding, {record["only_speculative_right"]} in speculation
-  identical answers: {record["identical_answers"]} of {n}; every one is in {record["generations"]}
+  identical answers: {record["identical_answers"]} of {n}; all are in {record["generations"]}
 """

@@ -1,4 +1,4 @@
-"""Plain decoding and speculation of the same prompts in turn, so that a busy machine disturbs both alike."""
+"""Decodes prompts plainly and speculatively in turns, so that a busy machine disturbs both alike."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,8 +31,8 @@ def require_fixed_text(config: RunConfig) -> None:
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
     """Return the plan of a run that decodes prompts plainly and speculatively in turn. Errors: UserError.
 
-    evicts: lower a fixed draft budget to half of the longest prompt, or to the least that its policy needs: with
-    room for the whole prompt, the draft's cache would hold all that the target's does.
+    evicts: lower a fixed draft budget to half of the longest prompt, or to the least that its policy needs, since a
+    cache with room for the whole prompt would hold what the target's holds.
     """
     require_fixed_text(config)
     plan, draft = resolve(config, texts), config.draft
@@ -48,8 +48,10 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
 
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
-    """Decode as many prompts at a time as there are rows, plainly and speculatively in turns (see `take_turns`), and
-    yield both outputs. how: arguments of `generate`. Errors: UserError for logits that are not finite."""
+    """Decode the prompts batch by batch, plainly and speculatively in turns (see `take_turns`); yield both outputs.
+
+    how: arguments of `generate`. Errors: UserError for logits that are not finite.
+    """
     n_rows, drafters = session.plan.n_rows, session.drafters()
     warm_up(session, drafters)
     costs = costs_of(session, drafters)

@@ -87,18 +87,18 @@ class Latency(ModelFlags):
         rows: list[dict[str, Any]] = []
         evicts = self.draft.draft_budget is None
         for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
-            if rows:  # if the next target is interrupted
+            if rows:  # printed now, as the next target may be interrupted
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
         record = {"benchmark": "latency", **vars(sizes), "nb_prompts": self.nb_prompts, "rows": rows, **provenance()}
-        said = f"\n  ms per generated token, behind {self.nb_prompts} prompts of {prefix_len} tokens\n"
-        busy = "  threads waited for processors: no time or speedup here is to be trusted\n"
+        head = f"\n  ms per generated token, behind {self.nb_prompts} prompts of {prefix_len} tokens\n"
+        note = "  threads waited for processors: no time or speedup here is to be trusted\n"
         contended = any(row["contended"] for row in rows)
-        publish(self.output.output, record, said, console(rows, COLUMNS), busy if contended else "", for_people=True)
+        publish(self.output.output, record, head, console(rows, COLUMNS), note if contended else "", for_people=True)
 
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row for plain decoding and one for speculation, over all batches but the first. Errors: UserError."""
+    """Return two rows, plain decoding and speculation, over all batches but the first. Errors: UserError."""
     gc.collect()
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
@@ -111,16 +111,18 @@ def latencies(plan: Plan) -> list[dict[str, Any]]:
 
 
 def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
-    """Return percentiles of the ms that a row waits for a token, a value for each output, and tokens per second.
+    """Return percentiles over outputs of the ms that a row waits for a token, and tokens per second.
 
     The time of a round counts once for every row that it decoded; prefilling does not count.
     """
-    rounds = [one.stats.rounds for one in outputs]
-    ms = [1e3 * sum(one.seconds * one.busy for one in each) / sum(one.emitted for one in each) for each in rounds]
+    ms = []
+    for rounds in (output.stats.rounds for output in outputs):
+        waited = sum(round_.seconds * round_.busy for round_ in rounds)
+        ms.append(1e3 * waited / sum(round_.emitted for round_ in rounds))
     p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
-    rows = [row for one in outputs for row in one.stats.rows]
+    rows = [row for output in outputs for row in output.stats.rows]
     counts = total(rows)
-    rate = counts.emitted / sum(one.stats.decode_seconds for one in outputs)
+    rate = counts.emitted / sum(output.stats.decode_seconds for output in outputs)
     found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
     found |= {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
     return found | {"acceptance_standard_error": acceptance_standard_error(rows)}

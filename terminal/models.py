@@ -1,4 +1,4 @@
-"""Flags that every subcommand has: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
+"""Flags of every subcommand: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
@@ -30,7 +30,7 @@ class Draft(NamedDraft):
     """the draft, as --draft"""
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the drafter's options. Errors: ConfigError, also for two drafts."""
+        """Return the configuration of the drafter. Errors: ConfigError, also for two drafts."""
         if self.second is None:
             return super().config(**chosen)
         if self.draft not in (None, self.second):
@@ -41,7 +41,7 @@ class Draft(NamedDraft):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Flags of a subcommand, which adds groups of a `RunConfig` under their names and flags of its kind."""
+    """Flags of a subcommand. Subclasses add groups of a `RunConfig`, under their names, and other flags."""
 
     FLAGS: ClassVar[dict[str, str]] = {"model": "TARGET", "draft_model": "--draft"}
 
@@ -50,6 +50,6 @@ class ModelFlags:
     sampling: Sampling = field(default_factory=Sampling)
 
     def config(self, **chosen: Any) -> RunConfig:
-        """Return the run that the flags describe. chosen: fields that have no flags here. Errors: ConfigError."""
-        groups = {one.name: getattr(self, one.name) for one in fields(RunConfig) if hasattr(self, one.name)}
+        """Return the run that the flags describe. chosen: fields without flags. Errors: ConfigError."""
+        groups = {group.name: getattr(self, group.name) for group in fields(RunConfig) if hasattr(self, group.name)}
         return RunConfig(**groups | {"draft": self.draft.config()} | chosen)

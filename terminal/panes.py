@@ -1,4 +1,4 @@
-"""Two passes side by side in a terminal: the first as it runs, then again, at its pace, beside the second."""
+"""Displays two passes side by side: the first while it runs, then again, at its pace, beside the second."""
 
 import math
 from bisect import bisect_right
@@ -19,22 +19,25 @@ from terminal.track import Token, Track
 
 # The fewest lines of a row, its name included; a small terminal displays fewer rows.
 LEAST_ROW_LINES = 5
-PLAIN, DRAFTED, OWN, REJECTED, DIM = "none", "green", "bold", "dim strike", "dim"
+PLAIN, DRAFTED, TARGET, REJECTED, DIM = "none", "green", "bold", "dim strike", "dim"
 # The passes, in their order.
 TITLES = {"baseline": "plain decoding", "speculation": "speculation"}
-LEGEND = (("accepted draft", DRAFTED), ("the target's own", OWN), ("rejected in the last round", REJECTED))
+LEGEND = (("accepted draft", DRAFTED), ("target's token", TARGET), ("rejected in the last round", REJECTED))
 BETWEEN = Text(" │ ", DIM)
 
 
 def wrapped(tokens: Sequence[Token], name: str, width: int, console: Console) -> list[Text]:
-    """Return the lines of a row of a pass, wrapped at spaces, never at a token's end."""
-    styles = (PLAIN if name == "baseline" else DRAFTED if token.drafted else OWN for token in tokens)
+    """Return the lines of a row of a pass, wrapped at spaces rather than at the ends of tokens."""
+    styles = (PLAIN if name == "baseline" else DRAFTED if token.drafted else TARGET for token in tokens)
     text = Text.assemble(*((token.text, style) for token, style in zip(tokens, styles, strict=True)))
     return [*text.wrap(console, width)]
 
 
 class Panes:
-    """Displays two passes, whose rows have `names`; without a terminal, their progress bars. tracks: of each pass."""
+    """Displays two passes, or, without a terminal, their progress bars.
+
+    names: names of the rows. tracks: the tokens of each pass, by its name.
+    """
 
     def __init__(self, names: Sequence[str], console: Console) -> None:
         self.tracks: dict[str, Track] = {}
@@ -42,7 +45,7 @@ class Panes:
 
     @contextmanager
     def watch(self, session: Session, name: str) -> Iterator[Progress]:
-        """Watch a pass while it runs."""
+        """Display a pass while it runs."""
         assert session.tokenizer is not None
         live = Live(self, console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
         with bar_of_pass(session, name, visible=not self._console.is_terminal) as bar:
@@ -54,32 +57,32 @@ class Panes:
         yield self.frame(console.width, console.height - 1)
 
     def frame(self, width: int, height: int, is_running: bool = True) -> Group:
-        """Return both columns, in at most `height` lines."""
+        """Return both columns in at most `height` lines."""
         half, n_rows = (width - BETWEEN.cell_len) // 2, len(self._names)
         seconds = [*self.tracks.values()][-1].seconds if is_running else math.inf
-        shown = {name: self._until(name, seconds) for name in TITLES}
-        n_shown = max(1, min(n_rows, (height - 3) // LEAST_ROW_LINES))
-        n_lines = max(1, (height - 3) // n_shown - 1)  # beside the line that names the row
-        heads = ([Text(TITLES[name], OWN), self._speed(name, rows, seconds)] for name, rows in shown.items())
+        passes = {name: self._until(name, seconds) for name in TITLES}
+        n_visible = max(1, min(n_rows, (height - 3) // LEAST_ROW_LINES))
+        n_lines = max(1, (height - 3) // n_visible - 1)  # beside the line that names the row
+        heads = ([Text(TITLES[name], TARGET), self._speed(name, rows, seconds)] for name, rows in passes.items())
         parts: list[Table | Text] = [_beside(half, *(head[: 2 if is_running else 1] for head in heads))]
-        for index, name in enumerate(self._names[:n_shown]):
+        for index, name in enumerate(self._names[:n_visible]):
             parts.append(Text(f"row {index}: {name}".replace("\n", " "), DIM, no_wrap=True, overflow="crop"))
-            tails = [wrapped(rows[index], of, half, self._console)[-n_lines:] for of, rows in shown.items()]
+            tails = [wrapped(rows[index], title, half, self._console)[-n_lines:] for title, rows in passes.items()]
             if is_running and (track := self.tracks.get("speculation")):
                 rejected = track.rejected[index].replace("\n", " ")
                 tails[1] = [*tails[1][:-1], (tails[1] or [Text()])[-1] + Text(rejected, REJECTED)]
             parts.append(_beside(half, *tails, [Text()] * n_lines * is_running))
-        more = f"and {n_rows - n_shown} more rows" if n_shown < n_rows else ""
+        more = f"and {n_rows - n_visible} more rows" if n_visible < n_rows else ""
         legend = ((f"{name}   ", style) for name, style in LEGEND[: None if is_running else 2])
         return Group(*parts, Text.assemble(*legend, (more, DIM), no_wrap=True, overflow="crop"))
 
     def _until(self, name: str, seconds: float) -> list[list[Token]]:
-        """Return a pass's rows up to a time; empty rows before it has begun."""
+        """Return the rows of a pass up to a time, or empty rows before it has begun."""
         rows = self.tracks[name].rows if name in self.tracks else [list[Token]()] * len(self._names)
         return [row[: bisect_right(row, seconds, key=attrgetter("seconds"))] for row in rows]
 
     def _speed(self, name: str, rows: Sequence[Sequence[Token]], seconds: float) -> Text:
-        """Return the tokens per second of a pass, without each row's first token, which is the prefill's."""
+        """Return the tokens per second of a pass, without the first token of each row, which the prefill emits."""
         n_decoded = sum(max(len(row) - 1, 0) for row in rows)
         if not n_decoded:
             return Text("comes next", DIM)
@@ -88,7 +91,7 @@ class Panes:
 
 
 def _beside(width: int, *columns: Sequence[Text]) -> Table:
-    """Return lines of two columns; a third one only makes them longer."""
+    """Return lines of two columns, as many as the longest of `columns` has; a third column is not drawn."""
     half = Column(width=width, no_wrap=True, overflow="crop")
     grid = Table.grid(half, Column(width=BETWEEN.cell_len, no_wrap=True), half.copy())
     for left, right, *_ in zip_longest(*columns, fillvalue=Text()):

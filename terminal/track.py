@@ -1,4 +1,4 @@
-"""The tokens of a pass, row by row: text, origin, and time."""
+"""Collects the tokens of a pass row by row: text, origin, and time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "") | {ord("\n"): "\n",
 
 
 def printable(text: str) -> str:
-    """Return a text with spaces for tabs and without control characters, so that no model moves a terminal's cursor."""
+    """Return a text without control characters, which move a terminal's cursor, and with spaces for tabs."""
     return text.translate(CONTROLS)
 
 
 class Token(NamedTuple):
-    """A token of a row. round: from 1; 0 for the token of the prefill. seconds: of the pass's rounds until then."""
+    """A token of a row. round: from 1, or 0 for the prefill. seconds: sum of the pass's rounds up to this token."""
 
     text: str
     drafted: bool
@@ -28,9 +28,10 @@ class Token(NamedTuple):
 
 
 class Track(Progress):
-    """Collects the tokens of a pass between its rounds, and calls `draw` now and then. inner: is notified, too.
+    """Collects the tokens of a pass between its rounds, and calls `draw` every DRAW_EVERY seconds.
 
-    seconds: of all rounds so far. rejected: for each row, the text of the drafts that its last round rejected.
+    inner: another `Progress` to notify. seconds: sum of all rounds so far. rejected: for each row, the text of the
+    draft tokens that its last round rejected.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Track(Progress):
 
     def finished(self, request: Request) -> None:
         self._inner.finished(request)
-        if not self._news:  # the prefill's token ended it
+        if not self._news:  # the prefill's token was the last
             self._take(request, (), 0, 0)
 
     def emitted(self, n_tokens: int) -> None:
@@ -78,5 +79,5 @@ class Track(Progress):
             text = stream.add(tokens[index])
             if request.finish_reason and index == len(tokens) - 1:
                 text += stream.rest()
-            is_drafted, of_round = first <= index < first + accepted, number if index >= first else 0
-            row.append(Token(printable(text), is_drafted, of_round, self.seconds))
+            is_drafted, round_ = first <= index < first + accepted, number if index >= first else 0
+            row.append(Token(printable(text), is_drafted, round_, self.seconds))

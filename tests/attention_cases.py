@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from models.attention.torch_backend import visibility
 
 @dataclass(frozen=True)
 class FakeSlots:
-    """The part of a cache that a backend looks at."""
+    """Part of a cache that a backend looks at."""
 
     positions: Tensor
     in_order: bool = False
@@ -52,8 +51,8 @@ class Case:
         return replace(self, kv=KV(*map(spread, self.kv[:4]), rows), slots=replace(self.slots, rows=rows))
 
     def assert_notes(self, backend, tolerance: float = 1e-5) -> None:
-        """The backend's output is what it is without noting, and each token's shares of chunks are those of float64;
-        what is noted is part of a larger buffer."""
+        """Require that noting changes no output, and that each token's shares of chunks are those of float64; the
+        noted buffer is larger than the case."""
         (batch, n_token), (n_slot, n_kv_head) = self.q.shape[:2], self.kv.keys.shape[1:3]
         rows = torch.arange(batch) if self.kv.rows is None else self.kv.rows
         noted = torch.full((len(self.kv.keys), n_token + 1, n_kv_head, -(-n_slot // SCORE_CHUNK) + 3), float("nan"))
@@ -68,14 +67,8 @@ class Case:
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
         assert noted.isfinite().sum() == found.numel()
 
-    def dequantizes(self, backend) -> bool:
-        """Whether the backend turns the case's entries into another dtype, whatever it says."""
-        with patch.object(KV, "dequantized", autospec=True, side_effect=KV.dequantized) as dequantized:
-            self.run(backend)
-        return dequantized.called
-
     def reference(self) -> Tensor:
-        """The torch backend over the same entries, in float64."""
+        """Return what the torch backend gives over the same entries, in float64."""
         keys, values = self.kv.dequantized(torch.float64)
         exact = replace(self, spec=replace(self.spec, dtype=torch.float64), q=self.q.double(), kv=KV(keys, values))
         return exact.run(TorchAttention())
@@ -93,14 +86,13 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     ring: bool = False,
     sliding_window: int | None = None,
-    seed: int = 0,
 ) -> Case:
-    """Row b's block ends at position `lengths[b] - 1`; what no query may see is large, so that a leak shows.
+    """Return ragged rows: row b's block ends at position `lengths[b] - 1`. Entries that no query may see are large.
 
     Entries are stored in `dtype` if not in another. A `ring` has the newest tokens in any order, holes, and tokens
     that follow the block.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     batch = len(lengths)
 
     def normal(*shape: int) -> Tensor:
@@ -111,9 +103,9 @@ def make_case(
     positions = torch.full((batch, capacity), -1)
     for row, length in enumerate(lengths):
         if ring:
-            held = torch.arange(length + 3).flip(0)[:capacity]
-            held[8:20:3] = -1
-            positions[row, torch.randperm(capacity, generator=generator)[: len(held)]] = held
+            newest = torch.arange(length + 3).flip(0)[:capacity]
+            newest[8:20:3] = -1
+            positions[row, torch.randperm(capacity, generator=generator)[: len(newest)]] = newest
         else:
             positions[row, :length] = torch.arange(length)
     keys, values = normal(batch, n_kv_head, capacity, head_dim), normal(batch, n_kv_head, capacity, head_dim)
@@ -146,26 +138,24 @@ def packed_case(
     group: int = 3,
     sliding_window: int | None = None,
     capacity: int = 500,
-    which: tuple[int, ...] = (0, 1, 2),
-    seed: int = 0,
 ) -> Case:
-    """Rows by name of a cache in 4 bits, of several parts and of none; recent tokens, and the block, in `storage`."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return rows by name of a cache in 4 bits, with several parts or none; recent tokens, and the block, in
+    `storage`."""
+    generator = torch.Generator().manual_seed(0)
     normal = partial(torch.randn, generator=generator)
     config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
     cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
-    assert n_token <= cache.max_block, "a longer block writes over its own entries"
+    assert n_token <= cache.max_block, "a longer block overwrites its entries"
     full = FullKVCache(config, 4, capacity, dtype=storage)
-    lengths, rows = torch.tensor([capacity - 40, 30, 411]), torch.tensor([3, 0, 1])
+    lengths, rows = torch.tensor([capacity - 40, 30, capacity - 89]), torch.tensor([3, 0, 1])
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-        one = full.view(slice(row, row + 1))
-        slots = one.begin(torch.arange(length)[None])
+        single = full.view(slice(row, row + 1))
+        slots = single.begin(torch.arange(length)[None])
         for layer in range(2):
-            one.write(layer, slots, normal(1, length, 2, 2, head_dim))
+            single.write(layer, slots, normal(1, length, 2, 2, head_dim))
         cache.fill_row(row, full, length)
-    asked = [*which]
-    view, queries = cache.view(rows[asked], capacity - 40 + n_token), lengths[asked, None] + torch.arange(n_token)
-    view.write(1, view.begin(queries), normal(len(which), n_token, 2, 2, head_dim))
+    view, queries = cache.view(rows, capacity - 40 + n_token), lengths[:, None] + torch.arange(n_token)
+    view.write(1, view.begin(queries), normal(3, n_token, 2, 2, head_dim))
     spec = AttentionSpec(2 * group, 2, head_dim, sliding_window, dtype)
-    q = normal(len(which), n_token, 2 * group, head_dim)
+    q = normal(3, n_token, 2 * group, head_dim)
     return Case(spec, q.to(dtype), view.read(1), queries, FakeSlots(view.positions, view.in_order, view.rows))

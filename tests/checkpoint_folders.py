@@ -1,16 +1,19 @@
 """Tiny random models as checkpoint folders, in every format that is read."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from byte_tokenizer import ALPHABET, save_tokenizer
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from models.checkpoints.convert import source_parts
 from models.config import ModelConfig
 
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BOS = "<s>"
 VOCABULARY = [*ALPHABET, "th"]
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": len(VOCABULARY)}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -18,23 +21,42 @@ OPTIONS = {"rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": T
 HF_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]} | SHAPE | OPTIONS
 
 
-def hf_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights by Hugging Face name."""
-    generator = torch.Generator().manual_seed(seed)
+def save_tokenizer(
+    folder: Path,
+    vocabulary: Sequence[str],
+    merges: Sequence[tuple[str, str]] = (),
+    adds_bos: bool = False,
+    longest: int | None = None,
+) -> None:
+    """Write a byte-level tokenizer.json. longest: number of tokens to which it truncates, which we ignore."""
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS] if BOS in vocabulary else [])
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    if longest is not None:
+        tokenizer.enable_truncation(longest)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def hf_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return random weights by Hugging Face name."""
+    generator = torch.Generator().manual_seed(0)
     parts = [part for stacked in source_parts(config).values() for part in stacked]
     return {name: torch.randn(shape, generator=generator) for name, shape in parts}
 
 
-def write_side_files(folder: Path, hf_config: dict[str, Any], merges: tuple[tuple[str, str], ...] = ()) -> ModelConfig:
-    """config.json and tokenizer.json."""
+def write_side_files(folder: Path, hf_config: dict[str, Any]) -> ModelConfig:
+    """Write config.json and tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
-    save_tokenizer(folder, VOCABULARY, merges)
+    save_tokenizer(folder, VOCABULARY)
     return ModelConfig.from_json(folder / "config.json")
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], layout: str) -> list[Path]:
-    """`layout`: safetensors or bin; "sharded" adds an index, "old" is the .bin from before torch 1.6."""
+    """Write weight files. `layout`: safetensors or bin; "sharded" adds an index, "old" is the .bin before torch 1.6."""
     suffix, stem = (".safetensors", "model") if "safetensors" in layout else (".bin", "pytorch_model")
     names = list(weights)
     shards = [names[::2], names[1::2]] if "sharded" in layout else [names]
@@ -56,5 +78,5 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], layout: str) -
 def write_source(
     folder: Path, hf_config: dict[str, Any] = HF_CONFIG, layout: str = "safetensors", **weights: torch.Tensor
 ) -> list[Path]:
-    """The weight files of a folder with config.json and tokenizer; `weights` are others than random ones."""
+    """Write a checkpoint folder with random weights, except for `weights`; return its weight files."""
     return write_weights(folder, hf_weights(write_side_files(folder, hf_config)) | weights, layout)

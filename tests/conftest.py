@@ -48,8 +48,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
 
 
 @pytest.fixture(autouse=True)
-def the_same_numbers() -> None:
-    """Are drawn by a test, whatever ran before it in its process."""
+def seeded() -> None:
+    """Seed PyTorch, so that random numbers do not depend on tests that ran before in the process."""
     torch.manual_seed(0)
 
 
@@ -62,7 +62,7 @@ def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
-    """Runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
+    """Function that runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
     from programs import run
 
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books}"
@@ -71,7 +71,7 @@ def call(checkpoint: Path, books: Path):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted random Llama, one token a byte; every seventh token ends a row where ends are asked for."""
+    """A converted random Llama with a token a byte; every seventh token is an end of text."""
     from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
     from transformers import LlamaConfig
 
@@ -124,5 +124,5 @@ def served(chat_checkpoint: Path):
     """`serving_cases.Served`: a server in this process."""
     from serving_cases import serving
 
-    with serving(chat_checkpoint) as one:
-        yield one
+    with serving(chat_checkpoint) as server:
+        yield server

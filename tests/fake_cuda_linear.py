@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ def check(condition: bool) -> None:
 
 
 def places(inner_k_tiles: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Lane, word, bit, and which weight of the 8 outputs by `16 * inner_k_tiles` inputs of a tile lies there."""
+    """Yield the lane, word and bit of each weight of a tile of 8 outputs, with its output and input."""
     for lane in range(32):
         for word in range(inner_k_tiles // 2):
             for first, bit in zip(FIRST_INPUTS, FIRST_BITS, strict=True):
@@ -27,20 +26,20 @@ def places(inner_k_tiles: int) -> Iterator[tuple[int, int, int, int, int]]:
                     yield lane, word, bit + 16 * second, lane // 4, 32 * word + first + 2 * (lane % 4) + second
 
 
-def pack(weight: Tensor, inner_k_tiles: int, mirrored: bool = False) -> Tensor:
-    """`_convert_weight_to_int4pack`; `mirrored`: as a build would that lays its lanes out in another order."""
+def pack(weight: Tensor, inner_k_tiles: int) -> Tensor:
+    """Stand in for `_convert_weight_to_int4pack`."""
     check(weight.dim() == 2 and weight.dtype == torch.uint8 and weight.is_contiguous())
     check(inner_k_tiles in (2, 4, 8) and weight.shape[1] * 2 % (16 * inner_k_tiles) == 0)
     q = torch.stack([weight >> 4, weight & 15], dim=-1).flatten(1).long()
     tiles = q.view(len(q) // 8, 8, -1, 16 * inner_k_tiles).transpose(1, 2)
     words = torch.zeros(*tiles.shape[:2], 32, inner_k_tiles // 2, dtype=torch.int64)
     for lane, word, bit, output, input_ in places(inner_k_tiles):
-        words[:, :, 31 - lane if mirrored else lane, word] |= tiles[:, :, output, input_] << bit
+        words[:, :, lane, word] |= tiles[:, :, output, input_] << bit
     return words.to(torch.int32)
 
 
-def multiply(x: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor, mirrored: bool = False) -> Tensor:
-    """`_weight_int4pack_mm`: weights are rounded to bfloat16 once, and so are the sums."""
+def multiply(x: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor) -> Tensor:
+    """Stand in for `_weight_int4pack_mm`: weights are rounded to bfloat16 once, and so are the sums."""
     check(x.dtype == torch.bfloat16 and x.is_contiguous() and x.dim() == 2)
     check(packed.dtype == torch.int32 and packed.is_contiguous() and packed.dim() == 4 and packed.shape[2] == 32)
     inner_k_tiles, d_in, d_out = 2 * packed.shape[3], x.shape[1], 8 * len(packed)
@@ -51,32 +50,31 @@ def multiply(x: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor, mirr
     check(scale_and_zero.dtype == torch.bfloat16 and scale_and_zero.is_contiguous())
     q = torch.empty(*packed.shape[:2], 8, 16 * inner_k_tiles, dtype=torch.float64)
     for lane, word, bit, output, input_ in places(inner_k_tiles):
-        q[:, :, output, input_] = (packed[:, :, 31 - lane if mirrored else lane, word].long() >> bit & 15) - 8.0
+        q[:, :, output, input_] = (packed[:, :, lane, word].long() >> bit & 15) - 8.0
     scale, zero = scale_and_zero.double().transpose(0, 1).repeat_interleave(group, dim=1).unbind(-1)
     weight = (q.transpose(1, 2).reshape(d_out, d_in) * scale + zero).to(torch.bfloat16)
     return (x.double() @ weight.double().T).to(torch.bfloat16)
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm` of cuBLAS."""
+    """Stand in for `torch._int_mm` of cuBLAS."""
     check(a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.int8 and a.shape[1] == b.shape[0])
     check(a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0)
-    # Eight bits are multiplied row by column.
     check(a.is_contiguous() and b.t().is_contiguous())
     return torch.ops.aten._int_mm(a, b)
 
 
 @contextmanager
-def cuda_linears(monkeypatch, mirrored: bool = False) -> Iterator[list[int]]:
-    """Layers built within are those for a GPU; yields the row counts of tinygemm's calls."""
+def cuda_linears(monkeypatch) -> Iterator[list[int]]:
+    """Build layers for a GPU within; yields the row counts of tinygemm's calls."""
     rows: list[int] = []
 
     def counted(x: Tensor, *arguments) -> Tensor:
         rows.append(len(x))
-        return multiply(x, *arguments, mirrored=mirrored)
+        return multiply(x, *arguments)
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_convert_weight_to_int4pack", partial(pack, mirrored=mirrored), "CPU")
+    library.impl("_convert_weight_to_int4pack", pack, "CPU")
     library.impl("_weight_int4pack_mm", counted, "CPU")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_int_mm", int_mm)

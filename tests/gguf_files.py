@@ -1,13 +1,14 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from byte_tokenizer import ALPHABET
+from checkpoint_folders import ALPHABET
 from gguf import GGMLQuantizationType as Quantization
 
 from convert_hf_checkpoint import convert
@@ -38,6 +39,8 @@ KINDS = {"<|im_start|>": 3, "<|im_end|>": 3, "<extra>": 4}
 SIZES = {"vocab_size": len(TOKENS), "n_layer": 2, "dim": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "ffn_dim": 96}
 STOPS = (TOKENS.index("<|im_end|>"),)
 TINY = ModelConfig(**SIZES, rope_theta=50000.0, max_context=512, tie_embeddings=True, eos_tokens=STOPS)
+# How other architectures differ.
+DIFFERENCES: dict[str, Any] = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 24}}
 
 
 def gguf_name(hf_name: str) -> str:
@@ -53,8 +56,8 @@ def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return weight.reshape(-1, 2, head_dim // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
-    of_model = {
+def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
+    model = {
         "context_length": config.max_context,
         "embedding_length": config.dim,
         "block_count": config.n_layer,
@@ -66,17 +69,11 @@ def metadata_of(config: ModelConfig, arch: str, tokens: list[str], merges: list[
         "rope.dimension_count": config.head_dim,
         "attention.key_length": config.head_dim,
     }
-    of_tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges}
-    of_tokenizer["eos_token_id"] = config.eos_tokens[0]
-    of_tokenizer["token_type"] = [KINDS.get(token, 1) for token in tokens]
-    named = {f"{arch}.{key}": value for key, value in of_model.items()}
-    return named | {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-
-
-def value_type(value: object) -> gguf.GGUFValueType:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return gguf.GGUFValueType.UINT32 if value >= 0 else gguf.GGUFValueType.INT32
-    return gguf.GGUFValueType.get_type(value)
+    tokenizer = {"model": "gpt2", "tokens": TOKENS, "merges": MERGES, "eos_token_id": config.eos_tokens[0]}
+    tokenizer["bos_token_id"] = TOKENS.index("<|im_start|>")
+    tokenizer["token_type"] = [KINDS.get(token, 1) for token in TOKENS]
+    named = {f"{arch}.{key}": value for key, value in model.items()}
+    return named | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
 
 
 def write_gguf(
@@ -88,18 +85,16 @@ def write_gguf(
     quantization: Quantization = Quantization.F32,
     extra_tensor: str = "",
     extra_values: Sequence[float] = (1.0,) * 8,
-    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> None:
-    """Weights have Hugging Face names; those of more than one dimension are quantised. A key that is None is left
-    out."""
-    writer = gguf.GGUFWriter(path, arch, endianess=endianess)
+    """Write weights by Hugging Face name, quantised where they have more than one dimension."""
+    writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        if value is None:
-            continue
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            writer.add_key_value(key, value, value_type(value))
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            kind = gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
     for name, tensor in weights.items():
         stored = tensor.numpy()
         kind = quantization if stored.ndim > 1 else Quantization.F32
@@ -109,10 +104,6 @@ def write_gguf(
         writer.add_tensor(gguf_name(name), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
     if extra_tensor:
         writer.add_tensor(extra_tensor, np.array(extra_values, np.float32))
-    finish(writer)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,33 +112,24 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def write_tiny_gguf(
     folder: Path,
-    *,
     arch: str = "llama",
     tied: bool = True,
-    pre: str | None = "smollm",
-    metadata: dict[str, Any] | None = None,
-    n_tokens: int = 0,
-    left_out: tuple[str, ...] = (),
+    pre: str = "smollm",
+    metadata: Any = None,
+    left_out: str = "nothing",
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Write `tiny.gguf` of TINY's shape; return its weights by Hugging Face name.
-
-    With only the last `n_tokens` tokens it is quickly read, but its tokenizer is none.
-    """
+    """Write `tiny.gguf` of TINY's shape, without tensors named `left_out`; return its weights by Hugging Face name."""
     folder.mkdir(exist_ok=True)
-    tokens = TOKENS[-n_tokens:]
-    special = {"eos_tokens": (tokens.index("<|im_end|>"),), "tie_embeddings": tied, "qkv_bias": arch == "qwen2"}
-    special |= {"qk_norm": True, "head_dim": 24} if arch == "qwen3" else {}
-    config = ModelConfig(**vars(TINY) | {"vocab_size": len(tokens)} | special)
+    config = replace(TINY, tie_embeddings=tied, **DIFFERENCES.get(arch, {}))
     random = np.random.default_rng(0)
     weights = {
         name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
         for stacked in source_parts(config).values()
         for name, shape in stacked
-        if not any(word in name for word in left_out)
+        if left_out not in name
     }
-    usual = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>")}
-    values = metadata_of(config, arch, tokens, MERGES) | usual | (metadata or {})
+    values = metadata_of(config, arch) | {"tokenizer.ggml.pre": pre} | (metadata or {})
     write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)
     return weights
 

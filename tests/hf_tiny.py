@@ -1,11 +1,11 @@
-"""Checkpoint folders like those of the hub: random tiny transformers models, one token a byte behind a BOS."""
+"""Checkpoint folders like those of the hub: random tiny transformers models, a token a byte behind a BOS."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from byte_tokenizer import ALPHABET, BOS, save_tokenizer
+from checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -25,10 +25,10 @@ def llama3_rope(factor: float) -> dict[str, Any]:
     return rope(500000.0, "llama3", factor=factor, **LLAMA3_CORNERS)
 
 
-def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Logits of order 1 to which attention, positions, biases and norms all matter."""
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model with logits of order 1, to which attention, positions, biases and norms all matter."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -41,7 +41,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def save_folder(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> None:
+def save_folder(model: PreTrainedModel, folder: Path) -> None:
     """Save a folder like a download: config.json, safetensors, tokenizer.json."""
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder)
     save_tokenizer(folder, TOKENS, adds_bos=True)

@@ -14,6 +14,7 @@ a heading per source file, and below it each bug with its test and its edit:
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,8 @@ def verdict(tests: Sequence[str], mutant: Mutant | None = None, jobs: int = 1) -
         )
     if done.returncode == 0 and " passed" in done.stdout:  # and not all skipped
         return "passed"
-    return "failed" if "\nFAILED " in done.stdout else f"exit code {done.returncode}: {done.stdout[-2000:]}"
+    has_failed = re.search(r"^(FAILED|ERROR) \S+::", done.stdout, re.MULTILINE)  # ERROR: a fixture failed
+    return "failed" if has_failed else f"exit code {done.returncode}: {done.stdout[-2000:]}"
 
 
 def main(word: str = "") -> int:

@@ -1,4 +1,4 @@
-"""The matrix of KV policies that the shared tests run over: one row per policy, and one that runs for all."""
+"""The KV policies that shared tests run over, a row each, and a `generate` that requires selection."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class Size:
 
 @dataclass(frozen=True)
 class Policy:
-    """make: an empty cache of that size. is_exact: whether it holds entries as they are."""
+    """make: returns an empty cache of a size. is_exact: whether it stores entries unchanged."""
 
     make: Callable[[KVShape, Size], KVCache]
     is_exact: bool = True
 
     @property
     def sample(self) -> KVCache:
-        """Make a cache to ask whether it selects, and by how many queries."""
+        """A small cache, which says whether the policy selects, and by how many queries."""
         return self.make(TINY, Size(n_rows=1, longest=9, n_kept=1, window=2, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class SmallestKeys(ScoredPolicy):
-    """The entries with the keys of smallest norm (arXiv 2406.11430): it selects by content, and needs no queries."""
+    """Select the entries with the keys of smallest norm (arXiv 2406.11430); no queries are needed."""
 
     def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         assert len(queries) == 0
@@ -98,22 +98,24 @@ POLICIES = {
     ),
 }
 # A self-draft copies the target's keys, which are rotated already.
-OF_SELF_DRAFTS = tuple(name for name in POLICIES if "positions" not in name)
-BY_POSITION = tuple(name for name in OF_SELF_DRAFTS if POLICIES[name].is_exact and not POLICIES[name].sample.selects)
-# What a model without queries, whose entries are whole numbers, can draft with.
-WITHOUT_QUERIES = tuple(n for n in OF_SELF_DRAFTS if POLICIES[n].is_exact and not POLICIES[n].sample.n_queries)
+SELF_DRAFT_POLICIES = tuple(name for name in POLICIES if "positions" not in name)
+BY_POSITION = tuple(
+    name for name in SELF_DRAFT_POLICIES if POLICIES[name].is_exact and not POLICIES[name].sample.selects
+)
+# Policies for a model without queries whose entries are whole numbers.
+WITHOUT_QUERIES = tuple(n for n in SELF_DRAFT_POLICIES if POLICIES[n].is_exact and not POLICIES[n].sample.n_queries)
 
 
 def generate_selecting(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], drafter: Drafter | None, **settings: Any
 ) -> GenerateOutput:
-    """`generate`, which fails unless a draft's cache that selects is asked to, of every prompt that outgrows it."""
+    """Run `generate`; require that a draft's cache that selects did so for every prompt that outgrew it."""
     cache = getattr(getattr(drafter, "_runner", None), "cache", None)
     if cache is None or not cache.selects:
         return generate(runner, prompts, drafter=drafter, **settings)
     cache.selected = Mock(side_effect=type(cache).selected.__get__(cache))
     out = generate(runner, prompts, drafter=drafter, **settings)
-    asked = {call.args[1] for call in cache.selected.call_args_list}
+    selected = {call.args[1] for call in cache.selected.call_args_list}
     for prompt, row in zip(prompts, out.stats.rows, strict=True):
-        assert not row.drafted or len(prompt) <= cache.capacity or len(prompt) in asked, "never asked to select"
+        assert not row.drafted or len(prompt) <= cache.capacity or len(prompt) in selected, "nothing was selected"
     return out

@@ -1,4 +1,4 @@
-"""Tiny heads as people publish them, in files, and what they compute, written down as plainly as can be."""
+"""Tiny heads in the layouts in which they are published, and plain code that computes the same."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny import normed, rotated
 from torch import Tensor
 from torch.nn import Module
 
@@ -13,31 +14,34 @@ from kv_cache.base import KVShape
 from models import ModelConfig
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.medusa import MedusaHeads, MedusaShape
+from models.rope import Rope
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
+ROPE = Rope(1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)), torch.ones(HEAD_DIM // 2))
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Norms around 1, the rest large enough that every part matters."""
-    generator = torch.Generator().manual_seed(seed)
+def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return random tensors: norms around 1, the rest large enough that every part matters."""
+    generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in shapes.items()}
     return {name: 1 + 0.3 * x if "norm" in name else 0.3 * x for name, x in tensors.items()}
 
 
-def medusa_tensors(target: ModelConfig, n_head: int = 4, n_layer: int = 2, seed: int = 0) -> dict[str, Tensor]:
+def medusa_tensors(target: ModelConfig, n_head: int = 4) -> dict[str, Tensor]:
+    """Return the tensors of Medusa heads of two layers each."""
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(n_head):
-        for j in range(n_layer):
+        for j in (0, 1):
             shapes |= {f"{i}.{j}.linear.weight": (target.dim, target.dim), f"{i}.{j}.linear.bias": (target.dim,)}
-        shapes[f"{i}.{n_layer}.weight"] = (target.vocab_size, target.dim)
-    return random_tensors(shapes, seed)
+        shapes[f"{i}.2.weight"] = (target.vocab_size, target.dim)
+    return random_tensors(shapes)
 
 
 def eagle_tensors(
-    target: ModelConfig, version: int = 3, n_layer: int = 1, seed: int = 0, n_draft: int | None = None, **options: Any
+    target: ModelConfig, version: int = 3, n_layer: int = 1, n_draft: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """n_draft: ids of the head's vocabulary. options: of the config, and `bias` of EAGLE-1's `fc`."""
+    """Return an EAGLE head's tensors. n_draft: ids of its vocabulary; options: of its config, or `bias` of `fc`."""
     dim, width = (target.dim if version == 1 else WIDTH), (target.dim if version == 1 else 2 * WIDTH)
     first = "midlayer" if version == 3 and n_layer == 1 else "layers.0"
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (target.vocab_size, dim)}
@@ -59,12 +63,12 @@ def eagle_tensors(
         if i or version == 3:
             shapes[f"{at}.input_layernorm.weight"] = (dim,)
     if version == 1:
-        return random_tensors(shapes, seed)
+        return random_tensors(shapes)
     shapes |= {f"{first}.hidden_norm.weight": (dim,), "norm.weight": (dim,)}
     shapes["lm_head.weight"] = (n_draft or target.vocab_size, dim)
-    tensors = random_tensors(shapes, seed)
+    tensors = random_tensors(shapes)
     if n_draft:
-        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:n_draft].sort().values
+        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))[:n_draft].sort().values
         tensors["d2t"] = ids - torch.arange(n_draft)
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
@@ -79,7 +83,7 @@ def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **opti
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
-    """The folder, with those files in it."""
+    """Write a head's files; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -89,14 +93,14 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], 
     return str(folder)
 
 
-def filled(head: Module, seed: int = 0) -> Module:
+def filled(head: Module) -> Module:
     """Fill a head with random weights in float64."""
     shapes = {name: tuple(x.shape) for name, x in head.named_parameters()}
-    head.load_state_dict(random_tensors(shapes, seed), assign=True)
+    head.load_state_dict(random_tensors(shapes), assign=True)
     return head.eval().requires_grad_(False)
 
 
-def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int = 0) -> EagleHead:
+def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH) -> EagleHead:
     """Return an EAGLE-1 that borrows the target's parts, or an EAGLE-3 with two of three of the target's ids.
 
     dim: width of the target's states.
@@ -105,8 +109,8 @@ def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, seed: int 
     config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
     if version == 1:
-        return filled(EagleHead(EagleShape(config, dim, has_embedding=False, fc_bias=True)), seed)
-    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))), seed)
+        return filled(EagleHead(EagleShape(config, dim, has_embedding=False, fc_bias=True)))
+    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))))
     head.target_ids = ids
     return head
 
@@ -115,25 +119,13 @@ def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaH
     return filled(MedusaHeads(MedusaShape(n_head, 1, dim, target.vocab_size)))
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
-def turned(x: Tensor, position: int) -> Tensor:
-    """Heads `[n, HEAD_DIM]` as complex pairs (i, i + half), turned."""
-    half = HEAD_DIM // 2
-    angles = position * (1 / THETA ** (torch.arange(half) / half)).double()  # frequencies in float32, as everywhere
-    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
-
-
 class PlainEagle:
-    """One head over one text: it keeps the keys and values of every step in lists, and is run token by token."""
+    """A head over a single text: it runs token by token, and keeps keys and values in lists."""
 
     def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1, **options: Any) -> None:
         self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
         self.version, self.options = version, options
-        self.held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
+        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
 
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states `[n * dim]`."""
@@ -141,23 +133,23 @@ class PlainEagle:
             return states
         if self.options.get("fc_norm"):
             parts = states.chunk(3)
-            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)])
+            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"], EPS) for i, x in enumerate(parts)])
         return self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
-        """The next state, with the token that followed the one of `state`."""
+        """Return the next state, from a state and the token behind it."""
         tensors, embedded = self.tensors, self.tensors["embed_tokens.weight"][token]
         x = state
         if self.version == 1:
             x = tensors["fc.weight"] @ torch.cat([embedded, state]) + tensors.get("fc.bias", torch.zeros(()))
-        for i, held in enumerate(self.held):
+        for i, entries in enumerate(self.entries):
             layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
             read = x
             if i or self.version == 3:
-                read = normed(x, layer["input_layernorm.weight"])
+                read = normed(x, layer["input_layernorm.weight"], EPS)
             if i == 0 and self.version == 3:
-                first = normed(x, layer["hidden_norm.weight"])
-                read = torch.cat([normed(embedded, layer["input_layernorm.weight"]), first])
+                first = normed(x, layer["hidden_norm.weight"], EPS)
+                read = torch.cat([normed(embedded, layer["input_layernorm.weight"], EPS), first])
                 x = first if self.options.get("norm_before_residual") else x
             q, k, v = (
                 (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
@@ -165,28 +157,29 @@ class PlainEagle:
                 )
                 for n in "qkv"
             )
-            at = len(held)
-            held.append((turned(k, at), v))
-            queries, group = turned(q, at), N_HEAD // N_KV_HEAD
+            at = len(entries)
+            entries.append((rotated(k, at, ROPE), v))
+            queries, group = rotated(q, at, ROPE), N_HEAD // N_KV_HEAD
             heads = []
             for h in range(N_HEAD):
-                scores = torch.stack([key[h // group] @ queries[h] for key, _ in held]) / HEAD_DIM**0.5
-                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in held]))
+                scores = torch.stack([key[h // group] @ queries[h] for key, _ in entries]) / HEAD_DIM**0.5
+                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in entries]))
             x = x + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
-            read = normed(x, layer["post_attention_layernorm.weight"])
+            read = normed(x, layer["post_attention_layernorm.weight"], EPS)
             gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
             x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return normed(x, tensors["norm.weight"]) if self.options.get("norm_output") else x
+        return normed(x, tensors["norm.weight"], EPS) if self.options.get("norm_output") else x
 
     def logits(self, state: Tensor) -> Tensor:
         """Return EAGLE-3's logits of its ids."""
         if not self.options.get("norm_output"):
-            state = normed(state, self.tensors["norm.weight"])
+            state = normed(state, self.tensors["norm.weight"], EPS)
         return self.tensors["lm_head.weight"] @ state
 
 
-def plain_medusa(tensors: dict[str, Tensor], i: int, n_layer: int, hidden: Tensor) -> Tensor:
-    for j in range(n_layer):
+def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:
+    """Return the logits of head i of `medusa_tensors`."""
+    for j in (0, 1):
         before = tensors[f"{i}.{j}.linear.weight"] @ hidden + tensors[f"{i}.{j}.linear.bias"]
         hidden = hidden + before * torch.sigmoid(before)
-    return tensors[f"{i}.{n_layer}.weight"] @ hidden
+    return tensors[f"{i}.2.weight"] @ hidden

@@ -39,8 +39,8 @@ CONFIG = LlamaConfig(
 
 @dataclass(frozen=True)
 class Models:
-    """Converted checkpoints with one tokenizer: `draft` is `target` without a layer that matters little, `padded`
-    is `draft` with more ids, which it likes best. And something to read."""
+    """Converted checkpoints with one tokenizer, and books. `draft` is `target` without a layer that matters little;
+    `padded` is `draft` with more ids, which have the largest logits."""
 
     target: Path
     draft: Path
@@ -48,7 +48,7 @@ class Models:
     books: Path
 
     def arguments(self, script: str, more: str = "", draft: str = "draft") -> list[str]:
-        """The script's good arguments, and more."""
+        """Return arguments with which the script runs, and more."""
         paths = [f"--model={self.target / 'model.pth'}"]
         if script == "longspec":
             paths = [f"--target={self.target}", f"--model={getattr(self, draft)}"]
@@ -86,29 +86,29 @@ def make_models(root: Path, books: Path) -> Models:
 
 
 def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], dict]) -> None:
-    """A copy of a checkpoint with another content of a JSON file, and no manifest to give it away."""
+    """Copy a checkpoint with a JSON file changed and the manifest removed."""
     shutil.copytree(source, folder)
     (folder / "manifest.json").unlink(missing_ok=True)
     (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
 
 
 class EndedOnRanks(Ended):
-    """The end of a command under torchrun."""
+    """Exit code and output of a command under torchrun."""
 
     @property
     def ours(self) -> str:
-        """Stderr of the ranks, before torchrun's summary; requires a failure."""
+        """Stderr of the ranks before torchrun's summary; requires a failure."""
         assert self.code != 0, self.out
         return re.split(r"^[WE]\d{4} .*torch/distributed", self.err, maxsplit=1, flags=re.MULTILINE)[0]
 
     @property
     def first_to_fail(self) -> str:
-        """The first failure in torchrun's summary; needs another exit code than 0."""
+        """The first failure in torchrun's summary; requires a failure."""
         assert self.code != 0, self.out
         return self.err.partition("Root Cause (first observed failure):")[2]
 
     def message(self, rank: str, exit_code: int) -> str:
-        """Return what the ranks wrote; requires no traceback, no output, and `rank` as the first to fail."""
+        """Return the ranks' stderr; requires no traceback, no output, and `rank` as the first to fail."""
         assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
         assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
         return self.ours
@@ -127,7 +127,7 @@ class Job:
         return (self.folder / "err").read_text(errors="replace")
 
     def processes(self) -> dict[int, list[bytes]]:
-        """The environments of all its processes that are left, by process id."""
+        """Return the environments of the job's processes that still run, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -139,9 +139,9 @@ class Job:
         return found
 
     def rank(self, rank: int) -> int | None:
-        """The process id of a rank, None if it has ended; what a rank starts itself comes after it."""
-        of_rank = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
-        return min(of_rank, default=None)
+        """Return the process id of a rank, None if it has ended; its children have larger ids."""
+        pids = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
+        return min(pids, default=None)
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> None:
         deadline = time.monotonic() + seconds
@@ -156,7 +156,7 @@ class Job:
 
 @contextmanager
 def started(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Iterator[Job]:
-    """Start a benchmark on two ranks; whatever is left of it in the end is killed."""
+    """Start a benchmark on two ranks, and kill its processes at the end."""
     path = str(ROOT / "tests" / f"{script}_benchmark.py")
     command = [path] if fault is None else [str(ROOT / "tests" / "rank_script_cases.py"), fault, path]
     with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if fault else {}) as job:
@@ -165,7 +165,7 @@ def started(folder: Path, script: str, arguments: list[str], fault: str | None =
 
 @contextmanager
 def launched(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[Job]:
-    """Start a command that starts others; whatever is left of them in the end is killed."""
+    """Start a command that starts other processes, and kill all of them at the end."""
     job_id = str(uuid.uuid4())
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
@@ -187,11 +187,11 @@ def on_two_ranks(folder: Path, script: str, arguments: list[str], fault: str | N
 
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows of a --save_rows file, which has to be whole lines."""
+    """Return the rows of a --save_rows file, and require whole lines."""
     text = path.read_text() if path.exists() else ""
     assert text == "" or text.endswith("\n")
     rows = [json.loads(line) for line in text.splitlines()]
-    assert len({row.pop("run") for row in rows}) == 1, "rows of one run say which"
+    assert len({row.pop("run") for row in rows}) == 1, "rows of different runs"
     assert all(set(row) == {"pass", "row", "finish_reason", "tokens", "text"} for row in rows)
     assert len({(row["pass"], row["row"]) for row in rows}) == len(rows), "a row twice"
     return {(row["pass"], row["row"]): row for row in rows}

@@ -1,4 +1,4 @@
-"""Runs a benchmark script of which rank 1 is broken: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`."""
+"""Run a benchmark script with a fault in rank 1: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`."""
 
 import os
 import runpy
@@ -17,7 +17,7 @@ BROKEN_RANK = 1
 
 
 def change_a_decision() -> None:
-    """Another next token than the leader's in one round."""
+    """Change a row's next token in one round."""
     decided, rounds = Ranks.decided, count()
 
     def changed(self: Ranks, decide: Callable[[], Tensor], *shape: int) -> Tensor:
@@ -30,7 +30,7 @@ def change_a_decision() -> None:
 
 
 def skew_sums() -> None:
-    """Sums that are one unit in the last place too large, as those of other hardware can be."""
+    """Make sums one unit in the last place too large, as other hardware may."""
     exact = AllReduce.__call__
 
     def skewed(self: AllReduce, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def skew_sums() -> None:
 
 
 def spoil_a_prompt() -> None:
-    """Logits in the middle of the first prompt that are not finite."""
+    """Make logits in the middle of the first prompt not finite."""
     filling, prompts = ModelRunner.filling, count(-1)  # the first forward measures memory
 
     def spoiled(self: ModelRunner, *args: object) -> Chunks[tuple[Tensor, Tensor]]:
@@ -52,11 +52,8 @@ def spoil_a_prompt() -> None:
     ModelRunner.filling = spoiled
 
 
-BUGS = change_a_decision, skew_sums, spoil_a_prompt
-FAULTS = {fault.__name__: fault for fault in BUGS}
-
 if __name__ == "__main__":
     _, fault, *sys.argv = sys.argv
     if int(os.environ["RANK"]) == BROKEN_RANK:
-        FAULTS[fault]()
+        {"change_a_decision": change_a_decision, "skew_sums": skew_sums, "spoil_a_prompt": spoil_a_prompt}[fault]()
     runpy.run_path(sys.argv[0], run_name="__main__")

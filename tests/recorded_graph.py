@@ -1,7 +1,7 @@
-"""A CUDA graph's meaning on a CPU: operations are recorded once, with their tensors, and run again in place.
+"""Stand-in for CUDA graphs on a CPU: operations are recorded once, with their tensors, and run again in place.
 
-As on a GPU, a replay runs no Python: a value that the host computed while recording, a tensor that is another
-one in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
+A replay runs no Python, as on a GPU: a value that the host computed while recording, a tensor that is replaced
+in the next round, or a buffer that moved shows up as a wrong result. Collectives are recorded too.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_leaves
 from kv_cache.quantized import QuantizedKVCache
 
 # Operations whose result, or whose shape, has to be known on the host.
-HOST_READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.item.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-)
+HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "tolist")
 
 
 class Recorder(TorchDispatchMode):
@@ -33,7 +26,7 @@ class Recorder(TorchDispatchMode):
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function not in HOST_READS, "the host read a value while recording"
+        assert function.overloadpacket.__name__ not in HOST_READS, "the host read a value while recording"
         assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
         is_collective = function.namespace == "c10d"
         for formal, actual in zip(function._schema.arguments, args, strict=False):
@@ -44,7 +37,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def undo(self) -> None:
-        """Recording computes nothing: what was written is as it was."""
+        """Restore what was written: recording computes nothing."""
         for tensor, before in reversed(self.written):
             tensor.copy_(before)
 
@@ -104,3 +97,13 @@ class RecordedGraphs:
         for graph in self._alive:
             graph.is_destroyed = True
         self._alive.clear()
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuse operations that read a tensor's values back to the host, or whose shape depends on them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        assert name not in HOST_READS and not boolean_index, f"{func} would wait for the device"
+        return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ does a function of `models.pointwise`, as where it is compiled. Of what a kernel
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -125,15 +125,25 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
             drafter = SelfSpeculation(runner, policy.new_cache(*of_cache), GAMMA)
     sampling = SamplingParams() if mode == GREEDY else SamplingParams(0.6, top_p=0.9)
     batch = Batch(N_ROW, Filters.of([sampling]), "meta", narrows=False)
-    round_, parts = Round(runner, batch, drafter, GAMMA if drafter else 0, mode), dict[str, Counter[str]]()
-    of_draft = ["refresh"] * bool(drafter and drafter.refresh_every) + ["draft"] * bool(drafter)
-    for name in (*of_draft, "verify", "accept", "roll_back"):
+    parts = dict[str, Counter[str]]()
+
+    def measured(name: str, kind: object, part: Callable[[], Any], verifies: bool) -> Any:
+        """Run a part of the round, and count what it costs, where a GPU would capture it."""
         costs = Costs(model)
         use_pointwise(model, Pointwise("one node each", *map(costs.as_one, astuple(EAGER)[1:-1])))
-        launched = patch.object(Launch, "__call__", lambda launch, costs=costs: costs.launch(launch))
+        launched = patch.object(Launch, "__call__", lambda launch: costs.launch(launch))
         with torch.inference_mode(), launched, drawn_by_triton(), costs:
-            getattr(round_, name)()
+            result = part()
         parts[name] = costs.counts
+        return result
+
+    round_ = Round(runner, batch, drafter, GAMMA if drafter else 0, mode, measured)
+    if drafter is not None:
+        drafter.n_rounds = 1  # the second round is the first with a refresh
+        round_.propose()
+    round_.verify()
+    round_.accept()
+    round_.roll_back()
     return parts
 
 

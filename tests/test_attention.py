@@ -25,7 +25,7 @@ def by_hand(q, k, v, query_positions, slot_positions, sliding_window):
 @pytest.mark.parametrize("group,n_kv_head", [(1, 2), (3, 2), (4, 1), (7, 1)])
 @pytest.mark.parametrize("n_token", [1, 4, MAX_BLOCK, MAX_BLOCK + 1, 40])
 @pytest.mark.parametrize("sliding_window", [None, 5])
-def test_equals_attention_by_hand(group, n_kv_head, n_token, sliding_window):
+def test_attention_equals_a_plain_softmax(group, n_kv_head, n_token, sliding_window):
     """Ragged rows whose slots are a shuffled ring with holes, as after evictions and rollbacks."""
     lengths = [n_token, n_token + 9, n_token + 22]
     shape = {"group": group, "n_kv_head": n_kv_head, "head_dim": 8, "capacity": 64}

@@ -1,4 +1,4 @@
-"""Rounds that are captured once and replayed give the very tokens of rounds that are called."""
+"""Rounds that are captured once and replayed give the tokens of rounds that are called."""
 
 import gc
 import weakref
@@ -30,7 +30,7 @@ from kv_cache.streaming import Streaming
 from kv_cache.verify_topk import VerifyTopK
 
 LENGTHS = [40, 7, 23, 1, 31]
-LIMITS = [25, 9, 18, 40, 12]
+LIMITS = [25, 9, 18, 32, 12]
 SAMPLED = [
     SamplingParams(temperature=0.7, seed=3),
     SamplingParams(temperature=1.1, top_k=9, seed=4),
@@ -50,8 +50,8 @@ def quantized() -> QuantizedKVCache:
 
 
 def near(runner: ModelRunner) -> SelfSpeculation:
-    """Much like the target, over a cache that keeps everything: one that does not would keep more where rounds that are
-    called draft less than captured ones."""
+    """Return a self-draft whose model is close to the target, over a cache that keeps everything. (A smaller cache
+    would keep more where called rounds draft less than captured ones.)"""
     model = near_model()
     return SelfSpeculation(runner, full_cache(model, runner.max_batch), 3, model)
 
@@ -96,22 +96,22 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     return [generate(runner, prompts, **how) for _ in range(times)]
 
 
-@pytest.mark.parametrize("kind,mode", zip(DRAFTERS, cycle(["coupled", "rejection"]), strict=False))
+@pytest.mark.parametrize("kind,mode", [*zip(DRAFTERS, cycle(["coupled", "rejection"]), strict=False)])
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows, twice: rows roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []
     each, replayed = run(kind, mode, times=2), run(kind, mode, partial(RecordedGraphs, recorded=graphs), times=2)
-    for called, one in zip(each, replayed, strict=True):
-        # Where rounds are captured, the model beside a text draws what is behind its guess.
-        assert one.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
-        assert one.stats.counts == called.stats.counts or kind == "combined"
+    for called, captured in zip(each, replayed, strict=True):
+        # In captured rounds a model beside text drafts also draws tokens behind a guess.
+        assert captured.tokens == called.tokens or (kind, mode) == ("combined", "rejection")
+        assert captured.stats.counts == called.stats.counts or kind == "combined"
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "saved")
     assert {round_.busy for round_ in replayed[0].stats.rounds} == {1, 2}, "rows end apart"
     assert all(graph.replays for graph in graphs), "what is captured is replayed"
 
 
 class OnGpu(TorchFunctionMode):
-    """Tensors are made on the GPU, whatever device is named, but those of random numbers of the CPU's."""
+    """Make tensors on the GPU, whatever device is named, except random numbers of a CPU generator."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         is_made = function in _device_constructors() and "generator" not in (kwargs or {})
@@ -125,10 +125,11 @@ class OnGpu(TorchFunctionMode):
 def test_real_graphs_give_the_same_tokens(kind, mode):
     with OnGpu():
         each, replayed = run(kind, mode, times=2), run(kind, mode, CudaGraphs, times=2)
-    assert [one.tokens for one in replayed] == [one.tokens for one in each] or (kind, mode) == ("combined", "rejection")
+    tokens, expected = ([out.tokens for out in outputs] for outputs in (replayed, each))
+    assert tokens == expected or (kind, mode) == ("combined", "rejection")
 
 
-def test_what_is_captured_without_filters_goes_once_a_request_brings_one():
+def test_graphs_without_filters_are_freed_once_a_request_has_filters():
     """Such graphs would never be replayed again, while requests bring new filters as long as a server runs."""
     graphs: list[RecordedGraph] = []
     model = tiny_model()
@@ -171,8 +172,8 @@ def test_graphs_go_with_their_runner_and_with_their_drafter():
 
 
 @pytest.mark.parametrize("flags,is_captured", [("", True), ("--no_cuda_graphs", False)])
-def test_a_gpu_captures_rounds_without_being_asked(flags, is_captured, call, monkeypatch):
-    """The whole script, on a CPU that goes by another name than "cpu"; nothing that it captured is left at its end."""
+def test_a_gpu_captures_rounds_by_default(flags, is_captured, call, monkeypatch):
+    """A whole script on a CPU that is named like a GPU; all graphs are freed at its end."""
     graphs: list[RecordedGraph] = []
     monkeypatch.setattr("bench.session.CudaGraphs", partial(RecordedGraphs, recorded=graphs))
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cpu:0")
@@ -188,7 +189,7 @@ WRITES = torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.defa
 
 
 class Forgetful(RecordedGraph):
-    """Replay writes rubbish to caches and leaves outputs as they are."""
+    """A graph whose replay writes wrong entries to caches and leaves outputs as they are."""
 
     def replay(self) -> None:
         self.replays += 1
@@ -198,10 +199,10 @@ class Forgetful(RecordedGraph):
 
 
 def test_graphs_that_compute_something_else_change_no_token(capsys, monkeypatch):
-    """Parts that verify and decide are then called, with a note; wrong drafts are only rejected."""
+    """The parts that verify and accept are then called, with a note; wrong drafts are only rejected."""
     monkeypatch.setattr(RecordedGraphs, "Graph", Forgetful)
     graphs: list[RecordedGraph] = []
     wrong, right = (run("streaming", "greedy", new) for new in (partial(RecordedGraphs, recorded=graphs), None))
-    assert [one.tokens for one in wrong] == [one.tokens for one in right] and graphs
+    assert [out.tokens for out in wrong] == [out.tokens for out in right] and graphs
     said = capsys.readouterr().err
     assert "verify" in said and "accept" in said

@@ -13,7 +13,7 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
 from engine.noise import Stream, gumbel
 from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
-from kv_cache.entries import largest
+from kv_cache.entries import LARGEST
 from models import Transformer
 
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
@@ -191,7 +191,7 @@ class StaleScales(FullKVCache):
         scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
 
 
-@pytest.mark.parametrize("kv_dtype", largest())
+@pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
     model = tiny_model(dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""The CPU kernel against the reference, and its promise: a row's bits do not depend on its company."""
+"""The CPU kernel against the reference; a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,17 @@ from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 
 
-@pytest.fixture
-def nothing_built():
-    """Forget the loaded kernel, before and after."""
-    cpp_backend.load_kernel.cache_clear()
-    yield
-    cpp_backend.load_kernel.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def backend() -> CppAttention:
     try:
         return CppAttention()
     except cpp_build.BuildError as error:
+        if "wrong results" in str(error):
+            raise
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("n_token", [1, 2, 4, 5, 16, 70])
+@pytest.mark.parametrize("n_token", [1, 2, 5, 70])
 @pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128), (7, 64)])
 @pytest.mark.parametrize("ring,sliding_window", [(False, None), (True, None), (False, 37)])
 def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_window):
@@ -45,8 +39,7 @@ def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_w
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_of_every_storage(backend, storage, dtype):
-    """Long enough for several parts; the reference reads the same stored entries. Of int8 entries, the kernel rounds
-    queries to 15 bits."""
+    """Rows have several parts; over int8 entries the kernel rounds queries to 15 bits."""
     case = make_case([2 * PART + 9, 5, PART], 4, storage=storage, dtype=dtype, capacity=2 * PART + 70)
     of_float32 = 2e-4 if storage == torch.int8 else 5e-6
     tolerance = of_float32 if dtype == torch.float32 else 2e-2
@@ -79,8 +72,8 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
     settings = {"storage": storage, "group": group, "head_dim": head_dim}
     case = make_case([4, 40, PART + 203, 77], 4, capacity=PART + 203, **settings)
     tolerance = 1e-3 if storage == torch.int8 else 1e-5  # the kernel rounds queries to 15 bits
-    for one in (case, case.among_other_rows()):
-        one.assert_notes(backend, tolerance)
+    for each in (case, case.among_other_rows()):
+        each.assert_notes(backend, tolerance)
     make_case([4, 40, 203, 77], 4, capacity=203, sliding_window=37, **settings).assert_notes(backend, tolerance)
 
 
@@ -88,12 +81,12 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
 @pytest.mark.parametrize("target", ENTRIES)
 def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     """Rows are named, some are refilled, and choices overlap with those before."""
-    config = ModelConfig(vocab_size=8, n_layer=3, dim=64, n_head=2, n_kv_head=2, head_dim=24, ffn_dim=8, max_context=99)
-    one = FullKVCache(config, 4, 50, dtype=source)
-    own, again = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    one.entries.copy_(torch.randint(-90, 90, one.entries.shape) / (1 if one.scales is not None else 7))
-    if one.scales is not None:
-        one.scales.uniform_()
+    config = ModelConfig(8, 3, 64, 2, 2, 24, 8, 99)
+    full = FullKVCache(config, 4, 50, dtype=source)
+    ours, expected = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    full.entries.copy_(torch.randint(-90, 90, full.entries.shape) / (1 if full.scales is not None else 7))
+    if full.scales is not None:
+        full.scales.uniform_()
     rows = torch.tensor([3, 0, 1])
 
     def entries_of(cache: VerifyTopKCache) -> torch.Tensor:
@@ -103,13 +96,13 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
 
     for is_new in ([True, False, True], [True, True, False], [True, True, True]):
         chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
-        for cache, how in ((again, SelectionOps().copy_chosen), (own, backend.copy_chosen)):
-            how(cache.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
-        assert torch.equal(entries_of(own), entries_of(again)) and entries_of(own)[2].any()
-    own.reset_row(0)
-    own.entries[:, :, 0] = 0
-    backend.copy_chosen(own.view(rows), 2, one.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
-    assert torch.equal(entries_of(own), entries_of(again)), "filled anew, a row holds nothing of it"
+        for cache, copy in ((expected, SelectionOps().copy_chosen), (ours, backend.copy_chosen)):
+            copy(cache.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
+        assert torch.equal(entries_of(ours), entries_of(expected)) and entries_of(ours)[2].any()
+    ours.reset_row(0)
+    ours.entries[:, :, 0] = 0
+    backend.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
+    assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
 
 
 @pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])
@@ -124,36 +117,34 @@ def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
     assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()
 
 
-def test_a_model_that_the_kernel_does_not_have_runs_on_torch(backend):
+def test_a_model_that_the_kernel_does_not_take_runs_on_torch(backend):
     for head_dim, dtype, said in ((80, torch.float32, "head_dim 80"), (64, torch.float64, "float64")):
         chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, head_dim, None, dtype))
         assert isinstance(chosen, TorchAttention) and said in why
 
 
-def test_a_machine_without_a_compiler_uses_torch(nothing_built, monkeypatch, tmp_path):
+def test_a_machine_without_a_compiler_uses_torch(request, monkeypatch, tmp_path):
     """The reason is given, and asking for the kernel by name is an error."""
+    cpp_backend.load_kernel.cache_clear()
+    request.addfinalizer(cpp_backend.load_kernel.cache_clear)
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
     chosen, why = select_backend("auto", "cpu", SPEC)
     assert isinstance(chosen, TorchAttention) and "/nowhere/g++" in why
     with pytest.raises(Exception, match="--attention"):
         select_backend("cpp", "cpu", SPEC)
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(cpp_build.BuildError):
-        cpp_backend.load_kernel()
-    assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
 
 
 @pytest.mark.parametrize("storage", ENTRIES)
 @pytest.mark.parametrize("head_dim,group", [(64, 16), (64, 48), (128, 32)])
-def test_reads_4_bits_as_they_are(backend, monkeypatch, storage, head_dim, group):
+def test_reads_4_bits_without_unpacking(backend, monkeypatch, storage, head_dim, group):
     for n_token, sliding_window in ((1, None), (5, None), (5, 100)):
         sizes = n_token, head_dim, group
         case = packed_case(*sizes, storage=storage, sliding_window=sliding_window, capacity=PART + 300)
         expected = case.reference()
         assert not backend.dequantizes(n_token, group)
         with monkeypatch.context() as patch:
-            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("it is read as it is"))
+            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
             found = case.run(backend)
         tolerance = 2e-4 if storage == torch.int8 else 5e-6
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)

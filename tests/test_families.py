@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, rope, save_folder
-from policies import OF_SELF_DRAFTS, POLICIES, Size
+from policies import POLICIES, SELF_DRAFT_POLICIES, Size
 from transformers import LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 
 from convert_hf_checkpoint import convert
@@ -73,7 +73,7 @@ def test_products_by_expert_are_those_of_a_loop() -> None:
     torch.testing.assert_close(grouped(x, weights, counts), looped(x, weights, counts))
 
 
-@pytest.mark.parametrize("policy", [None, *OF_SELF_DRAFTS])
+@pytest.mark.parametrize("policy", [None, *SELF_DRAFT_POLICIES])
 def test_greedy_text_is_that_of_transformers(folder: Path, policy: str | None) -> None:
     assert decode(folder, policy) == torch.load(folder / "expected.pt")
 

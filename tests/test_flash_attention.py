@@ -1,19 +1,64 @@
-"""The flash backend over stand-ins for its three packages, against the reference backend."""
+"""The flash backend over stand-ins for its three packages, and the backend that each machine gets."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
-from unittest.mock import Mock
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, PropertyMock
 
 import attention_cases
 import pytest
 import torch
-from fake_flash_attn import fake_package
-from no_host_reads import NoHostReads
+from recorded_graph import NoHostReads
+from torch import Tensor
 
+from common.errors import ConfigError
+from models.attention import AttentionSpec, select_backend
 from models.attention.base import MAX_BLOCK
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
 from models.attention.torch_backend import TorchAttention
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, window: tuple[int, int]) -> Tensor:
+    """Return the output `[B, T, H, D]`; 0 for queries that see nothing."""
+    n_row, n_slot, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    if lengths is None:
+        lengths = torch.full(q.shape[:1], n_slot)
+    k, v = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q.double(), k) * q.shape[-1] ** -0.5
+    slot, length = torch.arange(n_slot), lengths.long()[:, None, None]
+    # Aligned to the bottom right: the last query is that of the last key.
+    at = torch.arange(n_row)[:, None] + length - n_row
+    left, right = window if not causal else (window[0], 0)
+    visible = (slot < length) & ((slot >= at - left) | (left < 0)) & ((slot <= at + right) | (right < 0))
+    scores = scores.masked_fill(~visible.expand(-1, n_row, -1)[:, None], float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).nan_to_num(), v).to(q.dtype)
+
+
+def fake_package(package: Package) -> ModuleType:
+    """Return a module with the package's kernel, whose `calls` counts its calls."""
+    module, is_fa2 = ModuleType(package.module), package.module == FA2.module
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens=None, cache_batch_idx=None, causal=False, window_size=(-1, -1), **more
+    ):
+        assert more.keys() <= ({"num_splits"} if is_fa2 else {"num_splits", "pack_gqa"}), more
+        assert q.dtype in package.dtypes and k_cache.dtype == v_cache.dtype == q.dtype
+        assert q.shape[3] % 8 == 0 and all(x.stride(-1) == 1 for x in (q, k_cache, v_cache))
+        for index in (cache_seqlens, cache_batch_idx):
+            assert index is None or index.dtype == torch.int32
+        assert package.has_windows or not 0 <= window_size[0] < k_cache.shape[1] - 1, "no windows in this build"
+        if cache_batch_idx is not None:
+            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+        module.calls += 1
+        return attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
+
+    module.calls = 0
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
 
 CAPACITY, HEAD_DIM = 40, 16
 PACKAGES = (FA3, FA3_FWD, FA2)
@@ -88,3 +133,72 @@ def test_cases_that_flash_cannot_express_go_to_the_fallback(reason):
         backend, _, module = make_backend(package)
         torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=1e-5, atol=1e-5)
         assert module.calls == 0
+
+
+SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
+WITHOUT_TRITON = {"has_triton": False}
+NO_COMPILER = {"launch_error": subprocess.CalledProcessError(1, ["gcc", "main.c"])}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Function that pretends to be a GPU with some flash packages, and with Triton, whose launcher may fail."""
+
+    def pretend(capability=(9, 0), packages=(), has_triton=True, launch_error=None, refused=None):
+        refused = refused or {}
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("models.attention.select.refusal", lambda name, device: refused.get(name))
+        for package in PACKAGES:
+            # None in sys.modules is what importing an absent module looks like, wherever the tests run.
+            monkeypatch.setitem(sys.modules, package.module, fake_package(package) if package in packages else None)
+        if has_triton:
+            pytest.importorskip("triton")
+            active = PropertyMock(return_value=SimpleNamespace(utils="a launcher"), side_effect=launch_error)
+            monkeypatch.setattr("triton.runtime.driver", type("Driver", (), {"active": active})())
+        else:
+            monkeypatch.setitem(sys.modules, "triton", None)
+            monkeypatch.delitem(sys.modules, "models.attention.triton_backend", raising=False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "name,model,on,chosen,reason",
+    [
+        ("auto", {}, {}, "triton", "Triton"),
+        ("triton", {"head_dim": 80}, {}, "torch", "head_dim"),
+        ("auto", {}, WITHOUT_TRITON, "torch", "triton"),
+        ("auto", {}, NO_COMPILER, "torch", "gcc"),
+        ("auto", {}, {"refused": {"triton": "wrong results"}}, "torch", "wrong results"),
+        ("flash", {}, {"packages": PACKAGES, "refused": {"flash": "it crashes"}}, "triton", "it crashes"),
+        ("flash", {}, {"packages": PACKAGES}, "flash", FA3.title),
+        ("flash", {}, {"packages": (FA2,)}, "flash", FA2.title),
+        ("flash", {}, {"capability": (8, 0), "packages": PACKAGES}, "flash", FA2.title),
+        ("flash", {"dtype": torch.float32}, {"packages": (FA3,)}, "torch", "float32"),
+        ("flash", {"sliding_window": 7}, {"packages": (FA2,)}, "triton", "sliding window"),
+    ],
+)
+def test_the_best_backend_is_taken_with_a_reason(machine, name, model, on, chosen, reason):
+    machine(**on)
+    backend, why = select_backend(name, "cuda", replace(SPEC, **model))
+    assert backend.name == chosen and "\n" not in why and reason in why
+
+
+@pytest.mark.parametrize(
+    "name,device,on",
+    [
+        ("triton", "cuda", WITHOUT_TRITON),
+        ("triton", "cpu", {}),
+        ("cpp", "cuda", {}),
+        ("flash", "cpu", {"packages": PACKAGES}),
+        ("flash", "cuda", {"capability": (7, 5), "packages": PACKAGES}),
+        ("xformers", "cpu", {}),
+    ],
+)
+def test_a_backend_that_is_not_there_is_refused(machine, name, device, on):
+    machine(**on)
+    with pytest.raises(ConfigError, match="--attention"):
+        select_backend(name, device, SPEC)

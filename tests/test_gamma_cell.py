@@ -4,6 +4,7 @@ from typing import Any
 
 from bench.auto.costs import Costs
 from bench.auto.measure import measure_costs
+from common.jsonl import read_lines
 
 GAMMA_CELL = "reproduce/gamma_cell.py"
 SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
@@ -35,11 +36,12 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
     ]
 
 
-def test_acceptance_on_three_kinds_of_text(call):
+def test_acceptance_on_three_kinds_of_text(call, tmp_path):
     """Every draft decodes the same texts, also where text is sampled."""
     sizes = "--B 2 --prefix_len 80 --gen_len 24 --device cpu --dtype float64 --snapkv_window 8 --gamma 2"
     lists = "--budgets 16 40 --policies streaming snapkv full"
-    record = call("reproduce/acceptance.py", f"{sizes} {lists}").record
+    record = call("reproduce/acceptance.py", f"{sizes} {lists} --output {tmp_path / 'out.jsonl'}").record
+    assert [row for _, each in read_lines(tmp_path / "out.jsonl") for row in each["rows"]] == record["rows"]
     rows = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in record["rows"]}
     assert len(rows) == len(record["rows"]) == 3 * (2 * 2 + 1)
     for (text, policy, _), row in rows.items():

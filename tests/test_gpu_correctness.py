@@ -32,7 +32,7 @@ DEVICE, GRAPHS = ("cuda", CudaGraphs) if ON_CUDA else ("cpu", RecordedGraphs)
 pytestmark = [pytest.mark.slow] if ON_CUDA else []  # kernels are compiled for minutes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROUNDED_QUERIES = 2e-4  # to 15 bits, as the CPU kernel does before it multiplies int8 entries
-# Of a layer's output, relative: activations are rounded to 8 bits, or scales and activations to bfloat16.
+# Relative error of a layer's output: activations are rounded to 8 bits, or scales and activations to bfloat16.
 QUANTISED_TOLERANCE = 2e-2
 BACKENDS = ("triton", "flash", "torch") if ON_CUDA else ("cpp", "torch")
 DTYPES = (torch.bfloat16, torch.float16) if ON_CUDA else (torch.float32, torch.bfloat16)
@@ -56,8 +56,8 @@ def test_attention(backend, dtype, storage, order, record_property):
         if order.startswith("4 bits"):
             each = [packed_case(n_token, quant_group=16, sliding_window=window, **kind) for window in (None, 100)]
         else:
-            one = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
-            each = [one, one.among_other_rows()]
+            case = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
+            each = [case, case.among_other_rows()]
         errors[n_token, group, head_dim] = max(error_of(opened(backend, case.spec), case) for case in each)
     record_property(f"{backend}, {dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {order}", max(errors.values()))
     assert max(errors.values()) <= tolerance, errors
@@ -74,7 +74,7 @@ def opened(backend: str, spec: AttentionSpec):
 
 
 def error_of(backend, case: Case) -> float:
-    """Infinite where anything is not finite."""
+    """Return the case's largest error, infinite where a result is not finite."""
     out, exact = on_device(case).run(backend).cpu().double(), case.reference()
     return ((out - exact).abs() / (1 + exact.abs())).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
@@ -88,7 +88,7 @@ def on_device(case: Case) -> Case:
 
 
 def test_numbers_are_those_of_the_cpu():
-    """Uniform ones bit for bit; Gumbel ones but where two logarithms round apart."""
+    """Uniform numbers are equal bit for bit, Gumbel numbers except where two logarithms round apart."""
     keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
     given, n_ids = [*keys, torch.tensor([[0, 1, 8191, 131071]])], 49152 if ON_CUDA else 501
     there = [x.to(DEVICE) for x in given]
@@ -101,7 +101,7 @@ def test_numbers_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_numbers_of_quantised_layers(scheme, record_property):
-    """Against the product with the grid that they stand for, for few rows and for many."""
+    """Layers equal the product with their dequantised weights, for few rows and for many."""
     if not ON_CUDA and scheme == "int8" and not torch.cpu._is_vnni_supported():
         pytest.skip("no VNNI")
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +133,7 @@ def test_numbers_of_a_chunk_come_from_a_flash_kernel():
 
 
 class CapturedShapes(ModelRunner):
-    """Called rounds over the rows and slots of captured ones: the kernels then cut sums in the same places."""
+    """Runner whose called rounds have the rows and slots of captured ones, so that kernels split sums alike."""
 
     narrows = False
 
@@ -144,7 +144,7 @@ MODES = ["greedy", "coupled", "rejection"]
 
 
 def model_and_prompts() -> tuple[Transformer, list[list[int]]]:
-    """On a GPU of the default model's shape; six ragged prompts."""
+    """Return a model, of the default model's shape on a GPU, and six ragged prompts."""
     if not ON_CUDA:
         return tiny_model(), random_prompts([70, 66, 90, 80, 65, 77])
     name = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -170,12 +170,12 @@ def tokens_of(runner: ModelRunner, prompts: list[list[int]], mode: str) -> list[
     return [generate(runner, prompts, drafter=drafter, **how).tokens for drafter in drafters * 2]
 
 
-def are_identical(mode: str, graphs=GRAPHS, pointwise=EAGER) -> bool:
+def are_identical(mode: str, pointwise=EAGER) -> bool:
     """Six prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
     model, prompts = model_and_prompts()
     use_pointwise(model, pointwise)
     called = tokens_of(new_runner(model, CapturedShapes), prompts, mode)
-    runner = new_runner(model, new_graphs=graphs)
+    runner = new_runner(model, new_graphs=GRAPHS)
     replayed = tokens_of(runner, prompts, mode)
     runner.drop_graphs()
     return called == replayed
@@ -193,12 +193,12 @@ def test_identity_compiled(mode):
 
 
 @torch.inference_mode()
-def survives(graphs=GRAPHS) -> bool:
-    """Return whether a runner's graphs give the same tokens after another runner's graphs and memory are gone."""
+def test_owners_of_graphs_go_apart():
+    """A runner's graphs give the same tokens after another runner's graphs and memory are gone."""
     model, prompts = model_and_prompts()
 
     def owner():
-        runner = new_runner(model, new_graphs=graphs)
+        runner = new_runner(model, new_graphs=GRAPHS)
         drafter = SelfSpeculation(runner, draft_cache(model), gamma=3)
         return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
 
@@ -206,8 +206,4 @@ def survives(graphs=GRAPHS) -> bool:
     before = [stays(), goes()]
     del goes
     rubbish = torch.full((2**26 if ON_CUDA else 16,), float("nan"), device=DEVICE)
-    return before[0] == before[1] == stays() and bool(rubbish.isnan().all())
-
-
-def test_owners_of_graphs_go_apart():
-    assert survives()
+    assert before[0] == before[1] == stays() and rubbish.isnan().all()

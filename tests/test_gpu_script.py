@@ -1,5 +1,7 @@
-"""reproduce/gpu.py: a quick run on the CPU, steps that fail, crash, hang or are pointless, and no GPU."""
+"""reproduce/gpu.py: a quick run on the CPU; steps that fail, crash, hang or are skipped; the sizes of full runs."""
 
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -9,12 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from programs import python, run
 
+from bench.memory import GIB, require_room
+from bench.session import Session
+from common import cli
 from reproduce import gpu
-from reproduce.gpu_parts import checks
+from reproduce.gpu_parts import checks, rounds
 from reproduce.gpu_parts.child import Skip, verdict
-from reproduce.gpu_parts.steps import STEPS, Step
+from reproduce.gpu_parts.steps import DUMMY, SMALL, STEPS, Step
+from serving.serve import Serve
 
 
 def read(output: Path) -> dict[str, dict]:
@@ -32,17 +39,13 @@ def test_a_quick_run_goes_from_beginning_to_end(tmp_path):
     records = read(output)
     assert ended.code == 0, ended.out + ended.err
     assert {*records} == {*STEPS_TO_RUN}
-    skipped = {name for name, one in records.items() if one["status"] == "skipped"}
+    skipped = {name for name, record in records.items() if record["status"] == "skipped"}
     assert {"attention flash", "bandwidth flash"} <= skipped <= {"attention flash", "bandwidth flash", "gpu"}
     for step in (step for step in STEPS if step.name in records and step.name not in skipped):
         record = records[step.name]
         assert record["status"] == "done" and record["quick"] and record["torch_version"]
-        missing = {*step.shows} - {*record}
-        assert all(name.endswith("_256") for name in missing), missing  # a size of full runs
-    autos = records["autos"]
-    assert autos["B"] == autos["asked_B"] == 2 and autos["kernel_ms"] > 0 and autos["planned_bytes"] > 2**20
+        assert all(name.endswith("_256") for name in {*step.shows} - {*record})  # a size of full runs
     assert ended.out == (tmp_path / "gpu.jsonl.md").read_text() + "\n"
-    assert "| autos | done |" in ended.out and "- bandwidth flash: attention flash: skipped" in ended.out
 
 
 def good(device: str) -> dict:
@@ -54,7 +57,6 @@ def wrong(device: str) -> dict:
 
 
 def broken(device: str) -> dict:
-    print("the last words", file=sys.stderr, flush=True)
     raise ValueError("a shape was wrong")
 
 
@@ -69,7 +71,7 @@ def hang(device: str) -> dict:
     return {}
 
 
-def senseless(device: str) -> dict:
+def skipped(device: str) -> dict:
     raise Skip("no sense here")
 
 
@@ -79,8 +81,8 @@ def of(*runs, **more) -> list[Step]:
 
 @pytest.fixture
 def main(monkeypatch, tmp_path, capsys):
-    """Runs steps; gives their records and the page."""
-    for function in (good, wrong, broken, crash, hang, senseless):
+    """Function that runs steps and returns their records and the page."""
+    for function in (good, wrong, broken, crash, hang, skipped):
         monkeypatch.setattr(checks, function.__name__, function, raising=False)
 
     def run_steps(*steps: Step, code: int = 1, **flags) -> tuple[dict[str, dict], str]:
@@ -96,41 +98,76 @@ def main(monkeypatch, tmp_path, capsys):
     return run_steps
 
 
-def test_what_goes_wrong_is_said_and_the_rest_runs(main):
+def test_failures_are_recorded_and_the_other_steps_run(main):
     hung = of(hang, seconds=1.0)
-    records, page = main(*of(wrong, broken, crash, senseless), *hung, *of(good, shows={"ms": 1.0}))
+    records, page = main(*of(wrong, broken, crash, skipped), *hung, *of(good, shows={"ms": 1.0}))
     bad = dict.fromkeys(("broken", "crash"), "error") | {"wrong": "failed", "hang": "timed out"}
-    ends = bad | {"senseless": "skipped", "good": "done"}
-    assert {name: one["status"] for name, one in records.items()} == ends
+    ends = bad | {"skipped": "skipped", "good": "done"}
+    assert {name: record["status"] for name, record in records.items()} == ends
     assert records["broken"]["error"] == "ValueError: a shape was wrong"
     assert "exit code -9" in records["crash"]["error"] and "the last words" in records["crash"]["error"]
-    assert records["senseless"]["reason"] == "no sense here" and records["hang"]["seconds"] < 5
-    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]] and records["hang"]["torch_version"]
-    assert "- **good**: ms 2, not 1.0\n" in gpu.page([records["good"] | {"quick": False}]) and "ms 2, not" not in page
+    assert records["skipped"]["reason"] == "no sense here" and records["hang"]["seconds"] < 5
+    assert records["good"]["above_estimate"] == [["ms", 2.0, 1.0]]
     failures = page.partition("## What failed")[2].partition("##")[0]
     assert all(f"**{name}**" in failures for name in ("wrong", "broken", "crash", "hang")) and "good" not in failures
 
 
-def test_what_a_failure_makes_pointless_is_skipped_and_says_why(main):
+def test_steps_that_need_a_failed_one_are_skipped_with_a_reason(main):
     steps = [Step("first", "checks.wrong", needs=()), Step("second", "checks.good", needs=("first",))]
     steps += [Step("third", "checks.good", needs=("second",)), Step("fourth", "checks.good", needs=())]
     steps += [Step(f"after {name}", "checks.good", needs=(), after=name) for name in ("first", "fourth")]
-    records, page = main(*steps)
-    assert [one["status"] for one in records.values()] == ["failed", "skipped", "skipped", "done", "done", "skipped"]
+    records, _ = main(*steps)
+    ends = ["failed", "skipped", "skipped", "done", "done", "skipped"]
+    assert [record["status"] for record in records.values()] == ends
     assert [records[name]["reason"] for name in ("second", "third")] == ["first: failed", "second: skipped"]
-    assert "- second: first: failed\n" in page
 
 
-def test_steps_begin_beside_each_other_and_none_after_the_time_limit(main):
-    first, second, third = (Step(name, "checks.good", needs=(), beside=name == "b") for name in "abc")
-    assert gpu.groups_of([first, second, third]) == [[first, second], [third]]
-    records, _ = main(first, second, third, code=0)
-    assert [one["status"] for one in records.values()] == ["done"] * 3
+def test_no_step_begins_after_the_time_limit(main):
     records, _ = main(*of(good), time_limit=0.0, code=0)
     assert records["good"]["reason"] == "the time limit was reached"
 
 
 @pytest.mark.parametrize("flags", [[], ["--device", "cpu"], ["--steps", "nothing"]])
-def test_without_a_gpu_it_says_what_it_takes(flags):
+def test_a_machine_without_a_gpu_is_refused(flags):
     refusal = run("reproduce/gpu.py", flags).refusal
     assert ("nothing" if "nothing" in flags else "--device cpu --quick") in refusal
+
+
+WORDS = {step.name: step.given["words"] for step in STEPS if step.run in ("rounds.measure", "checks.ranks")}
+
+
+def test_every_function_takes_the_arguments_of_its_step():
+    names = [step.name for step in STEPS]
+    assert len({*names}) == len(names)
+    for place, step in enumerate(STEPS):
+        module, _, name = step.run.partition(".")
+        function = getattr(importlib.import_module(f"reproduce.gpu_parts.{module}"), name)
+        for given in (step.given, step.given | step.quick):
+            inspect.signature(function).bind("cuda", **given)
+        assert {*step.needs, *filter(None, [step.after])} <= {*names[:place]}
+    server = next(step.given["flags"] for step in STEPS if step.name == "server")
+    assert cli.read(Serve, server.split(), "python -m serving").batch.max_batch == 64
+
+
+class Planned(Exception):
+    """A session was planned."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
+    plans = []
+
+    def never_opened(plan):
+        require_room(plan)
+        plans.append(plan)
+        raise Planned
+
+    monkeypatch.setattr(Session, "of_plan", never_opened)
+    monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
+    monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    words = WORDS[name] if DUMMY in WORDS[name] else f"{SMALL} {WORDS[name]}"
+    with pytest.raises(Planned):
+        rounds.open_fitting(f"{words} --device cuda")
+    wanted = plans[0].config.sizes.B
+    assert 0.6 * wanted <= plans[0].n_rows <= wanted and (plans[0].n_rows == wanted or name.startswith("costs"))

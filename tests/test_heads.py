@@ -1,17 +1,26 @@
-"""Medusa and EAGLE heads: what they compute against a plain reference, and which files are refused."""
+"""Medusa and EAGLE heads: published weights against plain code, refused files, and programs that draft with heads."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from programs import Ended, benchmark, run
 from published_heads import PlainEagle, eagle_config, eagle_tensors, medusa_tensors, plain_medusa, save_head
+from rank_jobs import N_PROMPTS, SIZES, Models
 from tiny import TINY, tiny_model
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from bench.config import RunConfig, Sizes, Target
+from bench.memory import memory_plan
+from bench.plan import resolve
 from common.errors import UserError
+from engine.drafters.eagle import EagleConfig
+from engine.drafters.medusa import MedusaConfig
 from kv_cache import FullKVCache
 from kv_cache.views import NoCache
-from models import load_model
+from models import ModelConfig, load_model
 from models.heads.loading import find_head, published
 
 DEEP = replace(TINY, n_layer=7)
@@ -22,16 +31,10 @@ EAGLES = {
     "EAGLE-3": (3, 1, {}),
     "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
     "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
-    "EAGLE-3, a vocabulary of its own": (3, 1, {"n_draft": 20}),
-    "EAGLE-3, keys of its target": (
-        3,
-        1,
-        {"model_type": "qwen2", "sliding_window": 3, "layer_types": ["sliding_attention"]},
-    ),
+    "EAGLE-3, a smaller vocabulary": (3, 1, {"n_draft": 20}),
+    "EAGLE-3, keys of its target": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
 }
-
-
-SHALLOW = replace(TINY, n_layer=4)  # of which EAGLE-3 would read layer 2 twice
+SHALLOW = replace(TINY, n_layer=4)  # EAGLE-3 would read its layer 2 twice
 
 
 def drop(name):
@@ -39,14 +42,14 @@ def drop(name):
 
 
 def put(name, value):
-    return lambda tensors: tensors | {name: value(tensors) if callable(value) else value}
+    return lambda tensors: tensors | {name: value}
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_the_inputs_of_layers_are_those_that_transformers_gives(checkpoint):
+def test_the_inputs_of_layers_are_those_of_transformers(checkpoint):
     tokens, positions = torch.randint(200, (2, 19)), torch.arange(19).expand(2, -1)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     first, second, normed = reference(tokens, output_hidden_states=True).hidden_states
@@ -60,7 +63,7 @@ def test_the_inputs_of_layers_are_those_that_transformers_gives(checkpoint):
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_heads_compute_what_was_published(tmp_path, file):
+def test_a_medusa_head_equals_plain_code(tmp_path, file):
     tensors = medusa_tensors(TINY, n_head=3)
     path = save_head(tmp_path, tensors, {"medusa_num_heads": 2, "medusa_num_layers": 2}, file)
     hidden = torch.randn(4, TINY.dim, dtype=torch.float64)
@@ -69,12 +72,12 @@ def test_medusa_heads_compute_what_was_published(tmp_path, file):
         assert len(heads) == 3, "all that the file has"
         for i, head in enumerate(heads):
             for ours, given in zip(head(hidden), hidden, strict=True):
-                close(ours, plain_medusa(tensors, i, 2, given))
+                close(ours, plain_medusa(tensors, i, given))
         assert published(heads).keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("kind", EAGLES)
-def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
+def test_an_eagle_head_equals_plain_code(tmp_path, kind):
     """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
@@ -82,10 +85,10 @@ def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
     config = eagle_config(DEEP, version, n_layer, **({"draft_vocab_size": n_draft} if n_draft else options))
     head = find_head(save_head(tmp_path, tensors, config), "eagle", DEEP).load(**FLOAT64)
     head.borrow(target := tiny_model(DEEP))
-    length, n_own = 21, 3  # longer than what is run as a block
+    length, n_ahead = 21, 3  # longer than a block
     states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
-    tokens = torch.randint(DEEP.vocab_size, (2, length + n_own))
-    positions = torch.arange(length + n_own).expand(2, -1)
+    tokens = torch.randint(DEEP.vocab_size, (2, length + n_ahead))
+    positions = torch.arange(length + n_ahead).expand(2, -1)
 
     expected, logits = [], []
     for given, row in zip(states, tokens.tolist(), strict=True):
@@ -100,7 +103,7 @@ def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
     fused, ours = head.fused(states), []
     for start, end in ((0, 4), (4, length)):
         ours.append(head.advance(fused[:, start:end], tokens[:, start:end], positions[:, start:end], cache))
-    for i in range(length, length + n_own):
+    for i in range(length, length + n_ahead):
         ours.append(head.advance(ours[-1][:, -1:], tokens[:, i : i + 1], positions[:, i : i + 1], cache))
     close(torch.cat(ours, dim=1), torch.stack(expected))
     close(head.draft_logits(torch.cat(ours, dim=1)), torch.stack(logits))
@@ -110,7 +113,7 @@ def test_an_eagle_head_computes_what_was_published(tmp_path, kind):
         torch.testing.assert_close(x, tensors[name.replace("layers.0.", "midlayer.") if name not in tensors else name])
 
 
-def test_what_a_head_lacks_is_the_targets(tmp_path):
+def test_a_head_borrows_from_the_target_what_it_lacks(tmp_path):
     target, tensors, config = tiny_model(DEEP), eagle_tensors(DEEP, 1), eagle_config(DEEP, 1)
     tensors["embed_tokens.weight"] = target.tok_embeddings.weight.data.clone()
     same = find_head(save_head(tmp_path / "same", tensors, config), "eagle", DEEP).load(**FLOAT64)
@@ -124,65 +127,41 @@ def test_what_a_head_lacks_is_the_targets(tmp_path):
     assert len([*less.parameters()]) == len([*same.parameters()]) - 1, "what is borrowed stays the target's"
 
 
+def as_they_are(tensors):
+    return tensors
+
+
 BAD = {
-    "wrong hidden size": (1, DEEP, lambda t: t, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
-    "wrong target": (3, replace(DEEP, dim=48), lambda t: t, {}, "target_hidden_size"),
-    "wrong vocabulary": (3, replace(DEEP, vocab_size=60), lambda t: t, {}, "vocab_size"),
+    "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
+    "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "another layout": (3, DEEP, put("layers.0.self_attn.q_norm.weight", torch.ones(12)), {}, "q_norm"),
-    "NaN": (3, DEEP, put("norm.weight", lambda t: t["norm.weight"] * float("nan")), {}, "norm.weight"),
-    "a shallow target": (3, SHALLOW, lambda t: t, {}, "[2, 2, 1]"),
-    "layers that there are not": (3, DEEP, lambda t: t, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
-    "a bad size": (3, DEEP, lambda t: t, {"draft_vocab_size": 0}, "draft_vocab_size"),
-    "no map": (
-        3,
-        DEEP,
-        put("lm_head.weight", lambda t: t["lm_head.weight"][:9].clone()),
-        {"draft_vocab_size": 9},
-        "d2t",
-    ),
-}
-# Of each, the version, the target, and the configuration.
-MISSING = {
-    "layers.0.mlp.up_proj.weight": (1, DEEP, {}),
-    "fc.weight": (3, DEEP, {}),
-    "layers.0.hidden_norm.weight": (3, DEEP, {}),
-    "embed_tokens.weight": (3, replace(DEEP, dim=48), {}),  # not the target's, which is of another width
-    "lm_head.weight": (3, DEEP, {"draft_vocab_size": 20}),  # not the target's, which is of other ids
-    "d2t": (3, DEEP, {"draft_vocab_size": 20}),
+    "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
+    "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
+    "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
+    "no map": (3, DEEP, drop("d2t"), {"draft_vocab_size": 20}, "d2t"),
+    "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
+    "an embedding of another width": (3, replace(DEEP, dim=48), drop("embed_tokens.weight"), {}, "embed_tokens.weight"),
+    "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_does_not_fit_is_refused_by_name(tmp_path, bad):
+def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
     version, target, damage, config, named = BAD[bad]
-    tensors = damage(eagle_tensors(DEEP, version))
+    tensors = damage(eagle_tensors(DEEP, version, n_draft=config.get("draft_vocab_size")))
     path = save_head(tmp_path, tensors, eagle_config(DEEP, version, **config))
     with pytest.raises(UserError) as refused:
         find_head(path, "eagle", target).load(**FLOAT64)
     assert named in str(refused.value) and "fix:" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_a_missing_tensor_is_named_with_its_file_before_any_size(tmp_path, name):
-    version, target, config = MISSING[name]
-    tensors = eagle_tensors(DEEP, version, n_draft=config.get("draft_vocab_size"))
-    missing = name if name in tensors else name.replace("layers.0", "midlayer")
-    damaged = {key: torch.zeros(1, 1) if "down_proj" in key else x for key, x in drop(missing)(tensors).items()}
-    path = save_head(tmp_path, damaged, eagle_config(DEEP, version, **config))
-    with pytest.raises(UserError) as refused:
-        find_head(path, "eagle", target)
-    assert name in str(refused.value) and f"{tmp_path}/model.safetensors" in str(refused.value)
-
-
 @pytest.mark.parametrize(
     "damage,config,named",
     [
-        (lambda t: t, {"medusa_num_heads": 5}, "4.0.linear"),
-        (lambda t: t, {"medusa_num_layers": "two"}, "medusa_num_layers"),
+        (as_they_are, {"medusa_num_heads": 5}, "4.0.linear"),
         (drop("2.1.linear.bias"), {}, "2.1.linear.bias"),
         (put("0.2.weight", torch.zeros(60, 32)), {}, "0.2.weight (60, 32)"),
-        (put("0.0.linear.weight", torch.zeros(48, 48)), {}, "0.0.linear.weight (48, 48)"),
     ],
 )
 def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, named):
@@ -199,12 +178,9 @@ def test_a_head_of_the_other_kind_is_refused(tmp_path):
     for path, kind in ((medusa, "eagle"), (eagle, "medusa")):
         with pytest.raises(UserError, match="layout"):
             find_head(path, kind, DEEP)
-    (tmp_path / "e" / "model.safetensors").unlink()
-    with pytest.raises(UserError):
-        find_head(eagle, "eagle", DEEP)
 
 
-def test_a_vocabulary_of_its_own_is_part_of_the_targets(tmp_path):
+def test_the_ids_of_a_smaller_vocabulary_are_mapped_to_the_targets(tmp_path):
     tensors = eagle_tensors(DEEP, n_draft=20)
     path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
     head = find_head(path, "eagle", DEEP).load(**FLOAT64)
@@ -213,3 +189,64 @@ def test_a_vocabulary_of_its_own_is_part_of_the_targets(tmp_path):
     assert logits.shape == (3, 2, DEEP.vocab_size)
     ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
     assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)
+
+
+EAGLE = "--draft eagle --draft_dtype same --draft_budget 24"
+COUPLED = "--verification coupled --temperature 2.5 --seed 3"
+
+
+@pytest.fixture(scope="module")
+def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with heads `medusa`, `eagle-1` and `eagle-3` for the target, which lack what they can borrow."""
+    folder, target = tmp_path_factory.mktemp("heads"), ModelConfig.from_json(models.target / "config.json")
+    save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
+    first = eagle_tensors(target, 1)
+    del first["embed_tokens.weight"]
+    save_head(folder / "eagle-1", first, eagle_config(target, 1), "pytorch_model.bin")
+    options = {"draft_vocab_size": 90, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    save_head(folder / "eagle-3", eagle_tensors(target, n_draft=90), eagle_config(target, **options))
+    return folder
+
+
+def arguments(models: Models, head: Path, flags: str) -> list[str]:
+    paths = ["--target", str(models.target), "--model", str(head), "--dataset", str(models.books)]
+    return [*paths, *SIZES.split(), *flags.split()]
+
+
+@pytest.mark.parametrize(
+    "head,flags,capacity",
+    [
+        ("medusa/medusa_lm_head.pt", f"--draft medusa --gamma auto {COUPLED}", None),
+        ("eagle-3", f"{EAGLE} --gamma 2 {COUPLED}", 24),
+        ("eagle-3", "--draft eagle --draft_policy full --gamma 3 --draft_kv_dtype int8", 76),
+        ("eagle-1", f"{EAGLE} --gamma auto --draft_positions cache", 24),
+    ],
+)
+def test_the_benchmark_drafts_with_heads(models, heads, head, flags, capacity):
+    ended = benchmark("longspec", arguments(models, heads / head, flags))
+    assert ended.code == 0, ended.err
+    record = ended.record
+    assert record["identical_sequences"] == record["sequences"] == N_PROMPTS
+    assert (record["draft"], record["draft_budget"]) == (flags.split()[1], capacity)
+    assert record["draft_model"] == Path(head).parts[0] and record["drafted"] >= 0
+    assert record["draft_borrows"] == (["embedding", "output layer"] if head == "eagle-1" else [])
+
+
+@pytest.mark.parametrize("draft", [EagleConfig, MedusaConfig])
+def test_the_memory_plan_counts_the_head(models, heads, draft):
+    path = heads / ("eagle-3" if draft is EagleConfig else "medusa")
+    given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
+    config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
+    plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
+    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    without = memory_plan(replace(plan, draft=None)).fixed["weights"]
+    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
+
+
+def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
+    for kind, head in (("eagle", "eagle-3"), ("medusa", "medusa")):
+        words = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
+        ended: Ended = run("foretoken.py compare", [*words, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
+        assert ended.code == 0, ended.err
+        assert "3 of 3" in ended.out

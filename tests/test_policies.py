@@ -1,8 +1,8 @@
-"""What every KV policy has to do, on ragged rows: the rows of tests/policies.py, each through the same tests."""
+"""Tests that every KV policy of tests/policies.py passes, on ragged rows."""
 
 import pytest
 import torch
-from policies import BY_POSITION, OF_SELF_DRAFTS, POLICIES, Size, SmallestKeys, generate_selecting, new_cache
+from policies import BY_POSITION, POLICIES, SELF_DRAFT_POLICIES, Size, SmallestKeys, generate_selecting, new_cache
 from recorded_graph import RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -15,7 +15,7 @@ from kv_cache.policy import policies
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
 LENGTHS, LIMITS = [40, 7, 23, 1, 31], [25, 9, 18, 30, 12]
-DRAFTS = [*(("self", name) for name in OF_SELF_DRAFTS), *(("standalone", name) for name in POLICIES)]
+DRAFTS = [*(("self", name) for name in SELF_DRAFT_POLICIES), *(("standalone", name) for name in POLICIES)]
 
 
 def make_drafter(kind: str, policy: str, runner: ModelRunner):
@@ -27,7 +27,7 @@ def make_drafter(kind: str, policy: str, runner: ModelRunner):
 
 @pytest.mark.parametrize("kind,policy", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_output_is_the_targets_own(kind, policy, temperature):
+def test_the_output_is_that_of_the_target_alone(kind, policy, temperature):
     """Greedy and coupled; five requests through three rows, called and with captured rounds."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     sampling = SamplingParams(temperature, seed=2)
@@ -44,9 +44,9 @@ def test_the_output_is_the_targets_own(kind, policy, temperature):
 
 
 @pytest.mark.parametrize("n_missed", [4, 20])
-@pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
-def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
-    """Fewer tokens than its window has or more, of ragged rows: as if filled anew, but for what it had selected."""
+@pytest.mark.parametrize("policy", SELF_DRAFT_POLICIES)
+def test_a_draft_catches_up_with_tokens_that_it_missed(policy, n_missed):
+    """Ragged rows that missed fewer or more tokens than the window hold what a fresh fill gives, selections aside."""
     prompts, n_known = random_prompts([40, 7, 23]), [35, 4, 20]
     runner, cache, anew = tiny_runner(3), *(POLICIES[policy].make(TINY, SIZE) for _ in "12")
     drafter, again = SelfSpeculation(runner, cache, GAMMA), SelfSpeculation(runner, anew, GAMMA)
@@ -62,12 +62,15 @@ def test_a_draft_that_comes_back_has_what_it_missed(policy, n_missed):
         if policy == "retrieval":
             n_whole = len(text) // cache.chunk
             assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
+        if policy == "quantized":
+            packed = max(0, len(text) - SIZE.window) // SIZE.window * SIZE.window
+            assert torch.equal(cache._value_codes[:, row, :, :packed], anew._value_codes[:, row, :, :packed])
 
 
-def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
-    """As if it were filled at once: nothing was selected while the whole text was kept."""
+def test_entries_are_selected_when_a_text_outgrew_the_budget_unseen():
+    """The result is that of a fill at once: nothing was selected while the whole text was kept."""
     text = random_prompts([90])[0]
-    for policy in (name for name in OF_SELF_DRAFTS if POLICIES[name].sample.selects):
+    for policy in (name for name in SELF_DRAFT_POLICIES if POLICIES[name].sample.selects):
         runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
         runner.prefill_row(0, text)
         for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
@@ -76,7 +79,7 @@ def test_what_selects_does_so_when_a_text_outgrows_its_budget_unseen():
         assert torch.equal(caches[0].keys[:, 0], caches[1].keys[:, 0])
 
 
-@pytest.mark.parametrize("policy", OF_SELF_DRAFTS)
+@pytest.mark.parametrize("policy", SELF_DRAFT_POLICIES)
 def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
     """Rows are filled twice, with longer prompts or shorter ones."""
     prompts = random_prompts([40, 7, 23, 9, 35, 2])
@@ -89,23 +92,23 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
         others = [i for i in range(3) if i != row]
         assert torch.equal(cache.keys[:, others], before[0][:, others])
         assert torch.equal(cache.positions[others], before[1][others])
-        held = cache.positions[row] != EMPTY
-        kept = cache.positions[row][held].tolist()
+        filled = cache.positions[row] != EMPTY
+        kept = cache.positions[row][filled].tolist()
         assert len(set(kept)) == len(kept) == len(cache.retained_positions(len(prompt)))
         assert max(kept) == len(prompt) - 1
         if not POLICIES[policy].is_exact:
             continue
-        # Every entry is one that the target holds for this row, of the same layer and head.
-        for own, whole in ((cache.keys, runner.cache.keys), (cache.entries[:, 1], runner.cache.entries[:, 1])):
-            mine, theirs = own[:, row][:, :, held], whole[:, row, :, : len(prompt)]
+        # Each entry equals an entry of the target's row, in the same layer and head.
+        for draft, whole in ((cache.keys, runner.cache.keys), (cache.entries[:, 1], runner.cache.entries[:, 1])):
+            mine, theirs = draft[:, row][:, :, filled], whole[:, row, :, : len(prompt)]
             same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
             assert bool(same.any(-1).all())
             assert policy not in BY_POSITION or torch.equal(mine, theirs[:, :, kept])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_slots_hold_what_the_policy_retains(policy):
-    """Tokens that come one at a time leave what `retained_positions` says; a block has a slot for each of its tokens.
+def test_slots_hold_the_retained_positions(policy):
+    """Tokens that come one at a time leave `retained_positions`; a block has a slot for each of its tokens.
 
     No slot lies beyond its token's position: attention reads slots below the longest row only.
     """
@@ -115,15 +118,13 @@ def test_slots_hold_what_the_policy_retains(policy):
     assert bool((slots <= positions).all()), "slots(p) <= p"
     for length in positions.tolist():
         cache.begin(torch.full((SIZE.n_rows, 1), length))
-        held = sorted(p for p in cache.positions[0].tolist() if p != EMPTY)
-        assert held == sorted(cache.retained_positions(length + 1).tolist())
+        positions_now = sorted(p for p in cache.positions[0].tolist() if p != EMPTY)
+        assert positions_now == sorted(cache.retained_positions(length + 1).tolist())
         block = cache.slots(torch.arange(length, length + min(cache.max_block, SIZE.longest - length)))
         assert len(set(block.tolist())) == len(block)
 
 
-@pytest.mark.parametrize(
-    "score", [lambda keys: keys[0, :, 0], lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]]
-)
+@pytest.mark.parametrize("score", [lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]])
 def test_scores_of_another_shape_are_refused(score):
     class OtherShape(SmallestKeys):
         def score(self, keys, queries):
@@ -146,8 +147,8 @@ def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])
 def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
     found = kind(draft_budget="auto", n_sink=96).alternatives(2000)
-    for one in found:
-        one.check()
+    for policy in found:
+        policy.check()
     assert 1 < len(found) < len(kind.AUTO_BUDGETS)
 
 
@@ -161,8 +162,8 @@ def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
     lengths = starts + torch.tensor([0, 4, 2])
     cache.rollback(lengths)
     for row, length in enumerate(lengths.tolist()):
-        held = sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
-        assert held[-1] == length - 1 and len(held) == len(set(held))
+        left = sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
+        assert left[-1] == length - 1 and len(left) == len(set(left))
         kept = set(cache.retained_positions(length).tolist())
-        # What a rolled-back block evicted does not come back.
-        assert set(held) <= kept and len(kept - set(held)) <= GAMMA + 1
+        # Entries that the rolled-back block evicted do not come back.
+        assert set(left) <= kept and len(kept - set(left)) <= GAMMA + 1

@@ -1,7 +1,6 @@
 """Quantised linear layers against the arithmetic they stand for, written out."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from fake_cuda_linear import cuda_linears
 from machine import needs_vnni
 from programs import python
 
-from common.launch import Launch
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
 from models import linear_cpp, load_model, quantize
@@ -19,7 +17,7 @@ from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, q
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of very different magnitudes: each has to have a scale of its own."""
+    """Return rows of very different magnitudes, which need a scale each."""
     generator = torch.Generator().manual_seed(d_out + n_row)
     weight = torch.randn(d_out, d_in, generator=generator) * torch.logspace(-2, 2, d_out)[:, None]
     x = torch.randn(n_row, d_in, generator=generator) * torch.logspace(2, -2, n_row)[:, None]
@@ -27,7 +25,7 @@ def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> t
 
 
 def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product of factors rounded to 8 bits, `[N, d_out]` float64."""
+    """Return the product of factors rounded to 8 bits, `[N, d_out]` float64."""
     q, scale = quantize_rows(weight, torch.int8)
     x_scale = x.float().abs().amax(1, keepdim=True) / 127
     x_q = (x.float() / x_scale + 128).round() - 128
@@ -35,7 +33,7 @@ def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grid_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values that 4 bits stand for, and the scales."""
+    """Return the values that 4 bits stand for, and the scales."""
     q, scale, low = quantize_groups(weight)
     return (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1), scale
 
@@ -46,7 +44,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @needs_vnni
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_row,with_bias", [(1, False), (5, True), (16, False), (17, True), (40, True)])
+@pytest.mark.parametrize("n_row,with_bias", [(1, False), (17, True)])
 def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     weight, x = weight_and_input(128, 192, n_row, dtype)
     bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
@@ -58,35 +56,18 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
-@needs_vnni
-@pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
-def test_rows_do_not_depend_on_their_company(new_layer):
-    """Layers of the CPU kernel in 8, 4 and 16 bits."""
-    weight, x = weight_and_input(128, 192, 9, torch.bfloat16)
-    if not linear_cpp.takes(weight) and new_layer is not Int8Linear:
-        pytest.skip("no kernel of the project's own")
-    layer = new_layer(weight.bfloat16(), None)
-    together = layer(x)
-    assert torch.equal(torch.cat([layer(row[None]) for row in x]), together)
-    assert torch.equal(layer(x.view(3, 3, 192)), together.view(3, 3, 128))
-    assert torch.equal(layer(x[4]), together[4])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_row", [1, 5, 32])
-def test_int4_is_the_product_with_its_grid(dtype, n_row):
-    weight, x = weight_and_input(128, 192, n_row, dtype)
+def test_int4_is_the_product_with_its_grid(dtype):
+    weight, x = weight_and_input(128, 192, 5, dtype)
     grid, scale = grid_of(weight)
     assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
     bias = torch.linspace(-1, 1, 128).to(dtype)
-    got = Int4Linear(weight, bias)(x)
     wanted = (x.double() @ grid.double().T).to(dtype) + bias
-    assert got.dtype == dtype
-    assert relative_error(got, wanted) < 1.5e-2  # scales in bfloat16, activations too, or in groups of 8 bits
+    assert relative_error(Int4Linear(weight, bias)(x), wanted) < 1.5e-2  # scales and activations are rounded
 
 
-def test_the_triton_kernels_compute_what_pytorch_does():
-    """All of triton_quantize_cases.py; in a process of its own, as TRITON_INTERPRET has to be set before the import."""
+def test_the_triton_kernels_equal_pytorch():
+    """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("triton_quantize_cases.py")
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
@@ -98,14 +79,14 @@ def test_the_triton_kernels_compile_for_hopper_without_spilling():
     from models import triton_quantize
     from reproduce.gpu_parts import kernels
 
-    ours = [one for one in kernels.other_variants() if one[1].kernel.__module__ == triton_quantize.__name__]
+    ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]
     assert len(ours) == 3
-    assert not any(kernels.problem_of(kernels.compile_launch(*one, 90)) for one in ours)
+    assert not any(kernels.problem_of(kernels.compile_launch(*each, 90)) for each in ours)
 
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
 def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
-    """By the kernel for few rows, by the dequantised weights for many, which are the kernel's own."""
+    """Few rows use the kernel, many rows the dequantised weights, which are those of the kernel."""
     weight, x = weight_and_input(64, d_in, MOST_TINYGEMM_ROWS + 1, torch.float32)
     bias = torch.linspace(-1, 1, 64)
     with cuda_linears(monkeypatch) as kernel_rows:
@@ -121,56 +102,39 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     assert relative_error(many, Int4Linear(weight, bias)(x)) < 2.5e-2, "a CPU may round activations to 8 bits"
 
 
-def test_a_layer_in_8_bits_is_three_nodes_on_a_gpu(monkeypatch):
-    """It rounds, multiplies and scales; a bias is one more."""
-    pytest.importorskip("triton")
-    from round_costs import Costs
-
-    from models import triton_quantize
-
-    monkeypatch.setattr(quantize, "triton_kernels", lambda device: triton_quantize)
-    with cuda_linears(monkeypatch):
-        layer = Int8Linear(torch.ones(64, 64), None)
-        costs, x = Costs(layer), torch.ones(1, 3, 64)
-        with patch.object(Launch, "__call__", lambda launch: costs.launch(launch)), costs:
-            layer(x)
-    assert costs.counts["nodes"] == 3
-
-
 CONFIG = ModelConfig(
     vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
 )
 both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
 
 
-def model_and_logits(blocks, dtype=torch.float32, scheme=None):
-    """A model of random weights, and what it gives for blocks of so many tokens in two rows of different length."""
+def model_and_logits(dtype, scheme=None):
+    """Return a model of random weights, and its logits of five tokens in two rows at different positions."""
     model = load_model("none", load_format="dummy", config=CONFIG, dtype=dtype, quantize=scheme)
-    cache, n = FullKVCache(CONFIG, 2, 256, dtype=dtype), sum(blocks)
-    tokens = torch.randint(256, (2, n), generator=torch.Generator().manual_seed(1)).split(blocks, dim=1)
-    positions = (torch.tensor([[0], [9]]) + torch.arange(n)).split(blocks, dim=1)
-    return model, torch.cat([model(*block, cache).float() for block in zip(tokens, positions, strict=True)], dim=1)
+    tokens = torch.randint(256, (2, 5), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0], [9]]) + torch.arange(5)
+    return model, model(tokens, positions, FullKVCache(CONFIG, 2, 256, dtype=dtype)).float()
 
 
 @both_schemes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_model_is_close(scheme, dtype):
     """Every linear layer was replaced, the head in int8."""
-    model, got = model_and_logits([5], dtype, scheme)
+    model, got = model_and_logits(dtype, scheme)
     kinds = [type(module).__name__ for module in model.modules()]
     assert kinds.count("Int8Linear") == (9 if scheme == "int8" else 1)
     assert kinds.count("Int4Linear") == (0 if scheme == "int8" else 8)
     assert "Linear" not in kinds and "PackedLinear" not in kinds
-    _, wanted = model_and_logits([5], dtype)
+    _, wanted = model_and_logits(dtype)
     assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
 def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
     weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
     if not linear_cpp.takes(weight):
-        pytest.skip("no kernel of the project's own")
+        pytest.skip("the CPU lacks the instructions of linear_cpp")
     layer, others = new_layer(weight.bfloat16(), None), torch.tensor([0, 2])
     before = layer(x)[others]
     x[1, 77] = value

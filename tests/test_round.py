@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from no_host_reads import NoHostReads
+from recorded_graph import NoHostReads
 from tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft

@@ -76,10 +76,11 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ((TGI, {"inputs": "a" * 60}), "inputs"),
         ((TGI, []), "body"),
         ((V1, {"prompt": "a", "logprobs": 2}), "logprobs"),
-        ((V1, {"prompt": ["a", "b"]}), "prompt.0"),
+        ((V1, {"prompt": ["a", "b"]}), "prompt"),
         ((V1, {"prompt": [1, 10**6]}), "prompt"),
         ((V1, {"prompt": "a", "stop": ["a", ""]}), "stop.1"),
         ((V1, {"prompt": "a", "stop": "a" * 257}), "stop.0"),
+        ((CHATS, {"messages": [{"role": "user", "content": None}]}), "messages.0"),
         ((CHATS, {"messages": [{"role": "wizard", "content": "a"}]}), "messages.0.role"),
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
@@ -143,7 +144,8 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
     for host in (served.url.removeprefix("http://"), "localhost:1", "LOCALHOST", "[::1]:8000"):
         assert served.get("/info", Host=host).status == 200, host
     for host in ("rebound.example", "127.0.0.1.example", "localhost:1:2", ""):
-        assert served.get("/info", Host=host).status == 400, host
+        answer = served.get("/v1/models", Host=host)
+        assert answer.status == 400 and host[:5] in answer.json["error"]["message"], host
 
 
 @pytest.mark.parametrize(

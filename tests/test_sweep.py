@@ -12,10 +12,10 @@ import pytest
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError
+from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
-from reproduce.sweep import make_cells, parse_ranges, read_grid
+from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
@@ -92,26 +92,25 @@ def test_a_cell_that_takes_too_long_ends_with_what_it_started(run, script: Path)
     assert not left_over(script)
 
 
-def test_after_ctrl_c_rows_are_kept_and_nothing_is_left_running(script: Path, tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_a_signal_rows_are_kept_and_nothing_is_left_running(script: Path, tmp_path: Path, number: int):
     command = [sys.executable, "-m", "reproduce.sweep", "--script", str(script), "--axis", "how=record,hang"]
     process = subprocess.Popen([*command, "--output", str(tmp_path / "rows.jsonl")], cwd=ROOT, stderr=subprocess.PIPE)
     while not (Path(f"{script}.runs").exists() and len(times_run(script)) == 2 and len(left_over(script)) > 1):
         time.sleep(0.02)
         assert process.poll() is None
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert process.wait(20) == 130
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 and not left_over(script)
 
 
 def test_benchmarks_that_sample_decode_one_text_in_all_cells():
-    def modes(script: str, **flags: object) -> list[object]:
-        return [
-            cell.flags.get("verification") for cell in make_cells([(script, {k: [v] for k, v in flags.items()})], {})
-        ]
+    def modes(script: str, **flags: object) -> list[str]:
+        return [word for word in Cell(script, flags).words() if "verification" in word]
 
-    assert modes(SELFSPEC, temperature=0.6) == ["coupled"]
-    assert modes(SELFSPEC, temperature=0.6, verification="rejection") == ["rejection"]
-    assert modes(SELFSPEC) == modes(SELFSPEC, temperature=0) == modes("reproduce/certify.py", temperature=0.6) == [None]
+    assert modes(SELFSPEC, temperature=0.6) == ["--verification=coupled"]
+    assert modes(SELFSPEC, temperature=0.6, verification="rejection") == ["--verification=rejection"]
+    assert modes(SELFSPEC) == modes(SELFSPEC, temperature=0) == modes("reproduce/certify.py", temperature=0.6) == []
 
 
 def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
@@ -141,8 +140,21 @@ def test_the_grids_name_scripts_that_are_there(grid: Path):
     assert all((ROOT / cell.script).is_file() for cell in cells)
 
 
-@pytest.mark.parametrize("words", ["--output o", "--output o --grid nowhere.toml", "--output o --script s --axis B"])
+def test_rows_without_the_default_mode_are_rows_of_its_cells():
+    states, grid = sweep.read_states("reproduce/results/policies.jsonl"), read_grid("reproduce/grids/policies.toml")
+    assert not [cell for cell in make_cells(grid, {}) if states.get(str(cell)) != "ok"]
+
+
+WORDS = ("", "--grid nowhere.toml", "--script s --axis B", "--script s --output other", *(f"--grid {n}" for n in "abc"))
+
+
+@pytest.mark.parametrize("words", WORDS)
 def test_what_cannot_run_is_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError):
+    Path("other").write_text('{"benchmark": "selfspec"}\n')
+    Path("a").write_text('[[sweep]]\nscript = "s"\n[sweep.axis]\nB = [1]\n')
+    Path("b").write_text('[[sweep]]\nscript = "s"\n[sweep.axes]\nB = 1\n')
+    Path("c").write_text('[[sweeps]]\nscript = "s"\n')
+    words = words if "--output" in words else f"{words} --output o"
+    with pytest.raises(UserError):
         sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))

@@ -1,4 +1,4 @@
-"""The Triton backend: its results in Triton's interpreter, its launches, and what its kernels compile to."""
+"""The Triton backend: its results in Triton's interpreter, and its kernels compiled for Hopper."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""Tiny Llamas with random weights, and the plainest possible way to continue a prompt with one."""
+"""Tiny Llamas with random weights, and plain ways to continue a prompt."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from engine.evaluation.reference import NextLogits
 from engine.sampling import Filters, SamplingParams
 from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
+from models.rope import Rope
 
 TINY = ModelConfig(vocab_size=61, n_layer=2, dim=32, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, max_context=256)
 
 
 def tiny_model(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Random weights, large enough that attention matters to the argmax."""
+    """Return a model with random weights, large enough that attention matters to the argmax."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config).to(dtype)
     for parameter in model.parameters():
@@ -27,10 +29,10 @@ def tiny_model(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = t
 
 
 def near_model() -> Transformer:
-    """Much like the tiny model, so that it drafts what the tiny model accepts, now and then."""
+    """Return a model close to the tiny model, which accepts some of its drafts."""
     model = tiny_model()
-    for own, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
-        own.data += 0.05 * other.data
+    for parameter, other in zip(model.parameters(), tiny_model(seed=1).parameters(), strict=True):
+        parameter.data += 0.05 * other.data
     return model
 
 
@@ -42,7 +44,7 @@ def random_prompts(lengths: list[int], vocab_size: int = TINY.vocab_size, seed: 
 def full_cache(
     model: Transformer, max_batch: int, max_len: int = 128, kv_dtype: torch.dtype | None = None
 ) -> FullKVCache:
-    """An empty cache; entries are in the model's dtype if not in another."""
+    """Return an empty cache, in the model's dtype by default."""
     return FullKVCache(model.config, max_batch, max_len, dtype=kv_dtype or model.dtype)
 
 
@@ -53,7 +55,7 @@ def tiny_runner(n_rows: int, **settings: Any) -> ModelRunner:
 
 
 def batch_at(lengths: list[int], current: list[int]) -> Batch:
-    """Greedy rows whose last tokens, `current`, sit at those positions."""
+    """Return a batch of greedy rows whose last tokens, `current`, are at positions `lengths`."""
     batch = Batch(len(lengths), Filters())
     batch.set_state(lengths, [0] * len(lengths), current)
     return batch
@@ -61,12 +63,12 @@ def batch_at(lengths: list[int], current: list[int]) -> Batch:
 
 def self_draft(runner: ModelRunner, policy: Policy, gamma: int) -> SelfSpeculation:
     """Return a self-draft over a cache of `policy`, for the runner's rows and longest text."""
-    of = runner.model.config, runner.max_batch, runner.cache.capacity
-    return SelfSpeculation(runner, policy.new_cache(*of, "cpu", runner.model.dtype), gamma)
+    shape = runner.model.config, runner.max_batch, runner.cache.capacity
+    return SelfSpeculation(runner, policy.new_cache(*shape, "cpu", runner.model.dtype), gamma)
 
 
 def decode(decoder: Decoder, *requests: Request) -> None:
-    """Submit them, and step until nothing is left to decode."""
+    """Submit requests, and step until all are decoded."""
     for request in requests:
         decoder.submit(request)
     while not decoder.idle:
@@ -91,7 +93,7 @@ def continue_by_recomputing(
     request: int = 0,
     kv_dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """Return what plain decoding emits, in the coupled mode if it samples, by running the text anew for every token."""
+    """Return the tokens of plain decoding, in the coupled mode if it samples; every token runs the whole text anew."""
     sampling = sampling or SamplingParams()
     mode = "greedy" if sampling.greedy else "coupled"
     return reference.decode(recomputing(model, kv_dtype), prompt, n_tokens, sampling, mode, request)
@@ -100,6 +102,24 @@ def continue_by_recomputing(
 def recomputed(
     model: Transformer, prompts: list[list[int]], limits: int | list[int], sampling: SamplingParams | None = None
 ) -> list[list[int]]:
-    """Return `continue_by_recomputing` of several prompts, whose places are the request ids."""
+    """Return `continue_by_recomputing` of several prompts, with request ids 0, 1, ..."""
     each = zip(prompts, limits if isinstance(limits, list) else [limits] * len(prompts), strict=True)
-    return [continue_by_recomputing(model, prompt, n, sampling, place) for place, (prompt, n) in enumerate(each)]
+    return [continue_by_recomputing(model, prompt, n, sampling, i) for i, (prompt, n) in enumerate(each)]
+
+
+def rotated(x: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+    """Rotate heads `x [H, D]` to a position: pair i, (x[i], x[i + D/2]), as a complex number."""
+    first, second = x.chunk(2, dim=-1)
+    pairs = torch.complex(first, second) * rope.amplitudes * torch.exp(1j * position * rope.frequencies.double())
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def weights_by_lists(query: torch.Tensor, keys: torch.Tensor) -> list[float]:
+    """Return the softmax of scaled scores of a query `[D]` over keys `[n, D]`, in Python's numbers."""
+    scores = [float(query @ key) / math.sqrt(len(query)) for key in keys]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [weight / sum(weights) for weight in weights]

@@ -1,7 +1,7 @@
 """The Triton backend against the torch backend, in Triton's interpreter; run by test_triton_attention.py.
 
-A module of its own, in a process of its own: TRITON_INTERPRET has to be set before anything imports triton,
-and must not be while torch compiles.
+It runs in a separate process: TRITON_INTERPRET has to be set before anything imports triton, and must not be set while
+torch compiles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def several_chunks(monkeypatch):
 
 
 def check(case: Case) -> None:
-    """The Triton backend gives what attention in float64 over the same entries gives."""
+    """Require that the Triton backend equals attention in float64 over the same entries."""
     backend = TritonAttention()
     prepared = backend.prepare(case.spec, case.queries, case.slots)
     assert isinstance(prepared, TritonPrepared)
@@ -55,13 +55,13 @@ def check(case: Case) -> None:
 
 
 def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, **settings) -> Case:
-    """Rows whose block stands after so many tokens."""
+    """Return rows whose blocks follow `lengths` tokens."""
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
 @pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
 def test_ragged_rows_in_order(n_token, group, head_dim):
-    # A row of nothing but its queries, one up to a chunk's border, one to the last slot.
+    # A row has only its queries, another ends at a chunk's border, the last at the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
 
 
@@ -99,16 +99,16 @@ def test_queries_that_do_not_follow_each_other(in_order):
     ],
 )
 def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group, storage, dtype):
-    """Read as they are, of rows by name: groups within a tile, larger ones, and of one token in a run; the longest
-    block takes two tiles of query rows."""
+    """4 bits are read without unpacking, in rows by name: groups within a tile and larger ones; the longest block takes
+    two tiles of query rows."""
     backend = TritonAttention()
     for n_token, sliding_window in ((1, None), (2, 100), (min(MAX_BLOCK, quant_group), None)):
-        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window}
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 250}
         case = packed_case(n_token, head_dim, quant_group, **kind)
         expected = case.reference()
         assert not backend.dequantizes(n_token, quant_group)
         with monkeypatch.context() as patch:
-            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("it is read as it is"))
+            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
             found = case.run(backend)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -116,7 +116,7 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group,
 @pytest.mark.parametrize(
     "n_token,head_dim,dtype", [(MAX_BLOCK + 1, 64, torch.float32), (2, 80, torch.float32), (2, 64, torch.float64)]
 )
-def test_what_the_kernel_does_not_take_goes_to_torch(n_token, head_dim, dtype):
+def test_cases_that_the_kernel_does_not_take_run_on_torch(n_token, head_dim, dtype):
     case = after([0, 40], n_token, 60, head_dim=head_dim, dtype=dtype)
     assert torch.equal(case.run(TritonAttention()), case.run(TorchAttention()))
     assert (unsupported(case.spec) is None) == (n_token > MAX_BLOCK)
@@ -131,39 +131,41 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "source,target",
+    "source,target,by_name,chunk",
     [
-        *((kind, kind) for kind in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)),
-        (torch.float32, torch.float16),
-        (torch.int8, torch.float32),
+        (torch.float32, torch.float32, True, 8),
+        (torch.int8, torch.int8, True, 8),
+        (torch.bfloat16, torch.bfloat16, False, 5),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, False, 5),
+        (torch.float32, torch.float16, True, 5),
+        (torch.int8, torch.float32, False, 8),
     ],
 )
-@pytest.mark.parametrize("by_name,chunk", [(True, 8), (False, 5)])
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
-    """Choice after choice, of texts that end in a chunk, which counts for what it has; the rows of other names stay."""
+    """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
     monkeypatch.setattr("kv_cache.choosing.TILE_CHUNKS", 16)
     config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
-    own, again = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    own.chunk = again.chunk = chunk
+    ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    ours.chunk = expected.chunk = chunk
     full = FullKVCache(config, 4, 200, dtype=source)
     full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
     rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
     n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
     for step in range(3):
-        share = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
-        # Of few chunks, so that it hangs on how many of them there are, and on which of equals come first.
-        share *= torch.rand(share.shape, generator=generator) < (0.1, 0.4, 1)[step]
+        shares = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
+        # So few chunks that their number matters, and the order of equal ones.
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
         ends = (torch.tensor([191, 61, 100, 52]) + step) * torch.tensor([True, step != 1, True, step != 2])
-        before = own.source_slots[1].clone()
-        for cache, ops in ((own, TritonSelectionOps()), (again, SelectionOps())):
-            ops.choose(cache.view(rows), 1, full.view(rows), 1, share, ends[:n_row])
-        assert torch.equal(chosen_of(own), chosen_of(again)) and chosen_of(own).any()
-        stayed = (before[..., None] == own.source_slots[1][..., None, :]).any(-1) & (before >= 0)
-        assert torch.equal(own.source_slots[1][stayed], before[stayed]), "what is chosen again stays where it was"
+        before = ours.source_slots[1].clone()
+        for cache, ops in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
+            ops.choose(cache.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
+        stayed = (before[..., None] == ours.source_slots[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(ours.source_slots[1][stayed], before[stayed]), "entries that are chosen again stay"
     if (source, target) != (torch.int8, torch.float32):  # which go to the reference
         full.entries.zero_()
-        TritonSelectionOps().choose(own.view(rows), 1, full.view(rows), 1, share, ends[:n_row])
-        assert torch.equal(chosen_of(own), chosen_of(again)) and stayed.any(), "what is held is not copied again"
+        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
 
 
 @pytest.mark.parametrize(

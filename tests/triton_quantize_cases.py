@@ -1,5 +1,5 @@
 """The Triton kernels of quantised linear layers against PyTorch, in Triton's interpreter; run by test_quantize.py in a
-process of its own, as triton_cases.py is."""
+separate process, as triton_cases.py is."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n_row,n_in", [(1, 192), (5, 520), (40, 24)])
 def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
-    """Ties and zeros, rows of a wider tensor; those that fill up are zeros, and what is not finite stays alone."""
+    """Ties, zeros, rows of a wider tensor; padding rows are zero, and a row that is not finite disturbs no other."""
     x = (torch.randn(n_row, n_in + 8, generator=GENERATOR) * torch.logspace(3, -3, n_row)[:, None]).to(dtype)[:, :n_in]
     x[0] = torch.arange(n_in) % 255 / 2 - 63.5
     x[-1, ::2] *= n_row > 5
@@ -49,7 +49,7 @@ def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8), (8448, 8)])
 def test_weights_in_4_bits_are_those_of_pytorch(d_in, tiles):
-    """Of grids whose numbers bfloat16 holds: the interpreter cuts off bits where a GPU rounds."""
+    """bfloat16 holds the numbers of these grids: the interpreter cuts off bits where a GPU rounds."""
     packed = torch.randint(-(2**31), 2**31, (2, d_in // (16 * tiles), 32, tiles // 2), generator=GENERATOR)
     grids = torch.randint(-7, 8, (d_in // 32, 16, 2), generator=GENERATOR).bfloat16()
     assert torch.equal(run(plan_weights(packed.int(), grids)), dequantize(packed.int(), grids))

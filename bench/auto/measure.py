@@ -93,7 +93,7 @@ def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> di
 
 
 def middle(gammas: Sequence[int]) -> int:
-    """Return the middle gamma; of two, the lower one, whose rounds are shorter."""
+    """Return the middle gamma, or the lower of two, whose rounds are shorter."""
     return gammas[(len(gammas) - 1) // 2]
 
 

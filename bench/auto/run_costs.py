@@ -50,7 +50,7 @@ def costs_of(
     key = _key(session) | {"rows": n_rows}
 
     def known() -> dict[int, list[Costs]] | None:
-        """Return the costs of an earlier run, unless it was too short to measure everything and this one is not."""
+        """Return the costs of an earlier run, unless it was too short to measure everything and this run is not."""
         if whole or plan.config.passes.measure_costs or not (found := load_costs(key)):
             return None
         few_rows = min(n_rows, session.runner.n_computed(1))

@@ -22,15 +22,16 @@ from reproduce.helpers.load import Endpoint, failed, load, served
 from reproduce.helpers.records import Record
 
 FIELDS = "name,driver_version,memory.total,memory.used,mig.mode.current,clocks.max.sm,power.limit"
-PACKAGES = ("torch", "triton", "flash", "fa3", "nvidia-nccl", "nvidia-cublas")  # as their names begin
-NO_TESTS, FOUND = 5, 9  # exit codes: pytest's, and of compute-sanitizer where it found something
+PACKAGES = ("torch", "triton", "flash", "fa3", "nvidia-nccl", "nvidia-cublas")  # beginnings of names
+NO_TESTS, FOUND = 5, 9  # exit codes of pytest without a test, and of compute-sanitizer with an error
+PYTEST = ("-q", "-m", "", "-p", "no:cacheprovider")
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/selfspec_benchmark.py")
-# In this order: rounds that are captured for greedy requests do not serve the first sampled request.
+# Greedy requests come first: rounds that are captured for them do not serve the first sampled request.
 REQUESTS = {"greedy": {}, "top_p": {"temperature": 0.8, "top_p": 0.9}, "logprobs": {"logprobs": 0}}
 
 
 def gpu(device: str) -> Record:
-    """Return the report of nvidia-smi. Failed if the GPU is cut up (MIG) or shared: both disturb times."""
+    """Report what nvidia-smi says. Failed if the GPU is partitioned (MIG) or shared, which disturbs times."""
     if not (program := shutil.which("nvidia-smi")):
         raise Skip("there is no nvidia-smi")
     queries = f"--query-gpu={FIELDS}", "--query-compute-apps=pid,process_name,used_memory"
@@ -42,21 +43,20 @@ def gpu(device: str) -> Record:
 
 def versions(device: str) -> Record:
     """Return the versions of packages with kernels. Failed for a CUDA device if PyTorch is built without CUDA."""
-    packages = {one.metadata["Name"]: one.version for one in distributions() if one.name.lower().startswith(PACKAGES)}
+    found = [package for package in distributions() if package.name.lower().startswith(PACKAGES)]
+    packages = {package.metadata["Name"]: package.version for package in found}
     built = {"packages": packages, "cuda": torch.version.cuda, "flash": find_flavour(device)[1]}
     return verdict(device == "cpu" or torch.version.cuda is not None, **built)
 
 
 def launcher(device: str) -> Record:
     """Check that Triton can start kernels."""
-    if device == "cpu":
-        return {}
-    why = missing_launcher()
+    why = None if device == "cpu" else missing_launcher()
     return verdict(why is None, error=why)
 
 
 def product(device: str) -> Record:
-    """Measure the memory that a first matrix product takes beside its matrices: a memory plan leaves it free."""
+    """Measure the memory that a first matrix product takes beside its matrices, which a memory plan leaves free."""
     free, n, dtype = available_bytes(device), *((64, torch.float32) if device == "cpu" else (4096, torch.bfloat16))
     x = torch.ones(n, n, device=device, dtype=dtype)
     y = x @ x
@@ -73,21 +73,21 @@ def kernels(device: str, flags: Sequence[str]) -> Record:
 
 
 class Reports(list[pytest.TestReport]):
-    """The reports of tests, one for each test's set-up, call and end."""
+    """A plugin of pytest that collects the reports of each test's set-up, call and end."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.append(report)
 
 
 def tests(device: str, words: Sequence[str]) -> Record:
-    """Run pytest, and name what failed."""
-    code = pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", *words], plugins=[reports := Reports()])
-    failed = [one.nodeid.rpartition("::")[2] for one in reports if one.failed]
-    passed = [one for one in reports if one.passed and one.when == "call"]
-    if code == NO_TESTS or not (passed or failed):
+    """Run pytest, and name the tests that failed."""
+    code = pytest.main([*PYTEST, *words], plugins=[reports := Reports()])
+    failed = [report.nodeid.rpartition("::")[2] for report in reports if report.failed]
+    n_passed = sum(report.passed and report.when == "call" for report in reports)
+    if code == NO_TESTS or not (n_passed or failed):
         raise Skip("no such test is for this machine")
-    errors = dict(pair for one in reports for pair in one.user_properties)
-    return verdict(code == 0, n_passed=len(passed), failed=failed, errors=errors)
+    errors = dict(pair for report in reports for pair in report.user_properties)
+    return verdict(code == 0, n_passed=n_passed, failed=failed, errors=errors)
 
 
 def sanitized(device: str, words: Sequence[str]) -> Record:
@@ -95,7 +95,7 @@ def sanitized(device: str, words: Sequence[str]) -> Record:
     if not (program := shutil.which("compute-sanitizer")):
         return tests(device, words) | {"sanitizer": "not there"}
     command = [program, "--error-exitcode", str(FOUND), "--target-processes", "all", sys.executable, "-m", "pytest"]
-    code = subprocess.run([*command, "-q", "-x", "-m", "", "-p", "no:cacheprovider", *words]).returncode
+    code = subprocess.run([*command, "-x", *PYTEST, *words]).returncode
     return verdict(code == 0, sanitizer={0: "nothing", FOUND: "errors: see its log"}.get(code, f"pytest: {code}"))
 
 
@@ -111,7 +111,7 @@ def server(device: str, flags: str, clients: int, tokens: int) -> Record:
                 prompts = [f"{number} {kind} {turn}: on a cold morning long ago, " * 5 for number in range(clients)]
                 phase = asyncio.run(load(endpoint, prompts, clients))
                 problems += map(str, failed(phase.answers))
-                rates[f"{kind}_{turn}"] = max(1, sum(one.n_tokens for one in phase.answers)) / phase.seconds
+                rates[f"{kind}_{turn}"] = max(1, sum(answer.n_tokens for answer in phase.answers)) / phase.seconds
     ratios = {"top_p_again_over_first": rates["top_p_again"] / rates["top_p_first"]}
     ratios |= {"greedy_over_logprobs": rates["greedy_again"] / rates["logprobs_again"]}
     return verdict(not problems, error="".join(problems[:1]), **rates, **ratios)
@@ -126,5 +126,5 @@ def ranks(device: str, words: str, ways: Sequence[str]) -> Record:
             command = f"{words} {way} --device {device} --output {file.name}".split()
             subprocess.run([sys.executable, *RANKS, *command], check=True)
         records = [record for _, record in read_lines(file.name)]
-    is_same = len({one["tokens_sha256"] for one in records}) == 1
-    return verdict(is_same, all_reduce=records[0]["all_reduce"], each_ms=[one["round_ms"] for one in records])
+    is_same = len({record["tokens_sha256"] for record in records}) == 1
+    return verdict(is_same, all_reduce=records[0]["all_reduce"], each_ms=[record["round_ms"] for record in records])

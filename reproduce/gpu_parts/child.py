@@ -1,4 +1,4 @@
-"""Run a step in a process of its own, and report how it ended."""
+"""Run a step in a separate process, and report how it ended."""
 
 import importlib
 import os
@@ -25,15 +25,16 @@ LAST_LINES = 8
 
 
 class Skip(Exception):
-    """The reason why a step makes no sense on this machine."""
+    """Raised by a step that makes no sense on this machine, with the reason."""
 
 
 def verdict(is_good: bool, **figures: Any) -> Record:
+    """Return the figures of a step with its status."""
     return {"status": DONE if is_good else FAILED, **figures}
 
 
 class Running(NamedTuple):
-    """A step that has begun. log: gets what it prints. began, deadline: seconds of `time.monotonic`."""
+    """A step that has begun. log: file of its messages. began, deadline: seconds of `time.monotonic`."""
 
     step: Step
     process: BaseProcess
@@ -42,7 +43,7 @@ class Running(NamedTuple):
     deadline: float
 
     def end(self) -> Record:
-        """Wait for the step until its deadline, kill what is left of it, and return its record."""
+        """Wait for the step until its deadline, kill its processes, and return its record."""
         self.process.join(max(0.0, self.deadline - time.monotonic()))
         is_late = self.process.exitcode is None
         self.kill()
@@ -62,7 +63,7 @@ class Running(NamedTuple):
 
 
 def start(step: Step, device: str, quick: bool, log: Path, seconds: float) -> Running:
-    """Start a step: as a fork of this process, or on a GPU, which forks cannot share, as a new process."""
+    """Start a step as a fork of this process, or on a GPU, which forks cannot share, as a new process."""
     context, given = get_context("fork" if device == "cpu" else "spawn"), step.given | (step.quick if quick else {})
     log.write_text("")
     log.with_suffix(".json").unlink(missing_ok=True)
@@ -73,7 +74,7 @@ def start(step: Step, device: str, quick: bool, log: Path, seconds: float) -> Ru
 
 def work(run: str, device: str, given: Mapping[str, Any], log: Path) -> None:
     """Call `run`, a function of a module of this package, and write its figures beside the log."""
-    os.setsid()  # so that Ctrl-C reaches the parent alone, and whatever this starts ends with it
+    os.setsid()  # Ctrl-C reaches the parent alone, which then kills the whole session
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)

@@ -1,4 +1,4 @@
-"""Compile launches of the Triton kernels and read registers, shared memory and spills. Needs Triton, and no GPU."""
+"""Compile launches of the Triton kernels, and read registers, shared memory and spills. Needs Triton, but no GPU."""
 
 import io
 import itertools
@@ -34,11 +34,11 @@ IN_4_BITS = "4 bits"
 Record = dict[str, Any]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table 30).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-# (tokens, group) by the number of query rows per KV head.
+# Tokens and query heads of a KV head, by the number of query rows, their product.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
 NOTING = "in order, by name, noting"
-# Kinds of slots that compile to different code: whether in order, a sliding window, how many.
+# Caches that compile to different code: whether slots are in order, the sliding window, the number of slots.
 CACHES = {
     "in order": (True, None, 32768),
     "in order, window": (True, 4096, 32768),
@@ -50,7 +50,7 @@ CACHES = {
 
 
 def problem_of(kernel: Record) -> str | None:
-    """Return what is wrong with a compiled kernel: spilled registers, or too much shared memory. None if it is good."""
+    """Return why a compiled kernel is bad: spilled registers, or too much shared memory. None if it is good."""
     most, spilled = SHARED_LIMIT[kernel["arch"]], kernel["spill_stores"] + kernel["spill_loads"]
     memory = f"{kernel['shared']} bytes of shared memory of {most}, {spilled} spilled"
     text = f"sm_{kernel['arch']}, {kernel['variant']}: {memory}"
@@ -58,7 +58,7 @@ def problem_of(kernel: Record) -> str | None:
 
 
 def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
-    """Return the launches of the backend, on tensors without storage."""
+    """Return the launches of an attention over one of CACHES, on tensors without storage."""
     empty = partial(torch.empty, device="meta")
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
     q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
@@ -72,7 +72,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     if cache == NOTING:
         scores = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
         kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=scores)
-    if cache == IN_4_BITS:  # as of `kv_cache.quantized` by default, beside a ring
+    if cache == IN_4_BITS:  # the default of `kv_cache.quantized`: packed entries beside a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
         grids = empty(2, *of_head, n_slot // group, head_dim, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
 
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
-    """Yield every kind of launch with its name. The merge of chunks depends on dtype and head_dim alone."""
+    """Yield every kind of launch with its name."""
     yield from other_variants()
     keys, scaled = torch.empty(BATCH, dtype=torch.int64, device="meta"), torch.empty(BATCH, 4, N_IDS, device="meta")
     yield "Gumbel numbers", triton_draws.plan_draw(keys, keys, keys, 0, N_IDS, scaled.dtype)[0]
@@ -96,7 +96,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             if cache == IN_4_BITS and entries != dtype:
-                continue  # the ring beside the codes is stored as any other
+                continue  # the ring beside the codes is stored like any cache
             each = launches(dtype, entries, head_dim, n_row, cache)
             splits = [launch for launch in each if launch.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)
@@ -106,7 +106,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def other_variants() -> Iterator[tuple[str, Launch]]:
-    """Return launches, by name, of the kernels that score chunks, choose entries, pack 4 bits, and quantise."""
+    """Yield launches of the kernels that score chunks, choose entries, pack 4 bits, and quantise, with their names."""
     empty, kinds = partial(torch.empty, device="meta"), [*itertools.product((64, 128), (torch.bfloat16, torch.int8))]
     for n_row in (16, 128):
         launch = launches(torch.bfloat16, torch.bfloat16, 128, n_row, NOTING)[-1]

@@ -23,8 +23,8 @@ from reproduce.helpers.records import Record
 
 
 def measure(device: str, words: str) -> Record:
-    """Return the benchmark's record for these flags, with the kernels of its rounds and the peak of memory beside the
-    plan. Random weights decode over random entries. Rows that do not fit into memory are left out."""
+    """Return the benchmark's record for flags, with the kernels of its rounds and the peak of memory over the plan.
+    Random weights decode over random entries. Rows that do not fit into memory are left out."""
     if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
         _profiled(device, lambda: torch.ones(8, device=device).sum().item())
     session = open_fitting(f"{words} --device {device}")
@@ -59,7 +59,7 @@ def measure(device: str, words: str) -> Record:
 
 
 def open_fitting(words: str) -> Session:
-    """Open a session for those flags over as many of the rows as fit. Errors: OutOfMemoryError if none does."""
+    """Open a session for flags, with the rows that fit into memory. Errors: OutOfMemoryError if none fits."""
     plan = resolve(cli.read(SelfSpecFlags, words.split(), "selfspec_benchmark.py").config())
     most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
     n_rows = min(plan.n_rows, most) or plan.n_rows
@@ -73,7 +73,7 @@ def _profiled(device: str, call: Callable[[], Any]) -> tuple[Any, Counter[str], 
     with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
         result = call()
     for event in profiler.events():
-        # A range of the profiler's user covers kernels that are there as well.
+        # A user annotation covers kernels that are events, too.
         if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
             times[event.name[:160]] += event.time_range.elapsed_us() / 1e3
             n_node += 1

@@ -1,13 +1,14 @@
-"""The steps of the first hour on a GPU, in their order, with what each needs, how long it may take, and estimates."""
+"""The steps of the first hour on a GPU in order, with the steps that each needs, its deadline, and estimates."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """A step. run: a function of a module of this package; given: its arguments, which `quick` replaces in a quick run.
-    needs: steps that have to be done. after: a step that has to have failed. beside: whether it begins with the step
-    before. shows: the main figures by name, with estimates for an H100 that they should not exceed, or None."""
+    """A step. run: MODULE.FUNCTION of this package. given: its arguments. quick: arguments that replace them in a quick
+    run. needs: steps that have to succeed before. after: a step that has to fail before. beside: starts together with
+    the step before it. shows: main figures by name, with an estimate for an H100 that they should not exceed, or None.
+    seconds: after which it is killed."""
 
     name: str
     run: str
@@ -76,7 +77,7 @@ STEPS = (
     bandwidth("triton", 1.25, "launcher", kv=("same", "int8")),
     bandwidth("flash", 1.5, "attention flash"),
     bandwidth("torch", 10, "product"),
-    bandwidth("triton", 1.75, "launcher", "notes", tokens=(4,), shapes=NOTES, noted=True),
+    bandwidth("triton", 1.75, "launcher", "notes", tokens=(4,), shapes=NOTES, has_scores=True),
     Step("linears", "times.linears", LAYERS, {"shapes": [(128, 64)], "rows": (16, 64)}, OF_LAYERS),
     Step("noise", "times.noise", {"rows": 64, "tokens": 4, "n_ids": 128256}, {"rows": 2, "n_ids": 501},
          {"noise_ms": 1.5, "times_copy": None}),

@@ -22,8 +22,8 @@ from reproduce.helpers.records import Record
 
 
 def milliseconds(device: str, call: Callable[[], object]) -> float:
-    """Median time of a call: on a GPU in a graph, where no launch waits for the host."""
-    call()  # what is done for the first time takes longer
+    """Return the median time of a call; on a GPU it runs in a graph, where no launch waits for the host."""
+    call()  # the first call is slower
     if device == "cpu":
         return 1e3 * median(timeit(call, number=1) for _ in range(3))
     from triton.testing import do_bench_cudagraph
@@ -36,7 +36,7 @@ def dtype_of(device: str) -> torch.dtype:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes per ms that a copy within the device's memory reads and writes."""
+    """Return the bytes per ms that a copy within the device's memory reads and writes."""
     n_bytes = 2**22 if device == "cpu" else 2**31
     target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=device)
     return 2 * n_bytes / milliseconds(device, partial(target.copy_, source))
@@ -49,10 +49,10 @@ def attention(
     shapes: Sequence,
     tokens: Sequence[int],
     kv: Sequence[str] = ("same",),
-    noted=False,
+    has_scores=False,
 ) -> Record:
     """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
-    head_dim, rows, entries a row. kv: how these are stored. noted: the scores of chunks are noted, too."""
+    head_dim, rows, entries a row. kv: storages of the entries. has_scores: scores of chunks are written, too."""
     rate, times = copy_rate(device), dict[str, float]()
     for storage, (*heads, batch, n_slot), n_token in itertools.product(kv, shapes, tokens):
         spec = AttentionSpec(*heads, None, dtype_of(device))
@@ -64,7 +64,7 @@ def attention(
         randomise(cache)
         q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)
         prepared = kernel.prepare(spec, cache.positions[:, -n_token:].clone(), cache)
-        to = torch.empty(batch, n_token, heads[1], -(-n_slot // SCORE_CHUNK), device=device) if noted else None
+        to = torch.empty(batch, n_token, heads[1], -(-n_slot // SCORE_CHUNK), device=device) if has_scores else None
         ms = milliseconds(device, partial(kernel.attend, q, cache.read(0)._replace(chunk_scores=to), prepared))
         name = "{}/{} heads of {}, B {}, S {}, T {}, {} KV".format(*heads, batch, n_slot, n_token, storage)
         times[name] = ms * rate / cache.n_bytes
@@ -75,7 +75,7 @@ def attention(
 
 @torch.inference_mode()
 def linears(device: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int]) -> Record:
-    """Time linear layers in 8 and 4 bits, and divide by plain ones in the model's dtype. shapes: outputs, inputs."""
+    """Time linear layers in 8 and 4 bits, and divide by layers in the model's dtype. shapes: outputs, inputs."""
     record, times = Record(), dict[tuple[str, int], float]()
     for (d_out, d_in), n_row in itertools.product(shapes, rows):
         plain = nn.Linear(d_in, d_out, bias=False, device=device, dtype=dtype_of(device))
@@ -90,7 +90,7 @@ def linears(device: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int])
 
 
 def noise(device: str, rows: int, tokens: int, n_ids: int) -> Record:
-    """Time the drawing of a round's Gumbel numbers, and divide by a copy of as many bytes."""
+    """Time drawing a round's Gumbel numbers, and divide by a copy of as many bytes."""
     request, position = torch.arange(rows, device=device)[:, None], torch.arange(tokens, device=device)
     ms = milliseconds(device, partial(gumbel, request, request, position, Stream.COUPLED, n_ids))
     return {"noise_ms": ms, "times_copy": ms * copy_rate(device) / (2 * 4 * rows * tokens * n_ids)}

@@ -1,4 +1,4 @@
-"""Make and read the examples that heads learn from: parts of a book, the target's continuations, and hidden states."""
+"""Make and read training examples of heads: parts of a book, the target's continuations, and hidden states."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ from engine.runner import ModelRunner
 from engine.sampling import Distribution, SamplingParams
 from models.checkpoints.manifest import atomic_path
 
-# Rows sample at these temperatures in turn.
+# Row i samples at the temperature i modulo 3.
 TEMPERATURES = (0.6, 0.8, 1.0)
-# A file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T, dim]`, and
-# the inputs of some layers side by side, `inputs [rows, T, k * dim]`.
+# Tensors of a file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T,
+# dim]`, and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.
 Examples = dict[str, Tensor]
 
 
@@ -30,8 +30,8 @@ def write_examples(
     folder: Path,
     allowed: Callable[[float], bool],
 ) -> float:
-    """Write a file for each batch of prompts, unless it is there, while the seconds that all took are `allowed`, and
-    return those seconds. Errors: UserError for a folder that cannot be written."""
+    """Write a file for each batch of prompts, unless the file exists, while the seconds of writing are `allowed`.
+    Return these seconds, those of earlier runs included. Errors: UserError for a folder that cannot be written."""
     n_rows, spent = runner.max_batch, 0.0
     for file in _files(folder):
         with safe_open(file, "pt") as opened:
@@ -54,8 +54,8 @@ def write_examples(
 def make_examples(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], n_new: int, layers: Sequence[int], seed: int
 ) -> Examples:
-    """Return the examples of prompts of equal length, at most as many as rows, and of `n_new` tokens that the target
-    samples behind each. States are kept in bfloat16, from the pass that samples: nothing is run twice."""
+    """Return the examples of prompts of equal length, each continued by `n_new` tokens that the target samples. There
+    are at most as many prompts as rows. The hidden states are those of sampling, in bfloat16."""
     device, length, n_rows = runner.device, len(prompts[0]), len(prompts)
     tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
     tokens[:, :length] = torch.tensor(prompts, device=device)
@@ -86,7 +86,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def windows_of(folder: Path, width: int) -> list[Examples]:
-    """Return all examples in windows of `width` tokens, mapped into memory."""
+    """Return all examples in windows of `width` tokens; files are mapped into memory."""
     return [
         {name: x[row, start : start + width] for name, x in file.items()}
         for file in map(load_file, _files(folder))
@@ -102,8 +102,8 @@ def most_frequent(windows: Sequence[Examples], n: int, vocab_size: int) -> Tenso
 
 
 def batch_of(windows: Sequence[Examples], n: int, step: int) -> Examples:
-    """Return `n` windows as a batch, chosen by the step alone. Every epoch has all windows, in another order."""
-    epoch, place = divmod(step, max(1, len(windows) // n))
+    """Return a batch of `n` windows, which follow from the step alone. Every epoch has all windows in a new order."""
+    epoch, number = divmod(step, max(1, len(windows) // n))
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(epoch))
-    chosen = [windows[index] for index in order[place * n : place * n + n].tolist()]
+    chosen = [windows[index] for index in order[number * n : number * n + n].tolist()]
     return {name: torch.stack([window[name] for window in chosen]) for name in chosen[0]}

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head and Medusa heads on stored examples, and go on where an earlier run was ended."""
+"""Train an EAGLE-3 head and Medusa heads on stored examples, from the checkpoint of an earlier run if it exists."""
 
 import json
 import math
@@ -27,9 +27,8 @@ from models.heads.medusa import MedusaHeads, MedusaShape
 from models.packed_linear import can_pack
 from reproduce.heads.examples import Examples, batch_of
 
-# The weight of a draft position's loss, over the weight of the position before.
-DECAY = 0.8
-CLIP = 1.0
+# Factor from the weight of a draft position's loss to that of the next position; largest norm of a head's gradient.
+DECAY, CLIP = 0.8, 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
 WARM_UP, SAVE_SECONDS = 20, 60.0
 CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
@@ -39,22 +38,22 @@ CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 class Recipe:
     """How heads are trained."""
 
-    steps: int = 2000  # at most; the learning rate falls as a cosine to their end, or to the end of the time
-    window: int = 256  # tokens of a text that are looked at together
-    windows: int = 4  # of a step
+    steps: int = 2000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
+    window: int = 256  # tokens of a training window
+    windows: int = 4  # windows of a step
     lr: float = 2e-3  # largest learning rate of AdamW
-    depth: int = 3  # draft positions: Medusa heads, and steps that the EAGLE head goes on from its own states
-    draft_vocab_size: int = 4096  # tokens that are drafted, the most frequent ones
+    depth: int = 3  # draft positions: Medusa heads, and steps of the EAGLE head from its own states
+    draft_vocab_size: int = 4096  # the most frequent tokens, which alone the EAGLE head drafts
 
 
 def inputs_of(n_layer: int) -> tuple[int, ...]:
-    """Return the layers whose inputs EAGLE-3 reads, as in its published code; fewer for a target of few layers."""
+    """Return the layers whose inputs EAGLE-3 reads, those of its published code; fewer for a target of few layers."""
     return tuple(sorted({min(2, n_layer), n_layer // 2, max(0, n_layer - 3)}))
 
 
 def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
-    """Return `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. They begin with the
-    target's weights: EAGLE as its last layer behind the last of the inputs, Medusa heads as its output layer."""
+    """Return the heads `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. EAGLE begins
+    with the weights of the target's last layer over the last of its inputs, Medusa with those of the output layer."""
     config, last_layer = target.config, target.layers[-1]
     one_layer = replace(config, n_layer=1, tie_embeddings=False)
     shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), has_embedding=False)
@@ -76,7 +75,7 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
 
 
 def plain(layer: nn.Module) -> Tensor:
-    """Return the weight of a linear layer that may be packed."""
+    """Return the dense weight of a linear layer, which may be packed."""
     return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
 
 
@@ -87,9 +86,9 @@ def output_rows(target: Transformer, ids: Tensor) -> Tensor:
 
 
 class Unrolled(NoCache, TorchAttention):
-    """Cache and attention of a one-layer head that goes on from its own states, step by step: row i of the first step
-    sees the first i rows and itself, and in later steps also its entries of the steps before, as when drafting
-    (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""
+    """Cache and attention of a one-layer head that is run from its own states, step by step. Row i of the first step
+    sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting (training-time test,
+    EAGLE-3, arXiv 2503.01840, section 3.2)."""
 
     in_order = block_ends_view = False
 
@@ -113,11 +112,12 @@ class Unrolled(NoCache, TorchAttention):
 def unrolled_losses(
     eagle: EagleHead, medusa: MedusaHeads, known_rows: Tensor, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses of both heads at each draft position, `[2, depth]`, EAGLE's first, and sum(min(p, q)) of draft
-    and target. A loss is the cross entropy against the target's distribution over the tokens that can be drafted.
+    """Return the losses of both heads at each draft position, `[2, depth]`, EAGLE's first, and in the same shape the
+    mean of sum(min(p, q)). A loss is the cross entropy to the target's distribution p over the tokens that
+    can be drafted.
 
-    known_rows: the target's output layer for those tokens, `[n, dim]`. batch: as `Examples`, the states in float32. The
-    i-th draft behind position t follows the token at t + 1 + i, and the target's state there says what it should be."""
+    known_rows: the target's output layer for those tokens, `[n, dim]`. batch: Examples with states in float32. The i-th
+    draft behind position t follows the token at t + 1 + i, so p is made of the target's state there."""
     depth, length = len(medusa), batch["tokens"].shape[1] - len(medusa)
     targets = F.linear(batch["last"], known_rows).softmax(dim=-1)
     states, last = eagle.fused(batch["inputs"][:, :length]), batch["last"][:, :length]
@@ -142,11 +142,11 @@ def train(
     folder: Path,
     share_of_time: Callable[[float], float],
 ) -> float:
-    """Train until the steps or the time are over, and return the seconds of training, those before a checkpoint too.
-    share_of_time: the share of the time that has passed after so many seconds of training.
+    """Train until the steps or the time are over, and return the seconds of training, earlier runs included.
 
-    The curve in the folder has the losses and the shared probability of each head and position. A run that goes on
-    gives the weights of a run that was never ended, if time suffices: a step's windows follow from its number."""
+    share_of_time: gives the share of the time that is over from the seconds of training. The curve in the folder has
+    the losses and the shared probability of each head and position. A run from a checkpoint gives the weights of an
+    uninterrupted run, if time suffices, since a step's windows follow from its number."""
     optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     done, before, device = 0, 0.0, known_rows.device
     if (folder / CHECKPOINT).exists():
@@ -154,7 +154,7 @@ def train(
         heads.load_state_dict(saved["heads"])
         optimizer.load_state_dict(saved["optimizer"])
         done, before = saved["step"], saved["seconds"]
-        say(f"going on behind step {done}")
+        say(f"continuing after step {done}")
     in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
     weights = DECAY ** torch.arange(recipe.depth, device=device)
     started = last_saved = perf_counter()
@@ -169,7 +169,7 @@ def train(
 
     for step in range(done, recipe.steps):
         progress = max(step / recipe.steps, share_of_time(seconds()))
-        if step and progress >= 1:  # at least one step, which is all that a curve needs
+        if step and progress >= 1:  # a curve needs a step
             break
         batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
         batch |= {name: batch[name].float() for name in ("last", "inputs")}
@@ -191,7 +191,7 @@ def train(
         append_record(str(folder / CURVE), line)
         if done % 10 == 0:
             shares = ", ".join(f"{head} {share:.3f}" for head, share in zip(heads, shared[:, 0].tolist(), strict=True))
-            say(f"step {done}, {progress:.0%} of the time or the steps: of the first position's probability {shares}")
+            say(f"step {done}, {progress:.0%} of the time or the steps; shared probability at position 0: {shares}")
         if perf_counter() - last_saved > SAVE_SECONDS:
             save(done)
             last_saved = perf_counter()
@@ -200,7 +200,7 @@ def train(
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Return the last line of every step."""
+    """Return the last line of every step in the folder's curve."""
     curve = {line["step"]: line for _, line in read_lines(folder / CURVE)}
     return [curve[step] for step in sorted(curve)]
 

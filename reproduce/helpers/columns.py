@@ -1,4 +1,4 @@
-"""Columns of tables of records: heads and formats by the name of the field, and tables turned on their side."""
+"""Columns of tables of records by the name of the field, and tables with a column for each value of a field."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ TEXT = {"align": "<"}
 
 
 def over(numerator: str, denominator: str) -> Callable[[Record], float | None]:
-    """Return a function that divides two fields of a record: None where one of them was not measured."""
+    """Return a function that divides two fields of a record; it returns None where a field was not measured."""
     return lambda record: bench.ratio(record.get(numerator), record.get(denominator))
 
 
@@ -24,10 +24,6 @@ def speedup_text(value: float) -> str:
 def identical_text(record: Record) -> str | None:
     same = record.get("identical_sequences")
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
-
-
-def rates_text(record: Record) -> str:
-    return ", ".join("-" if rate is None else f"{rate:.2f}" for rate in record["acceptance_per_position"]) or "-"
 
 
 def weights_of(record: Record) -> str | None:
@@ -42,7 +38,6 @@ COLUMNS = {
     "draft_policy": Column("draft_policy", "policy", **TEXT),
     "draft_budget": Column("draft_budget", "budget", missing="all"),
     "draft_weights": Column(weights_of, "draft weights", **TEXT),
-    "draft": Column("draft", "draft", **TEXT),
     "drafter": Column("drafter", "drafter", **TEXT),
     "category": Column("category", "category", **TEXT),
     "text": Column("text", "text", **TEXT),
@@ -50,7 +45,6 @@ COLUMNS = {
     "storage": Column("storage", "weights and entries", **TEXT),
     "sequences": Column("sequences", "prompts"),
     "acceptance": Column(acceptance_text, "acceptance"),
-    "by_position": Column(rates_text, "by draft position"),
     "verified": Column("verified", "verified positions"),
     "mean_accepted_length": Column("mean_accepted_length", "mean accepted length", ".2f"),
     "distinct_4grams": Column("distinct_4gram_fraction", "distinct 4-grams", ".2f"),
@@ -67,7 +61,7 @@ COLUMNS = {
 
 
 def of(names: str) -> list[Column]:
-    """Return the columns of those names, with spaces between."""
+    """Return the columns of names that spaces separate."""
     return [COLUMNS[name] for name in names.split()]
 
 

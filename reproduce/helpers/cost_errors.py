@@ -12,10 +12,10 @@ from common.errors import ConfigError
 from cost_model.grid import CostGrid
 from reproduce.helpers.records import Record, grouped
 
-# The names in gamma_cell.py of the runs that choose gamma, and gamma and the budget, from round to round.
+# Names of gamma_cell.py's runs that choose gamma, or gamma and the budget, before each round.
 AUTO, AUTO_BUDGET = "auto", "auto budget"
 USUAL_GAMMA = 3
-# Fields that a run shares with the grid of costs that predicts it.
+# Fields that are equal in a run and in the grid of costs that predicts it.
 SETTINGS = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
 SETTINGS += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
@@ -57,7 +57,7 @@ def grid_of(record: Record) -> CostGrid:
 
 
 def errors_by_size(records: Sequence[Record]) -> list[Record]:
-    """Return the median and the largest error of each number of rows and context, and of all."""
+    """Return the median and the largest error for each number of rows and context, and for all runs."""
     compared = compare(records)
     sizes = grouped(compared, lambda row: (row["B"], row["prefix_len"]))
     lines = []
@@ -72,9 +72,9 @@ def errors_by_size(records: Sequence[Record]) -> list[Record]:
 def against_fixed(records: Sequence[Record], way: str) -> list[Record]:
     """Compare a way to choose gamma with fixed choices, in each run that has it.
 
-    `ratio`: tokens per second over those of gamma 3 (or the nearest) or of plain decoding in the same repeat, whichever
-    has the larger median speedup; the median of repeats. `lowest`: the lowest repeat. `best`: the best fixed speedup.
-    `auto` drafts with the largest budget, and is compared with that budget alone."""
+    `ratio`: median over repeats of its tokens per second over those of gamma 3 (or the nearest) or plain decoding in
+    the same repeat, whichever has the larger median speedup. `lowest`: the ratio of the lowest repeat. `best`: the best
+    fixed speedup. `auto` drafts with the largest budget, and is compared with that budget alone."""
     found = []
     for run in runs_of(records):
         rows = {row["way"]: row for row in run["rows"]}

@@ -1,4 +1,4 @@
-"""Compare ways to decode by interleaved runs: in the other order every other time, so that all share the drift."""
+"""Compare ways to decode by interleaved runs, every second time in reverse order, so that all share the drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEDIANS = (
 
 
 def in_turns(runs: Mapping[Key, Callable[[], Value]], repeats: int) -> dict[Key, list[Value]]:
-    """Run all, `repeats` times, and return each run's results by repeat."""
+    """Call every run `repeats` times, and return its results by repeat."""
     found: dict[Key, list[Value]] = {name: [] for name in runs}
     for repeat in range(repeats):
         for name in list(runs)[:: -1 if repeat % 2 else 1]:
@@ -32,8 +32,8 @@ def in_turns(runs: Mapping[Key, Callable[[], Value]], repeats: int) -> dict[Key,
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to decode that is compared. plain: the contender without drafts. draft: the options that name this one.
-    costs: the measured costs that each run chose its drafts by."""
+    """A way to decode that is compared. plain: the contender without drafts. draft: the options in which contenders
+    differ. costs: the costs by which each run chose its drafts."""
 
     name: str
     session: bench.Session
@@ -55,7 +55,7 @@ class Contender:
 
     def row(self) -> dict[str, Any]:
         """Return the row of a record. Lists have a value for each repeat. Speedups are over plain decoding in the same
-        repeat; every run needs two new tokens, as the first is the prompt's."""
+        repeat. A run has at least two new tokens, since the first comes from prefill."""
         pairs = [*zip((self.plain or self).outputs, self.outputs, strict=True)]
         plain_rates, rates = ([bench.tokens_per_second(output) for output in each] for each in zip(*pairs, strict=True))
         speedups = [rate / plain for plain, rate in zip(plain_rates, rates, strict=True)]
@@ -63,7 +63,7 @@ class Contender:
         budgets = [[bench.cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
         same = min(bench.identical_rows(plain.tokens, output.tokens) for plain, output in pairs)
         budget, gamma = self.draft.get("draft_budget"), self.draft.get("gamma", 0)
-        # Repeats of a row are of one prompt, and so of one cluster.
+        # Repeats of a row have the same prompt, so they are a single cluster.
         counts = [total(repeats) for repeats in zip(*(output.stats.rows for output in self.outputs), strict=True)]
         row = {
             "way": self.name,

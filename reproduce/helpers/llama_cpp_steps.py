@@ -1,15 +1,8 @@
-"""Time steps of llama.cpp's batched decoding for cpu_storages.py, in an interpreter that has llama-cpp-python.
-
-The first line of standard input is a JSON object: "model" (a GGUF file), "prompt" (token ids), "rows", "room" (tokens
-behind the prompt), "threads", and "entries" (f16 or q8_0). Every row holds the prompt in cells of its own. Each further
-line is {"tokens": T, "steps": N}: N steps that append T tokens to every row, which are forgotten afterwards. Every line
-is answered by a JSON object on standard output.
-"""
+"""Steps of llama.cpp's batched decoding, by the package llama-cpp-python."""
 
 import ctypes
-import json
-import sys
 import time
+from collections.abc import Sequence
 
 import llama_cpp as api
 import numpy as np
@@ -18,14 +11,15 @@ ENTRIES = {"f16": api.GGML_TYPE_F16, "q8_0": api.GGML_TYPE_Q8_0}
 N_BATCH = 512
 
 
-class Rows:
-    """A context in which every row holds the prompt, set up as it decodes fastest: the cells of rows are apart, and
-    entries in f16 take no flash attention (which is no faster for one token a row, and slower for four); those in q8_0
-    need it."""
+class LlamaRows:
+    """A context in which every row holds the prompt in separate cells, and has room for `room` further tokens.
 
-    def __init__(self, model: str, prompt: list[int], rows: int, room: int, threads: int, entries: str) -> None:
+    entries: f16 or q8_0. Entries in f16 are set up without flash attention, which is no faster for one token a row and
+    slower for four; q8_0 needs it."""
+
+    def __init__(self, gguf: str, prompt: Sequence[int], rows: int, room: int, threads: int, entries: str) -> None:
         api.llama_backend_init()
-        self.model = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
+        self.model = api.llama_model_load_from_file(gguf.encode(), api.llama_model_default_params())
         self.n_rows, self.n_prompt = rows, len(prompt)
         self.n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         params = api.llama_context_default_params()
@@ -40,11 +34,9 @@ class Rows:
         assert self.context, "there is no context of this size"
         self.memory = api.llama_get_memory(self.context)
         self.batch = api.llama_batch_init(params.n_batch, 0, 1)
-        started = time.perf_counter()
         for first in range(0, len(prompt), N_BATCH):
             chunk = prompt[first : first + N_BATCH]
             self.decode([(token, first + i, 0, first + i == len(prompt) - 1) for i, token in enumerate(chunk)])
-        self.prefill_seconds = time.perf_counter() - started
         # Prefilling the other rows would write the same numbers: their cells are filled with a copy of the first's.
         n_bytes = api.llama_state_seq_get_size(self.context, 0)
         state = (ctypes.c_uint8 * n_bytes)()
@@ -52,7 +44,7 @@ class Rows:
         for row in range(1, rows):
             assert api.llama_state_seq_set_data(self.context, state, n_bytes, row) == n_bytes
 
-    def decode(self, tokens: list[tuple[int, int, int, bool]]) -> float:
+    def decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> float:
         """Run tokens, each with its position, its row, and whether its logits are needed; return the seconds."""
         batch = self.batch
         batch.n_tokens = len(tokens)
@@ -66,27 +58,16 @@ class Rows:
         assert code == 0, f"llama_decode gave {code}"
         return seconds
 
-    def steps(self, tokens: int, steps: int) -> list[float]:
-        """Milliseconds of steps of so many tokens a row. A row goes on with the most probable token of its last one."""
+    def steps(self, n_token: int, n_steps: int) -> list[float]:
+        """Return the milliseconds of steps that append `n_token` tokens to every row, beginning with the most probable
+        next token, and forget them afterwards."""
         times, current = [], [0] * self.n_rows
-        for first in range(self.n_prompt, self.n_prompt + tokens * steps, tokens):
-            block = [(current[row], first + i, row, True) for row in range(self.n_rows) for i in range(tokens)]
+        for first in range(self.n_prompt, self.n_prompt + n_token * n_steps, n_token):
+            block = [(current[row], first + i, row, True) for row in range(self.n_rows) for i in range(n_token)]
             times.append(1e3 * self.decode(block))
             for row in range(self.n_rows):
-                logits = api.llama_get_logits_ith(self.context, (row + 1) * tokens - 1)
+                logits = api.llama_get_logits_ith(self.context, (row + 1) * n_token - 1)
                 current[row] = int(np.ctypeslib.as_array(logits, (self.n_vocab,)).argmax())
         for row in range(self.n_rows):
             api.llama_memory_seq_rm(self.memory, row, self.n_prompt, -1)
         return times
-
-
-def main() -> None:
-    rows = Rows(**json.loads(sys.stdin.readline()))
-    version = {"llama_cpp_python": api.__version__, "system": api.llama_print_system_info().decode()}
-    print(json.dumps({"row_prefill_seconds": rows.prefill_seconds} | version), flush=True)
-    for line in sys.stdin:
-        print(json.dumps({"ms": rows.steps(**json.loads(line))}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Put a server under load: clients that stream completions, and what their requests took."""
+"""Put a server under load by clients that stream completions, and sum up the times of their requests."""
 
 import asyncio
 import json
@@ -21,13 +21,13 @@ from common.errors import ConfigError, DataError, flag
 from reproduce.helpers.records import Record
 
 ROUTE, QUESTION, TIMEOUT_SECONDS = "/v1/completions", "\n\nAnd what was said of it afterwards?\n\n", 600
-# Metrics of the server: tokens, rounds, seconds in rounds, and seconds between rounds.
+# Metrics of the server: new tokens, rounds, seconds in rounds, and seconds between rounds.
 COUNTERS = tuple(f"foretoken_{name}_total" for name in ("decode_tokens", "rounds", "round_seconds", "between_seconds"))
 
 
 class Answer(NamedTuple):
-    """The answer to a request. sent: seconds of `time.perf_counter`; times: those of events with tokens. counts: the
-    server's `timings` and `speculation`, if it sends them. error: why there is no answer."""
+    """The answer to a request. sent, times: seconds of `time.perf_counter` of the request and of events with tokens.
+    counts: the server's `timings` and `speculation`, if it sends them. error: why there is no answer."""
 
     sent: float
     times: list[float]
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A load. seconds: from the first request to the last answer. counters: by how much each has grown."""
+    """A load. seconds: from the first request to the last answer. counters: increases of the server's COUNTERS."""
 
     answers: list[Answer]
     seconds: float
@@ -68,7 +68,7 @@ def served(flags: Sequence[str]) -> Iterator[str]:
                         break
                 if process.poll() is not None:
                     given = " ".join(flags)
-                    fix = f"look at what `python -m serving {given}` says"
+                    fix = f"try `python -m serving {given}`"
                     raise ConfigError("the server has ended", flag("server"), given, "flags that it starts with", fix)
                 time.sleep(0.2)
             yield url
@@ -127,18 +127,19 @@ def failed(answers: Sequence[Answer]) -> list[DataError]:
     """Return an error if a request has no answer, else nothing."""
     errors = [answer.error for answer in answers if answer.error]
     seen, required = f"{len(errors)} of {len(answers)}: {''.join(errors[:1])}", "an answer to every request"
-    return [DataError("requests failed", ROUTE, seen, required, "look at what the server says")] if errors else []
+    return [DataError("requests failed", ROUTE, seen, required, "look at the server's messages")] if errors else []
 
 
 def summary(phases: Sequence[Phase]) -> Record:
-    """Sum up all requests of phases of one kind. ttft: time to the first token. tpot: time per further token. Rates of
-    decoding are of the time in rounds, by the server's clock; None where it has none."""
+    """Sum up all requests of phases. ttft: time to the first token. tpot: time per further token. Rates of decoding
+    count the time in rounds by the server's clock; None if the server does not report it."""
     answers = [answer for phase in phases for answer in phase.answers]
     good, seconds = [answer for answer in answers if answer.error is None], sum(phase.seconds for phase in phases)
-    n_decoded, n_rounds, in_rounds, between = (sum(one.counters.get(name, 0) for one in phases) for name in COUNTERS)
+    totals = (sum(phase.counters.get(name, 0) for phase in phases) for name in COUNTERS)
+    n_decoded, n_rounds, in_rounds, between = totals
     counts = [answer.counts for answer in good if answer.counts]
-    timings = {name: sum(one["timings"][name] for one in counts) for name in ("prompt_n", "cache_n", "predicted_n")}
-    drafts = {name: sum(one["speculation"][name] for one in counts) for name in ("rounds", "drafted", "accepted")}
+    timings = {name: sum(each["timings"][name] for each in counts) for name in ("prompt_n", "cache_n", "predicted_n")}
+    drafts = {name: sum(each["speculation"][name] for each in counts) for name in ("rounds", "drafted", "accepted")}
     longer = [answer for answer in good if answer.n_tokens > 1]
     n_tokens = sum(answer.n_tokens for answer in good)
     return {
@@ -149,7 +150,7 @@ def summary(phases: Sequence[Phase]) -> Record:
         "output_tokens": n_tokens,
         "output_tokens_per_second": n_tokens / seconds,
         **percentiles("ttft_ms", [answer.times[0] - answer.sent for answer in good]),
-        **percentiles("tpot_ms", [(one.times[-1] - one.times[0]) / (one.n_tokens - 1) for one in longer]),
+        **percentiles("tpot_ms", [(each.times[-1] - each.times[0]) / (each.n_tokens - 1) for each in longer]),
         "prompt_tokens": timings["prompt_n"] + timings["cache_n"] if counts else None,
         "reused_prompt_tokens": timings["cache_n"] if counts else None,
         "accepted_share": bench.ratio(drafts["accepted"], drafts["drafted"]),
@@ -161,15 +162,17 @@ def summary(phases: Sequence[Phase]) -> Record:
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> Record:
-    """Return the 50th and the 99th percentile in ms; None if there are no times."""
+    """Return the 50th and the 99th percentile of times, in ms; None if there are no times."""
     return {f"{name}_p{n}": 1e3 * float(numpy.percentile(seconds, n)) if seconds else None for n in (50, 99)}
 
 
 def beside(plain: Sequence[Phase], phases: Sequence[Phase]) -> Record:
-    """Sum up phases, over plain rounds of the same requests. identical_answers: answers that are the same there."""
+    """Sum up phases, and compare them with plain rounds of the same requests. identical_answers: answers with the text
+    of the plain answer."""
     before, row = summary(plain), summary(phases)
     for name, rate in (("speedup", "output_tokens_per_second"), ("decode_speedup", "decode_tokens_per_second")):
         row[name] = bench.ratio(row[rate], before[rate])
     answers, plain_answers = ([answer for phase in each for answer in phase.answers] for each in (phases, plain))
     pairs = zip(answers, plain_answers, strict=True)
-    return row | {"identical_answers": sum(one.error is None and one.text == other.text for one, other in pairs)}
+    n_identical = sum(answer.error is None and answer.text == other.text for answer, other in pairs)
+    return row | {"identical_answers": n_identical}

@@ -8,14 +8,14 @@ from common.errors import ConfigError, DataError, flag
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
 QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
 KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lotus maple nectar opal pearl"
-# Of each kind: facts in the text, and facts that the question is about (RULER's single, and multi-key and -query).
+# By kind: the number of facts in the text, and of facts in the question (RULER's single, and multi-key and -query).
 KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
-# Where facts lie, in parts of the text: early, so that no recent window has them.
+# Facts lie between these shares of the text: early, so that no recent window has them.
 EARLIEST, LATEST = 0.05, 0.5
 
 
 def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
-    """Of a text, at about even distances; no two begin with the same token. Errors: DataError."""
+    """Yield `n` parts of a text at about even distances, whose first tokens all differ. Errors: DataError."""
     seen: set[int] = set()
     for index in range(n):
         starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
@@ -31,8 +31,8 @@ def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
 def needles(
     kind: str, texts: Sequence[Sequence[int]], encode: Callable[[str], list[int]], n_answer: int, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of the texts' lengths, in which facts and a question stand in place of some of the text; and the right
-    answers, cut to the shortest of these, or to `n_answer` tokens. Errors: ConfigError for a text without room."""
+    """Return prompts as long as the texts, in which facts and a question replace parts of the text; and the right
+    answers, cut to the shortest answer or to `n_answer` tokens. Errors: ConfigError for a text without room."""
     rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
     n_fact, n_question = KINDS[kind]
     for text in texts:

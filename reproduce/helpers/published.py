@@ -18,14 +18,14 @@ from reproduce.helpers.records import Record, grouped
 
 SELF = "self"
 GAMMAS = (1, 2, 3, 4, 5, 6)
-# The published system attends with FlashAttention-2, whose kernels over a cache have tiles of 64 rows, and put heads
-# that share KV into one only where there is one token (csrc/flash_attn: kBlockM, seqlenq_ngroups_swapped).
+# The published system attends with FlashAttention-2, whose kernels over a cache have tiles of 64 rows, and put query
+# heads that share KV into a tile only for blocks of a single token (csrc/flash_attn: kBlockM, seqlenq_ngroups_swapped).
 FLASH_ATTENTION_2 = {"tile": 64, "packs_group": False}
 
 
 @cache
 def published() -> dict[str, Any]:
-    """Return published.json. A published number is the `value` of a record whose other keys are those of a run's.
+    """Return published.json. A published number is the `value` of a record, whose other keys are those of a run.
 
     speedup_tables, figure_6: speedups over plain decoding; `origin` is the table's machine, or the figure. acceptance:
     the share of verified positions that are accepted. ratios: a verification or a draft step (their `kind`) over a step
@@ -66,15 +66,15 @@ def find_fact(facts: Iterable[Record], record: Record) -> Record | None:
 
 
 def machine_of(fact: Record) -> Machine:
-    """Return the machine of a published speedup. Published ratios count bytes and operations alone."""
+    """Return the machine of a published number. Published ratios count bytes and operations alone."""
     if "kind" in fact:
         return replace(find_machine("A100"), launch=0.0)
     return replace(find_machine("8xH100" if "8xH100" in fact["origin"] else "8xA100"), **FLASH_ATTENTION_2)
 
 
 def predict(fact: Record) -> float:
-    """Predict a published number from data sheets: the speedup at the published gamma, or at the best gamma if none is
-    given; or the ratio of a verification or draft step to a plain step."""
+    """Predict a published number from data sheets: a speedup at the published gamma, else at the best gamma; or the
+    ratio of a verification or draft step to a plain step."""
     names = target_name(fact), target_name(fact) if draft_name(fact) == SELF else draft_name(fact)
     target, draft = (ModelStorage(preset_config(published()["checkpoint_names"][name][0])) for name in names)
     sizes = fact["B"], fact["prefix_len"], fact["draft_budget"] or published()["draft_budget"]
@@ -86,12 +86,12 @@ def predict(fact: Record) -> float:
 
 
 def is_acceptance_known(fact: Record) -> bool:
-    """Return whether acceptance was published for that pair of models and context."""
+    """Return whether acceptance was published for the models and the context of a published number."""
     known = by_pair(published()["acceptance"]).get((target_name(fact), draft_name(fact)), [])
     return any(same_context(rate["prefix_len"], fact["prefix_len"]) for rate in known)
 
 
 def alpha_of(fact: Record) -> float:
-    """Return the acceptance published for that context, of whatever models, interpolated between contexts."""
+    """Return the published acceptance at a context, of any models, interpolated between contexts."""
     by_context = sorted((rate["prefix_len"], rate["value"]) for rate in published()["acceptance"])
     return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))
