@@ -132,7 +132,8 @@ def test_a_conversation_has_the_text_and_ids_of_transformers(tmp_path: Path, tem
 
 def test_variables_reach_the_template_as_in_transformers_and_never_as_control_tokens(tmp_path: Path) -> None:
     template = CHATML + "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{{ note }}"
-    ours, theirs = chat(tmp_path, template), reference(tmp_path, template)
+    ours = chat(tmp_path, template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "note": "so", "tools": None}):
         text = theirs.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False, **variables)
         assert ours.render(TALK, variables) == text
