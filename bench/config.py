@@ -224,6 +224,8 @@ class RunConfig(PlainRun):
                 require_at_least(name, size, 1)
         if self.ranks:
             require_at_least("rank_timeout", self.ranks.rank_timeout, 1)
+        if self.passes.by_length is not None:
+            require_at_least("by_length", self.passes.by_length, 1)
         records, rows = self.output.output, self.rows.save_rows
         require_appendable(records, "output")
         require_appendable(rows, "save_rows")
