@@ -15,7 +15,7 @@ def test_no_policy_has_more_nodes_than_its_budget(name, most):
     nodes."""
     row = row_of(policies()[name](), "greedy")
     assert row["nodes_a_layer"] <= most and row["outside_gb"] < 1
-    assert row["nodes_to_choose"] <= (11 if name == "retrieval" else 1)
+    assert row["nodes_to_choose"] <= {"retrieval": 11, "verify_topk": 2}.get(name, 1)
 
 
 def test_sampling_moves_little_outside_layers():

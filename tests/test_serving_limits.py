@@ -126,6 +126,21 @@ def test_a_chat_template_that_refuses(served: Served, monkeypatch):
     served.until_idle()
 
 
+def test_variables_of_the_chat_template(served: Served, monkeypatch):
+    template = served.server.service.template
+    brief = _compiled("{{ messages[0].content }}{% if enable_thinking is false %}!!{% endif %}")
+    monkeypatch.setattr(served.server.service, "template", type(template)(template.path, brief, {}, template.tokenizer))
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+    lengths = []
+    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        answer = served.ask(CHATS, body | {"chat_template_kwargs": variables})
+        assert answer.status == 200
+        lengths.append(answer.json["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1] == lengths[2] - 2
+    assert refused_field(served, CHATS, body | {"chat_template_kwargs": "thinking"}) == "chat_template_kwargs"
+    served.until_idle()
+
+
 def test_a_key_is_required(chat_checkpoint, monkeypatch):
     monkeypatch.setenv(API_KEY, "sécret")
     with serving(chat_checkpoint) as server:
