@@ -185,7 +185,7 @@ class Passes:
     benchmark: bool = False
     """time draft and verification steps, in a separate pass"""
     by_length: int | None = None
-    """report acceptance, costs and speedup by so many generated tokens, to see them change as texts grow"""
+    """report acceptance, costs and speedup for every stretch of this many generated tokens"""
     measure_costs: bool = False
     """measure the costs that `auto` chooses by, whatever earlier runs have measured"""
 

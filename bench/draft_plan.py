@@ -125,13 +125,13 @@ def _storage(plan: Plan, config: ModelDrafterConfig, source: ModelSource | None)
         dtype = torch.bfloat16
     quantize: str | None = None if config.draft_weights in (AUTO, "same") else config.draft_weights
     is_auto = config.draft_weights == config.draft_dtype == AUTO and target.quantize is None
-    if is_auto and not isinstance(source, HeadSource):
-        model, group = source or plan.target, plan.draft_group if source else plan.group
+    model, group = source or plan.target, plan.draft_group if source else plan.group
+    if is_auto and not isinstance(model, HeadSource) and not model.config.n_expert:
         quantize = auto_draft_weights(plan.device, dtype, _linear_shapes(model.config, len(group)), model.published)
     if quantize is None and is_target:
         quantize = target.quantize
     if quantize:
-        check_scheme(quantize, plan.device)
+        check_scheme(quantize, plan.device, 0 if isinstance(model, HeadSource) else model.config.n_expert)
     entries = target.kv_dtype if is_target and config.draft_kv_dtype == "same" else config.draft_kv_dtype
     return {"dtype": dtype, "quantize": quantize, "kv_dtype": KV_DTYPES.get(entries, dtype)}
 

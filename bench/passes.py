@@ -12,7 +12,7 @@ import torch
 from bench.auto.adaptive import Adaptive
 from bench.auto.rehearsal import Rehearsal
 from bench.auto.run_costs import RunCosts, costs_of
-from bench.by_length import ByLength
+from bench.by_length import ByLength, Stretch
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
@@ -44,13 +44,13 @@ class Decoded(GenerateOutput):
     """The output of a pass, with the rows of all replicas.
 
     usage: of processors, by this process. phases: a `PhaseTimer`'s seconds. inner: counts of an inner draft, or None.
-    by_length: sums by generated length, of this replica's rows, with `--by_length`.
+    by_length: sums by stretches of generated tokens, with `--by_length`.
     """
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
     inner: Counts | None = None
-    by_length: ByLength | None = None
+    by_length: Mapping[int, Stretch] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
 
 @torch.inference_mode()
 def prefill(session: Session) -> float:
-    """Prefill the first prompt of every row, with a progress bar. Returns the slowest process's seconds."""
+    """Prefill the first prompt of every row, with a progress bar. Returns the slowest process's seconds, without those
+    that `--prefix_cache` takes to write rows."""
     runner, first = session.runner, session.prompts[: session.runner.max_batch]
     if session.plan.config.target.compile:
         # The second length makes the number of tokens a variable, and a single token is special.
@@ -144,7 +145,8 @@ def prefill(session: Session) -> float:
             for n_tokens in runner.start_prefill(row, prompt)[1]:
                 bar.update(n_tokens)
     synchronize(runner.device)
-    return max(session.processes.gathered(time.perf_counter() - started))
+    saving = runner.prefixes.saving_seconds if runner.prefixes else 0.0
+    return max(session.processes.gathered(time.perf_counter() - started - saving))
 
 
 def decode(
@@ -181,7 +183,10 @@ def decode_in_turns(
             passes[name] = session.generation(pacing=pacing, phase=phase, progress=progress)
         usages = take_turns(session.runner, [*passes.values()])
     return {
-        name: replace(_joined(session, name, generation, pacings[name], usage, phase), by_length=by_length.get(name))
+        name: replace(
+            _joined(session, name, generation, pacings[name], usage, phase),
+            by_length=_all_stretches(session, by_length[name]) if width is not None else None,
+        )
         for (name, generation), usage in zip(passes.items(), usages, strict=True)
     }
 
@@ -214,6 +219,15 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
             if copies:
                 generation.decoder.set_aside(copies[index])
     return usages
+
+
+def _all_stretches(session: Session, by_length: ByLength) -> dict[int, Stretch]:
+    """Return the sums over the rows of all replicas; every rank has to call this."""
+    total: dict[int, Stretch] = {}
+    for stretches in session.by_replica(by_length.stretches):
+        for index, stretch in stretches.items():
+            total.setdefault(index, Stretch()).add(stretch)
+    return total
 
 
 def _joined(

@@ -43,7 +43,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, target)[0]
     kv_dtype = KV_DTYPES.get(stored.kv_dtype, dtype)
     if stored.quantize:
-        check_scheme(stored.quantize, device)
+        check_scheme(stored.quantize, device, target.config.n_expert)
     params, verification = resolve_sampling(config.sampling)
     draft_source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     groups = _rank_groups(config, target, draft_source)

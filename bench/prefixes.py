@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -10,33 +12,42 @@ import torch
 from bench.plan_types import Plan
 from common.checkout import ROOT
 from common.provenance import provenance
-from common.say import say
+from engine.parallel.ranks import ModelRanks
 from engine.prefix_store import PrefixStore
 from engine.runner import prefill_chunk_of
 from models import Transformer
-from models.tensor_parallel import Shard
+from models.cpp_build import KERNELS, BuildError, choose
 
 # The packages whose code decides the bits of a prefilled row.
-CODE = ("kv_cache", "models")
+CODE = ("kv_cache", "models", "engine")
 
 
-def prefix_store(plan: Plan, model: Transformer, shard: Shard) -> PrefixStore | None:
+def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore | None:
     """Return the store of `--prefix_cache`, keyed by all that a row's bits depend on; None without the flag."""
     text, target = plan.config.text, plan.config.target
     if text.prefix_cache is None:
         return None
-    weights = plan.target.manifest_sha256 if plan.target.has_text else "random"
-    if weights is None:
-        say("note: --prefix_cache is not used: the checkpoint has no manifest that would identify its weights")
-        return None
     origin = provenance()
     machine = [origin[name] for name in ("machine", "gpu", "threads", "torch_version")]
-    config = asdict(plan.target.config)
     storage = [str(plan.dtype), str(plan.kv_dtype), target.quantize, target.compile]
     kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.device))]
-    parts = [weights, config, storage, kernels, [shard.index, shard.count], machine, code_sha256()]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return PrefixStore(Path(text.prefix_cache), key, int(text.prefix_cache_gb * 1e9))
+    shard = [ranks.shard.index, ranks.shard.count, ranks.all_reduce.name]
+    parts = [plan.target.weights_sha256, asdict(plan.target.config), storage, kernels, shard, machine]
+    key = json.dumps([*parts, builds(), code_sha256()])
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return PrefixStore(Path(text.prefix_cache), digest, int(text.prefix_cache_gb * 1e9))
+
+
+def builds() -> list[str | None]:
+    """Return the builds of the C++ kernels, and the versions of packages with kernels; None for what is missing."""
+    found: list[str | None] = []
+    for name in KERNELS:
+        with suppress(BuildError):
+            found.append(choose(name).build)
+    for package in ("triton", "flash-attn", "flash-attn-3"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return found
 
 
 def code_sha256() -> str:

@@ -108,7 +108,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "rank_group": session.target_ranks.ranks,
         "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
         "all_reduce": session.target_ranks.all_reduce.name,
-        "prefill_taken_over": session.runner.n_taken_over,
+        "prefill_taken_over": session.runner.prefixes.n_taken_over if session.runner.prefixes else 0,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),
         "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
@@ -132,7 +132,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     }
     if speculative and speculative.by_length:
         kept = {name: output.by_length for name, output in passes.by_name.items() if output.by_length}
-        record["by_length"] = by_length_rows(speculative.by_length.width, kept)
+        record["by_length"] = by_length_rows(plan.config.passes.by_length or plan.gen_len, plan.gen_len, kept)
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
     if plan.draft and any(level.source for level in plan.draft.levels):

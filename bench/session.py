@@ -33,6 +33,7 @@ from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, Transformer
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
+from models.experts import is_grouped
 from models.heads.loading import HeadSource
 from models.llama import select_layers
 from models.pointwise import compiled, use_pointwise
@@ -101,9 +102,10 @@ class Session:
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
-        new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs else CudaGraphs
+        captures = not model.config.n_expert or is_grouped(model.norm.weight.device, model.dtype)
+        new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs or not captures else CudaGraphs
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        prefixes = prefix_store(plan, model, target_ranks.shard)
+        prefixes = prefix_store(plan, model, target_ranks)
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
         require_room_to_run(plan, runner)
         for index, prompt in enumerate(prompts, first):

@@ -79,11 +79,10 @@ class ModelRunner:
         new_graphs: Callable[[torch.device], Any] | None = None,
         prefixes: PrefixStore | None = None,
     ) -> None:
-        self.model, self.cache, self.ranks, self._prefixes = model, cache, ranks, prefixes
+        self.model, self.cache, self.ranks, self.prefixes = model, cache, ranks, prefixes
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        self.n_taken_over = 0  # prompts that an earlier run had prefilled
         # Batches and parts that `engine.round` has captured over this model and cache.
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
@@ -159,22 +158,19 @@ class ModelRunner:
 
             n = int(self.ranks.decided(n_finite, 1))
             done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
-            if self._prefixes and chunk is None and n_shared == 0:
-                self._prefixes.save(self.cache, row, prompt, done.logits, done.bad_position)
+            if self.prefixes and chunk is None and n_shared == 0:
+                self.prefixes.save(self.cache, row, prompt, done.logits, done.bad_position)
         self.cache.prefilled[row] = done
         return done
 
     def _take_over(self, row: int, prompt: Sequence[int]) -> Prefilled | None:
         """Fill a row with a prompt that an earlier run has prefilled; None unless every rank has its part."""
-        if self._prefixes is None:
+        if self.prefixes is None:
             return None
         self.cache.reset_row(row)
-        found = self._prefixes.load(self.cache, row, prompt)
+        found = self.prefixes.load(self.cache, row, prompt)
         is_everywhere = all(self.ranks.gathered(found is not None))
-        if found is None or not is_everywhere:
-            return None
-        self.n_taken_over += 1
-        return Prefilled(self.model, tuple(prompt), *found)
+        return Prefilled(self.model, tuple(prompt), *found) if found and is_everywhere else None
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
         """Return how many first tokens of the prompt the row holds."""

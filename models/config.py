@@ -79,6 +79,9 @@ class ModelConfig:
         if self.head_dim % 2 or (self.rotary_dim or 0) % 2:
             seen = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}"
             raise refuse("rotary embedding needs pairs", "head_dim (partial_rotary_factor)", seen, "even numbers")
+        if self.n_expert_per_token > self.n_expert:
+            seen = f"{self.n_expert_per_token} of {self.n_expert}"
+            raise refuse("a token has more experts than a layer", "num_experts_per_tok", seen, "at most all experts")
         for token in self.eos_tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 required = f"0 <= id < {self.vocab_size}"

@@ -19,18 +19,35 @@ class ConfigChanges:
 
     def apply(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the keys of a config.json with the changes. Raises ConfigError for a change without effect."""
-        changed = dict(values)
-        for override in self.config_overrides:
-            key, _, value = override.partition("=")
-            before = ModelConfig.from_hf(changed, where=where)
-            try:
-                changed[key] = json.loads(value)
-            except ValueError:
-                changed[key] = value
-            if ModelConfig.from_hf(changed, where=flag("config_overrides")) == before:
+        overrides = {override: _parsed(override) for override in self.config_overrides}
+        changed = {**values, **dict(overrides.values())}
+        for override in overrides:
+            others = {**values, **dict(pair for name, pair in overrides.items() if name != override)}
+            if _config(changed) == _config(others):
                 what, required = "this key changes nothing", "KEY=VALUE, a key of config.json and another value for it"
                 raise ConfigError(what, flag("config_overrides"), override, required, "see docs/checkpoints.md")
-        return extended(changed, self.rope_scaling, where) if self.rope_scaling else changed
+        if self.rope_scaling is None:
+            return changed
+        changed = extended(changed, self.rope_scaling, where)
+        ModelConfig.from_hf(changed, where=f"{flag('rope_scaling')} {self.rope_scaling}")  # a family may lack the type
+        return changed
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    """Return a key and its value, which is JSON or else a word."""
+    key, _, value = override.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _config(values: Mapping[str, Any]) -> ModelConfig | None:
+    """Return the config of these keys; None if they are refused."""
+    try:
+        return ModelConfig.from_hf(values)
+    except ConfigError:
+        return None
 
 
 NO_CHANGES = ConfigChanges()

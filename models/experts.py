@@ -6,20 +6,17 @@ from torch import Tensor
 
 
 def route(scores: Tensor, n_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the shares and the indices of each token's experts, both `[N, n_chosen]`, from `scores [N, n_expert]`.
+    """Return shares and indices of each token's experts, both `[N, n_chosen]`, from `scores [N, n_expert]`.
 
-    Shares are softmax probabilities in float32, divided by their sum if `normalised` (Qwen3, arXiv 2505.09388).
+    Shares are softmax probabilities in float32 or better, divided by their sum if `normalised` (arXiv 2505.09388).
     """
-    shares, chosen = scores.softmax(dim=-1, dtype=torch.float32).topk(n_chosen)
+    shares, chosen = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).topk(n_chosen)
     shares = shares / shares.sum(dim=-1, keepdim=True) if normalised else shares
     return shares.to(scores.dtype), chosen
 
 
 def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply `x [M, d_in]`, sorted by expert, `counts [E]` rows for each, by `weights [E, d_out, d_in]` transposed.
-
-    Reads no count on the host, so it can be captured in a CUDA graph.
-    """
+    """Multiply `x [M, d_in]`, sorted by expert, `counts [E]` rows each, by transposed `weights [E, d_out, d_in]`."""
     return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
 
 
@@ -27,3 +24,8 @@ def looped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Compute `grouped` expert by expert, in any dtype."""
     parts = zip(x.split(counts.tolist()), weights, strict=True)
     return torch.cat([part @ weight.t() for part, weight in parts if len(part)])
+
+
+def is_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch has a kernel for `grouped`, which reads no count on the host and so can be captured."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9

@@ -24,9 +24,9 @@ ORIGINAL = "original_max_position_embeddings"
 def rope_fields(values: Values, head_dim: int, types: Collection[str], where: str) -> dict[str, Any]:
     """Return the fields `rope_theta`, `rope_scaling`, `rotary_dim` and `max_context` of a ModelConfig.
 
-    A token's frequencies must not depend on the text around it. So where transformers follows the text's length, these
-    are the frequencies of the longest text: `dynamic` is not scaled up to `max_position_embeddings`, and `longrope` has
-    its `long_factor` if `max_position_embeddings` exceeds the original context. Raises ConfigError naming the key.
+    A token's frequencies must not depend on the text around it, as they do in transformers for two types. `dynamic`
+    has the unscaled frequencies here, which transformers has for texts within `max_position_embeddings`. `longrope`
+    has its `long_factor` if `max_position_embeddings` exceeds the original context. Raises ConfigError naming the key.
     """
     settings, where = _settings(values, where)
     check(settings, RULES, where)
@@ -37,6 +37,13 @@ def rope_fields(values: Values, head_dim: int, types: Collection[str], where: st
     # The model's key overrides the key in the rotary settings; the default is max_position_embeddings.
     original = positive({ORIGINAL: values.get(ORIGINAL, settings.get(ORIGINAL))}, ORIGINAL, where, max_context)
     rotary_dim = int(head_dim * positive(settings, "partial_rotary_factor", where, 1.0, kind=float))
+    if not 2 <= rotary_dim <= head_dim:
+        seen = f"{rotary_dim} of {head_dim} elements of a head"
+        raise refuse("no share of a head", f"{where}: partial_rotary_factor", seen, "2 elements to all")
+    theta = positive(settings, "rope_theta", where, kind=float)
+    if kind in ("yarn", "longrope") and (theta == 1 or original == 1):
+        seen = f"rope_theta {theta}, {ORIGINAL} {original}"
+        raise refuse("the rotary scaling divides by the logarithm of 1", where, seen, "other numbers")
     scaling = {key: positive(settings, key, where, kind=float) for key in ROPE_TYPES[kind]}
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         seen, required = scaling["high_freq_factor"], f"more than low_freq_factor, {scaling['low_freq_factor']}"
@@ -49,7 +56,7 @@ def rope_fields(values: Values, head_dim: int, types: Collection[str], where: st
     if kind in ("llama3", "yarn"):
         scaling["original_context"] = original
     return {
-        "rope_theta": positive(settings, "rope_theta", where, kind=float),
+        "rope_theta": theta,
         "rope_scaling": None if kind in ("default", "dynamic") else {"kind": kind, **scaling},
         "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
         "max_context": max_context,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttention
 from models.config import ModelConfig
-from models.experts import grouped, looped, route
+from models.experts import grouped, is_grouped, looped, route
 from models.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
@@ -117,7 +117,7 @@ class StackedExperts(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        multiply = grouped if x.is_cuda else looped
+        multiply = grouped if is_grouped(x.device, x.dtype) else looped
         return multiply(x, self.weight.unflatten(0, (self.n_expert, -1)), counts)
 
 

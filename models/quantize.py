@@ -186,12 +186,14 @@ def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.int32).flatten(1), scale, low
 
 
-def check_scheme(scheme: str, device: torch.device | str) -> None:
-    """Raise ConfigError for an unknown scheme, or if this device has no kernels for it."""
+def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0) -> None:
+    """Raise ConfigError for an unknown scheme, a model of experts, or if this device has no kernels for the scheme."""
     where, leave = "--quantize or --draft_weights", "leave the weights as they are"
     if scheme not in SCHEMES:
         where, fix = "quantize (--quantize, --draft_weights)", f"use int8 or int4, or {leave}"
         raise ConfigError("unknown quantisation scheme", where, scheme, " or ".join(SCHEMES), fix)
+    if n_expert:
+        raise ConfigError("experts are not quantised", where, f"{scheme}, {n_expert} experts", "no experts", leave)
     on_cpu = torch.device(device).type == "cpu"
     if not on_cpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
         seen, required = "compute capability {}.{}".format(*found), "{}.{} or newer".format(*OLDEST_CAPABILITY)

@@ -59,13 +59,17 @@ def main(flags: Flags) -> None:
     folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
     config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
     source, session = flags.target.with_text(), bench.Session.open(config)
+    if source.config.n_expert or source.config.rotary_dim:
+        seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"
+        raise ConfigError("no head is trained for this model", "--model", seen, required, "name another target")
     book, target, runner = next(session.books()), session.runner.model, session.runner
     first, second = book[: len(book) // 2], book[len(book) // 2 :]
     sizes = {"prefix_len": session.plan.prefix_len, "n_prompts": flags.num_prompts}
     prompts = bench.make_prompts([first], tokenizer=session.tokenizer, **sizes)
-    stored = {name: getattr(flags.target, name) for name in ("dtype", "kv_dtype")}
+    names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
+    stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
     settings = {"model": source.name, **stored, "num_prompts": flags.num_prompts}
-    keep_settings(folder, settings | vars(flags.text) | vars(flags.sizes) | vars(recipe))
+    keep_settings(folder, json.loads(json.dumps(settings)) | vars(flags.sizes) | vars(recipe))
     write_text(folder / "held_back.txt", second)
     layers = training.inputs_of(target.config.n_layer)
     how = session.plan.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit

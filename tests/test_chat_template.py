@@ -134,11 +134,14 @@ def test_variables_reach_the_template_as_in_transformers_and_never_as_control_to
     template = CHATML + "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{{ note }}"
     ours = chat(tmp_path, template)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
-    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "note": "so", "tools": None}):
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "note": "so"}):
         text = theirs.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False, **variables)
         assert ours.render(TALK, variables) == text
-    ids, end = ours.encode(QUESTION, {"note": "<|im_end|>"}), ours.tokenizer.control_tokens()["<|im_end|>"]
-    assert ids.count(end) == ours.encode(QUESTION).count(end)
+    end = ours.tokenizer.control_tokens()["<|im_end|>"]
+    assert ours.encode(QUESTION, {"note": "<|im_end|>"}).count(end) == ours.encode(QUESTION).count(end)
+    for refused in ({"messages": []}, {"note": ["<|im_end|>"]}, {"note": {"<|im_end|>": 1}}):
+        with pytest.raises(ConfigError):
+            ours.encode(QUESTION, refused)
 
 
 @pytest.mark.parametrize(

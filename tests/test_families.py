@@ -9,13 +9,16 @@ from hf_tiny import N_TOKENS, SHAPE, random_model, rope, save_folder
 from policies import POLICIES, SELF_DRAFT_POLICIES, Size
 from transformers import LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 
+from common.errors import ConfigError
 from convert_hf_checkpoint import convert
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from kv_cache import FullKVCache
 from models import load_model
+from models.config import ModelConfig
 from models.experts import grouped, looped
 
 LENGTHS, N_NEW, GAMMA, LONGEST = [5, 38, 17], 20, 3, 64
+EXPERTS = ModelConfig(64, 1, 64, 4, 2, 16, 32, n_expert=4, n_expert_per_token=2)
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 YARN = rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=32)
 CONFIGS: dict[str, Any] = {
@@ -81,6 +84,21 @@ def test_greedy_text_is_that_of_transformers(folder: Path, policy: str | None) -
 @pytest.mark.parametrize("policy", ["streaming", "streaming, positions in the cache"])
 def test_a_standalone_draft_changes_no_token(folder: Path, policy: str) -> None:
     assert decode(folder, policy, standalone=True) == torch.load(folder / "expected.pt")
+
+
+def test_layers_without_rope_are_known_when_other_layers_are_dropped(tmp_path: Path) -> None:
+    config = SmolLM3Config(**SHAPE | {"num_hidden_layers": 5}, **SPECIAL, **rope(50000.0), no_rope_layer_interval=2)
+    save_folder(random_model(config), tmp_path / "whole")
+    convert(tmp_path / "whole", tmp_path / "some", layers_to_drop=(0, 3))
+    assert load_model(tmp_path / "some").config.unrotated_layers == (0,)
+    assert load_model(tmp_path / "some", layers=(0, 2)).config.unrotated_layers == (0,)
+
+
+def test_experts_are_not_quantised(tmp_path: Path) -> None:
+    config = load_model("none", load_format="dummy", config=EXPERTS).config
+    assert config.n_expert == 4
+    with pytest.raises(ConfigError):
+        load_model("none", load_format="dummy", config=EXPERTS, quantize="int4")
 
 
 def test_quantised_weights_give_the_same_text_with_a_draft_and_without(tmp_path: Path) -> None:

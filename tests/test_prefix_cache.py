@@ -39,7 +39,7 @@ def test_a_row_that_is_taken_over_has_the_bits_of_one_that_ran(tmp_path: Path, k
         for a, b in zip(first.cache.tensors[:-1], second.cache.tensors[:-1], strict=True):
             a, b = (x[:, :, row, :, : len(prompt)].view(torch.uint8) for x in (a, b))
             assert torch.equal(a, b)
-    assert (first.n_taken_over, second.n_taken_over) == (0, 3)
+    assert (first.prefixes.n_taken_over, second.prefixes.n_taken_over) == (0, 3)
 
 
 def test_a_draft_that_selects_by_the_prompt_decodes_the_same_tokens(tmp_path: Path) -> None:
@@ -56,26 +56,28 @@ def test_a_draft_that_selects_by_the_prompt_decodes_the_same_tokens(tmp_path: Pa
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:-9] + b"x" + data[-8:]])
 def test_a_damaged_file_is_prefilled_anew(tmp_path: Path, damage) -> None:
     wanted = runner_over(store(tmp_path)).prefill_row(0, PROMPTS[1]).logits
-    (path,) = tmp_path.glob("*.safetensors")
+    (path,) = tmp_path.glob("prefix-*")
     path.write_bytes(damage(path.read_bytes()))
     for n_taken in (0, 1):
         runner = runner_over(store(tmp_path))
-        assert torch.equal(runner.prefill_row(0, PROMPTS[1]).logits, wanted) and runner.n_taken_over == n_taken
+        assert torch.equal(runner.prefill_row(0, PROMPTS[1]).logits, wanted) and runner.prefixes.n_taken_over == n_taken
 
 
-def test_the_least_recently_used_prompts_make_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_prompts_make_room_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
     runner = runner_over(store(tmp_path))
     for age, prompt in ((300, [1] * 20), (200, [2] * 20)):
         runner.prefill_row(0, prompt)
-        newest = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+        newest = max(tmp_path.glob("prefix-*"), key=lambda path: path.stat().st_mtime)
         os.utime(newest, (newest.stat().st_mtime - age,) * 2)
-    size = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    size = max(path.stat().st_size for path in tmp_path.glob("prefix-*"))
     runner_over(store(tmp_path)).prefill_row(0, [1] * 20)  # now the other is the older
     runner_over(store(tmp_path, max_bytes=2 * size)).prefill_row(0, [3] * 20)
+    assert (tmp_path / "model.safetensors").exists()
     for prompt, n_taken in (([1] * 20, 1), ([3] * 20, 1), ([2] * 20, 0)):
         runner = runner_over(store(tmp_path))
         runner.prefill_row(0, prompt)
-        assert runner.n_taken_over == n_taken
+        assert runner.prefixes.n_taken_over == n_taken
 
 
 def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_path: Path, capfd) -> None:
@@ -90,7 +92,7 @@ def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_
         assert torch.equal(
             runner.prefill_row(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill_row(0, prompt).logits
         )
-        assert runner.n_taken_over == 0
+        assert runner.prefixes.n_taken_over == 0
     assert "not kept" in capfd.readouterr().err
 
 
@@ -115,7 +117,7 @@ def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(
     assert first["tokens_sha256"] == second["tokens_sha256"]
     assert [record["prefill_taken_over"] for record in (first, second, run("--kv_dtype", "int8"))] == [0, 2, 0]
     stretches = second["by_length"]
-    assert [row["generated"] for row in stretches] == [[0, 4], [4, 8], [8, 12]][: len(stretches)]
+    assert [row["generated"] for row in stretches] == [[0, 4], [4, 8], [8, 9]][: len(stretches)]
     assert sum(row["verified"] for row in stretches) == second["verified"]
     emitted = sum(row["rounds"] * row["mean_accepted_length"] for row in stretches)
     assert emitted == pytest.approx(second["emitted"], abs=0.01)

@@ -41,8 +41,11 @@ class ChatTemplate:
         """Return the text of `messages`, each with `role` and `content`, and the opening of the model's turn. Equals
         transformers' `apply_chat_template` with `variables`, such as `enable_thinking`, for the template.
 
-        Raises ConfigError with what the template raised.
+        Raises ConfigError with what the template raised, and for variables that are not for clients.
         """
+        if taken := {"messages", "tools", "documents", "add_generation_prompt", *self.tokens} & variables.keys():
+            what, required = "a variable of the chat template is taken", "other names"
+            raise ConfigError(what, "chat_template_kwargs", ", ".join(sorted(taken)), required, "leave it out")
         given = {**variables, "tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
             return self.template.render({**given, "messages": messages})
@@ -61,6 +64,10 @@ class ChatTemplate:
         def marked(text: str) -> str:
             return re.sub(control, rf"{BEGIN}\g<0>{END}", UNMARKED(text))
 
+        nested = json.dumps([value for value in variables.values() if not isinstance(value, str)], ensure_ascii=False)
+        if found := re.search(control, nested):  # a template may print lists so that marks are lost
+            what, required = "a variable of the chat template has a control token", "text without control tokens"
+            raise ConfigError(what, "chat_template_kwargs", found[0], required, "leave it out")
         safe = {name: marked(value) if isinstance(value, str) else value for name, value in variables.items()}
         rendered = self.render([{key: marked(text) for key, text in message.items()} for message in messages], safe)
         texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))

@@ -84,15 +84,18 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
 
 
 def separate_fused(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
-    """Cut Phi-3's fused tensors into those that other models have, and move the halves of rotary pairs half a head
-    apart, where a whole head's would be."""
+    """Cut Phi-3's fused tensors into those that other models have.
+
+    Where only the first `rotary_dim` elements of a head are rotated, the elements of queries and keys change places, so
+    that a rotary pair lies half a head apart like in a model that rotates whole heads.
+    """
     n_kv, rotary_dim = config.n_kv_head * config.head_dim, config.rotary_dim or config.head_dim
     fused = {
         "qkv_proj": {"q_proj": config.n_head * config.head_dim, "k_proj": n_kv, "v_proj": n_kv},
         "gate_up_proj": {"gate_proj": config.ffn_dim, "up_proj": config.ffn_dim},
     }
-    turned, still = torch.arange(rotary_dim).view(2, -1), torch.arange(rotary_dim, config.head_dim).view(2, -1)
-    order = torch.cat([turned, still], dim=1).flatten()
+    rotated, unrotated = torch.arange(config.head_dim).split([rotary_dim, config.head_dim - rotary_dim])
+    order = torch.cat([rotated.view(2, -1), unrotated.view(2, -1)], dim=1).flatten()
 
     def read(source: SourceTensor, first: int, end: int, has_pairs: bool) -> Tensor:
         rows = source.read()[first:end]
@@ -100,8 +103,8 @@ def separate_fused(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> 
 
     separate: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
-        module, first = name.split(".")[-2], 0
-        if sum(fused.get(module, {}).values()) != tensor.shape[0]:  # also a fused tensor of another size
+        module, first = ("", *name.split("."))[-2], 0
+        if tensor.shape[:1] != (sum(fused.get(module, {}).values()),):  # also a fused tensor of another size
             separate[name] = tensor
             continue
         for part, n_row in fused[module].items():

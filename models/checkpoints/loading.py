@@ -143,10 +143,7 @@ def load_model(
     if layers is not None:
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:
-        check_scheme(quantize, device)
-        if config.n_expert:
-            what, required = "the weights of experts are not quantised", "a model without experts"
-            raise ConfigError(what, f"--quantize: {path}", f"{config.n_expert} experts", required, "leave it out")
+        check_scheme(quantize, device, config.n_expert)
     shard = exchange.shard if exchange else WHOLE
     part = shard_config(config, shard)
     with torch.device("meta"):

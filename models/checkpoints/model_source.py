@@ -12,7 +12,7 @@ from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, read_manifest, sha256_of
+from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, read_manifest, remembered_sha256, sha256_of
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig, read_config
 from models.config_changes import NO_CHANGES, ConfigChanges
@@ -48,6 +48,13 @@ class ModelSource:
     def is_default(self) -> bool:
         """True for the built-in model as it was fetched, false for models derived from it."""
         return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the file of weights; of random weights, a word."""
+        if not self.has_text:
+            return "random"
+        return remembered_sha256(Path(self.path) if self.path.endswith(".pth") else Path(self.path) / WEIGHTS)
 
     @property
     def manifest_sha256(self) -> str | None:

@@ -33,7 +33,7 @@ NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 EAGLE_3_TENSORS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
 # An EAGLE head has layers of Llama without windows, whatever its config.json copies from its target's.
 AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
-AS_LLAMA |= {"attention_bias": False, "sliding_window": None, "layer_types": None}
+AS_LLAMA |= {"attention_bias": False, "mlp_bias": False, "sliding_window": None, "layer_types": None}
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its {CONFIG}"
 
 

@@ -55,7 +55,8 @@ def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
     """Return the heads `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. EAGLE begins
     with the weights of the target's last layer over the last of its inputs, Medusa with those of the output layer."""
     config, last_layer = target.config, target.layers[-1]
-    one_layer = replace(config, n_layer=1, tie_embeddings=False)
+    one_layer = replace(config, n_layer=1, tie_embeddings=False, unrotated_layers=(), qk_norm=False)
+    one_layer = replace(one_layer, qkv_bias=False, wo_bias=False, mlp_bias=False)
     shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), has_embedding=False)
     eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
     eagle.target_ids = known
