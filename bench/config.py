@@ -218,12 +218,13 @@ class RunConfig(PlainRun):
         return self.ranks.data_parallel if self.ranks else 1
 
     def check(self) -> None:
-        """Raise ConfigError for sizes and timeouts below 1, and for files that cannot be written."""
+        """Raise ConfigError for sizes and timeouts out of range, and for files that cannot be written."""
         for name, size in vars(self.sizes).items():
             if size is not None:
                 require_at_least(name, size, 1)
         if self.ranks:
-            require_at_least("rank_timeout", self.ranks.rank_timeout, 1)
+            require_at_least("rank_timeout", self.ranks.rank_timeout, 1, 1e6)
+        require_at_least("prefix_cache_gb", self.text.prefix_cache_gb, 1e-3, 1e9)
         if self.passes.by_length is not None:
             require_at_least("by_length", self.passes.by_length, 1)
         records, rows = self.output.output, self.rows.save_rows

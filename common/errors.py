@@ -1,6 +1,7 @@
 """Errors that a user can cause."""
 
 import copyreg
+import sys
 from collections.abc import Mapping
 
 
@@ -46,11 +47,14 @@ class RankError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """Weights and caches that do not fit; raised before anything is allocated."""
+    """Weights, caches and activations that do not fit into memory."""
 
 
-def require_at_least(field: str, value: float, minimum: float) -> None:
-    """Raise ConfigError if a field of the configuration is below `minimum`."""
+def require_at_least(field: str, value: float, minimum: float, maximum: float = sys.float_info.max) -> None:
+    """Raise ConfigError unless a field of the configuration is a finite number from `minimum` to `maximum`."""
     if value < minimum:
         what, fix = f"{flag(field)} is too small", f"use {flag(field)} {minimum} or more"
         raise ConfigError(what, flag(field), value, f">= {minimum}", fix)
+    if not value <= maximum:  # NaN, too
+        what, required = f"{flag(field)} is out of range", f"{minimum} to {maximum:g}"
+        raise ConfigError(what, flag(field), value, required, "use a number in that range")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -76,15 +77,25 @@ def publish(
         raise put_off[0]
 
 
+# The strings of a line; the last may have no end.
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a line is the beginning of a JSON object whose writer was killed."""
+    brackets = _STRINGS.sub(b"", line)
+    return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
+
+
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON.
 
-    Empty lines are skipped, and so are objects that are not whole, since their writer was killed.
+    Empty lines are skipped, and so are objects without an end, since their writer was killed.
     """
     lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         try:
             yield number, json.loads(line)
-        except ValueError:
-            if line.strip() and not line.startswith(b"{"):
+        except (ValueError, RecursionError):
+            if line.strip() and not _is_torn(line):
                 yield number, line.decode(errors="replace")

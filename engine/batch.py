@@ -16,8 +16,8 @@ from kv_cache.base import Device
 
 
 class Batch:
-    """The state of B rows: all rows of the caches in order, or fewer rows, in the `first` tensors of such a batch. All
-    numbers begin as 0, and rows as greedy.
+    """The state of B rows: all rows of the caches in order, or some of them (see `first`). Its tensors begin as 0, and
+    its rows as greedy.
 
     lengths `[B]` int64: the number of a row's tokens that have entries. current `[B]`: the token at that position,
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.

@@ -110,11 +110,3 @@ class AcceptanceRate:
 
     value: float
     n: float
-
-    @property
-    def standard_error(self) -> float:
-        """The standard error `sqrt(a (1 - a) / n)` of independent drafts, with an accepted and a rejected draft added:
-        a few drafts that were all accepted, or none, would else seem certain (Agresti and Caffo 2000, The American
-        Statistician 54(4), 280-288). Drafts of the same text are not independent: this is a lower bound."""
-        share = (self.value * self.n + 1) / (self.n + 2)
-        return math.sqrt(share * (1 - share) / (self.n + 2))

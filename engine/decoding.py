@@ -194,7 +194,8 @@ class Decoder:
         return row, request, chunks
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
-        """Emit the first token of a prompt that is in its row; the row stays free if that ends it."""
+        """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
+        self._rows.requests[row] = request
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
@@ -203,8 +204,8 @@ class Decoder:
             if request.logprobs is not None and self._runner.ranks.leads:
                 request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None])[0]
             self._progress.emitted(1)
-        self._rows.requests[row] = request
-        self._leave_if_done(row, request)
+        if self._rows.requests[row] is request:  # not cancelled meanwhile
+            self._leave_if_done(row, request)
 
     def _leave_if_done(self, row: int, request: Request) -> None:
         if request.finish_reason is not None:

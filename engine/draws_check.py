@@ -14,7 +14,7 @@ STREAM, N_IDS = 1, 999
 TOP_K, TOP_P = [5, N_IDS, 9], [math.inf, 0.7, 0.9]
 
 
-def wrong_on(device: str, uniform: Callable[..., Tensor], gumbel: Callable[..., Tensor]) -> str | None:
+def difference(device: str, uniform: Callable[..., Tensor], gumbel: Callable[..., Tensor]) -> str | None:
     """Return what a device draws differently from these functions of `engine.noise` on the CPU; None if nothing."""
     keys = [torch.tensor(values) for values in (SEEDS, REQUESTS, POSITIONS)]
     seed, request, position = (x.to(device) for x in keys)

@@ -46,16 +46,20 @@ class Following:
         return sum(len(update.tokens) - update.n_seen for update in updates)
 
     def catch_up(self, drafter: int, busy: Busy, limit: int | None, mode: str) -> tuple[int, bool]:
-        """Let a drafter follow the prompts of all rows; but if it has missed more than `limit` tokens, the first
-        `limit` of these and as many as a round has added. Returns how many tokens these are, and True for all prompts.
+        """Let a drafter follow the prompts of all rows, or only a part if it has missed more than `limit` tokens.
+
+        A part is the first `limit` of the missed tokens, and a token for each row, since every round adds some. Returns
+        the number of tokens that the drafter followed, and True if these are all prompts.
         """
         missed = [request.length - self.lengths[row].get(drafter, 0) for row, request in busy]
         if limit is None or not self.in_parts(drafter) or sum(missed) <= limit:
             return self.follow(drafter, [(row, request, len(request.prompt)) for row, request in busy], mode), True
         ends = [min(end, limit + len(busy)) for end in accumulate(missed)]
-        some = [end - begin for begin, end in pairwise([0, *ends])]
-        rows = zip(busy, missed, some, strict=True)
-        return self.follow(drafter, [(row, r, r.length - n + m) for (row, r), n, m in rows], mode), False
+        lengths = [
+            (row, request, request.length - n_missed + end - begin)
+            for (row, request), n_missed, (begin, end) in zip(busy, missed, pairwise([0, *ends]), strict=True)
+        ]
+        return self.follow(drafter, lengths, mode), False
 
     def follow_round(self, drafter: int, busy: Busy, mode: str) -> None:
         """Let a drafter follow the tokens of all rows before a round: on the host also the current token."""

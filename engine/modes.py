@@ -56,11 +56,12 @@ class Greedy:
 
 
 class Rejection:
-    """Drafts, accepts and resamples by separate streams of numbers.
+    """Drafts, accepts and resamples by separate streams of random numbers.
 
-    Tokens behind a round's first rejection are drawn anew by other numbers, as drafts are keyed by their index, too:
-    the numbers of the rejected drafts may have decided how far that round went, and so what a draft's cache holds. The
-    `i`-th inner round's numbers are keyed by where the outer round began and by `i`, so no two inner rounds share any.
+    The numbers of a draft are keyed by its position and by its index in the round. So a position behind a rejection is
+    drafted again by other numbers: those of the rejected draft may have decided how far the round went, and so which
+    entries a draft's cache has. The numbers of the `i`-th inner round are keyed by the outer round's first position and
+    by `i`, so no two inner rounds share any.
     """
 
     verified: Tensor | None = None

@@ -122,7 +122,7 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
         return None
     from engine import draws_check, triton_draws
 
-    trial = functools.partial(draws_check.wrong_on, device, uniform, gumbel)
+    trial = functools.partial(draws_check.difference, device, uniform, gumbel)
     return triton_draws if works(trial, "draws tokens") else None
 
 

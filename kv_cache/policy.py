@@ -111,7 +111,8 @@ def policies() -> dict[str, type[Policy]]:
 
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
-    """Import all files of a package's folder, and return the subclasses of `kind` that have a name, by name."""
+    """Import all files of a package's folder, and return the subclasses of `kind` that have a name, by name. Raises
+    ValueError if two have the same name."""
     for file in pkgutil.iter_modules([str(folder)]):
         importlib.import_module(f"{package}.{file.name}")
     found: dict[str, Kind] = {}
@@ -119,6 +120,6 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
     while waiting:
         subclass = waiting.pop()
         waiting += subclass.__subclasses__()
-        if "name" in vars(subclass):
-            found[subclass.name] = subclass
+        if "name" in vars(subclass) and (other := found.setdefault(subclass.name, subclass)) is not subclass:
+            raise ValueError(f"{other} and {subclass} have the same name, {subclass.name!r}")
     return dict(sorted(found.items()))

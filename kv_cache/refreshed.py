@@ -144,6 +144,12 @@ class RefreshedKVCache(ScoredKVCache):
         """Return empty records of verifications of up to `n_token` tokens by `n_head` heads, with queries in `dtype`,
         over `capacity` entries a row."""
 
+    def follow_text(self, source: KVCache, lengths: Tensor, n_token: int, layers: Sequence[int]) -> None:
+        """Update what chunks are ranked by to the text of each row, also while the cache holds the whole text.
+
+        n_token: the most tokens of a verification. Other arguments are those of `choose`.
+        """
+
     @abstractmethod
     def chunk_shares(
         self, source: KVCache, lengths: Tensor, n_accepted: Tensor, seen: Tensor, layers: Sequence[int]
@@ -162,12 +168,14 @@ class RefreshedKVCache(ScoredKVCache):
         A row stays as it is if it verified nothing since it was filled, or if the cache holds its whole text. layers:
         the source's layers that this cache has, in order.
         """
+        self.follow_text(source, lengths, scores.seen.shape[2], layers)
+        if source.keys.shape[3] <= self.capacity:
+            return
         n_accepted = lengths - scores.starts[self.row_indices]
         ends = torch.where((n_accepted > 0) & (lengths > self.capacity), lengths - self.window, 0)
         shares = self.chunk_shares(source, lengths, n_accepted, scores.seen, layers)
         for to_layer, (from_layer, share) in enumerate(zip(layers, shares, strict=True)):
-            if source.keys.shape[3] > self.capacity:
-                ops.choose(self, to_layer, source, from_layer, share, ends)
+            ops.choose(self, to_layer, source, from_layer, share, ends)
 
 
 @dataclass(frozen=True)

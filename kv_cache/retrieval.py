@@ -56,22 +56,25 @@ class RetrievalKVCache(RefreshedKVCache):
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]
         return VerificationScores(shape, self.device, dtype, as_shares=False)
 
-    def chunk_shares(
-        self, source: KVCache, lengths: Tensor, n_accepted: Tensor, seen: Tensor, layers: Sequence[int]
-    ) -> Iterator[Tensor]:
-        rows, extent, n_token = self.row_indices, source.keys.shape[3], seen.shape[2]
-        newest = (n_accepted - 1).clamp(min=0, max=n_token - 1)
+    def follow_text(self, source: KVCache, lengths: Tensor, n_token: int, layers: Sequence[int]) -> None:
+        rows, extent = self.row_indices, source.keys.shape[3]
         # The chunks that a row's text may have filled since the last choice, or since the row was filled.
         ahead = torch.arange(2 + self.refresh_every * n_token // self.chunk, device=self.device)
         filled = (lengths[:, None] // self.chunk - 1 - ahead).clamp(min=0)
-        slots = entries_of(filled, self.chunk).clamp(max=extent - 1)
-        n_whole, row = min(extent // self.chunk, self.means.shape[3]), rows[:, None]
-        is_hidden = self._is_hidden(lengths - self.window, n_whole)[:, None]
+        slots, row = entries_of(filled, self.chunk).clamp(max=extent - 1), rows[:, None]
         for to_layer, from_layer in enumerate(layers):
             scales = None if source.scales is None else source.scales[from_layer, 0][row, :, slots]
             keys = dequantize(source.keys[from_layer][row, :, slots], scales, self.means.dtype)
             self.means[to_layer][row, :, filled] = keys.unflatten(1, (-1, self.chunk)).mean(dim=2)
-            queries = seen[to_layer][rows, newest][:, :, None]
+
+    def chunk_shares(
+        self, source: KVCache, lengths: Tensor, n_accepted: Tensor, seen: Tensor, layers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        newest = (n_accepted - 1).clamp(min=0, max=seen.shape[2] - 1)
+        n_whole = min(source.keys.shape[3] // self.chunk, self.means.shape[3])
+        is_hidden = self._is_hidden(lengths - self.window, n_whole)[:, None]
+        for to_layer in range(len(layers)):
+            queries = seen[to_layer][self.row_indices, newest][:, :, None]
             yield attention_received(queries, self.means[to_layer][self.stored_rows, :, :n_whole], is_hidden)
 
     def _means(self, keys: Tensor) -> Tensor:

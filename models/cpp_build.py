@@ -86,17 +86,29 @@ def choose(name: str, again: bool = False) -> BuildChoice:
 
 def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], again: bool = False) -> BuildChoice:
     """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
-    if again or not memory.exists():
+    choice = None if again else _stored(memory)
+    if choice is None:
         memory.parent.mkdir(parents=True, exist_ok=True)
         # Ranks that start together compare once, and use the same build.
         with open(memory.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if again or not memory.exists():
+            choice = None if again else _stored(memory)
+            if choice is None:
                 say(title)
-                partial = memory.with_suffix(".partial")
-                partial.write_text(json.dumps(compare()._asdict()), encoding="utf-8")
+                choice, partial = compare(), memory.with_suffix(".partial")
+                partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
                 os.replace(partial, memory)
-    return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
+    return choice
+
+
+def _stored(memory: Path) -> BuildChoice | None:
+    """Return the choice in a file; None if the file is missing or damaged. Raises OSError."""
+    if not memory.exists():
+        return None
+    try:
+        return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        return None
 
 
 def _first_good_build(name: str) -> BuildChoice:

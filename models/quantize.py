@@ -136,7 +136,7 @@ def triton_kernels(device: str) -> ModuleType | None:
         return None
     from models import triton_quantize
 
-    trial = partial(triton_quantize.find_errors, device, dequantize)
+    trial = partial(triton_quantize.difference, device, dequantize)
     return triton_quantize if works(trial, "multiplies quantised weights") else None
 
 

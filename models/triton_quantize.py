@@ -82,8 +82,8 @@ def plan_weights(packed: Tensor, grids: Tensor) -> tuple[Launch, Tensor]:
     return Launch(dequantize_row, (n_out, triton.cdiv(n_group, GROUPS)), arguments, WARPS, num_stages=1), out
 
 
-def find_errors(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str | None:
-    """Compare the kernels on a device with PyTorch on the CPU; return which results are equal, None if all are."""
+def difference(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+    """Return how the kernels' results on a device differ from PyTorch's on the CPU; None if all are equal."""
     generator = torch.Generator().manual_seed(0)
     rows, scales = quantize(x := torch.randn(3, 200, generator=generator), torch.int8)
     sums, packed = (torch.randint(-(2**31), 2**31, n, generator=generator).int() for n in ((5, 200), (2, 3, 32, 2)))
@@ -92,4 +92,4 @@ def find_errors(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> 
     x, sums, scales, packed, grids = (tensor.to(device) for tensor in (x, sums, scales, packed, grids))
     found = *run(plan_rows(x, 5)), run(plan_products(sums, x[0], scales, x.dtype)), run(plan_weights(packed, grids))
     equal = [torch.equal(ours.cpu(), pytorchs) for ours, pytorchs in zip(found, expected, strict=True)]
-    return None if all(equal) else f"activations, their scales, products, weights: {equal}"
+    return None if all(equal) else f"equal activations, their scales, products, weights: {equal}"

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import pytest
@@ -18,6 +20,7 @@ from convert_hf_checkpoint import convert
 from models.checkpoints import loading, manifest
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 from models.config import ModelConfig
+from models.tensor_parallel import Shard
 
 Damage = dict[str, tuple[Callable[[Path], object], str]]
 SHARD, SECOND, INDEX = *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), "model.safetensors.index.json"
@@ -92,7 +95,7 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
 @pytest.mark.parametrize(
     "name, tensor",
     [
-        ("model.norm.weight", torch.ones(16, dtype=torch.int32)),
+        ("model.norm.weight", torch.ones(16, dtype=torch.int64)),
         ("model.norm.weight", torch.ones(17)),
         ("lm_head.weight", torch.ones(len(VOCABULARY), 16)),  # embeddings are tied
         ("model.layers.0.self_attn.q_norm.weight", torch.ones(4)),
@@ -201,6 +204,24 @@ def test_a_file_is_read_once_for_each_version_but_always_to_verify(converted: Pa
     assert read == ["model.pth"]
     load_model(converted, verify=True)
     assert sorted(read[1:]) == ["config.json", "model.pth", "tokenizer.json"]
+
+
+def test_a_garbled_sum_is_computed_again_and_once(converted: Path, read: list[str], monkeypatch) -> None:
+    path = converted / "model.pth"
+    expected = manifest.remembered_sha256(path)
+    (note,) = (manifest.cache_folder() / "sha256").iterdir()
+    note.write_bytes(b"\xff" * 64)
+    assert [manifest.remembered_sha256(path) for _ in "12"] == [expected] * 2 and len(read) == 2
+    monkeypatch.setattr(manifest, "cache_folder", lambda: Path("/dev/null/cache"))
+    assert manifest.remembered_sha256(path) == expected and len(read) == 3
+
+
+def test_other_formats_and_more_ranks_than_heads_are_refused(converted: Path) -> None:
+    with pytest.raises(ConfigError, match="dumy"):
+        load_model(converted, load_format="dumy")
+    exchange: Any = SimpleNamespace(shard=Shard(0, 99))
+    with pytest.raises(ConfigError, match="99 ranks"):
+        load_model(converted, exchange=exchange)
 
 
 @pytest.mark.parametrize("value, dtype", [(float("nan"), "float32"), (1e6, "float16")])

@@ -280,6 +280,17 @@ def test_rounds_retrieve_what_lists_do(config):
     assert len(rows.texts[1]) > rows.cache.capacity
 
 
+def test_chunks_are_averaged_before_a_text_outgrows_the_budget():
+    rows = Rows(retrieval_cache())
+    rows.texts[1] = [5]
+    rows.fill(1)
+    while len(rows.texts[1]) <= rows.cache.capacity:
+        rows.round([0], rows=[1], gamma=1)
+    grown = rows.cache.means.clone()
+    rows.fill(1)
+    torch.testing.assert_close(grown, rows.cache.means)
+
+
 def received_by_lists(queries, keys):
     """Return the attention that entries receive from the last queries, averaged over the heads of a group."""
     n_query, n_token, group = queries.shape[1], keys.shape[1], len(queries) // len(keys)

@@ -1,7 +1,6 @@
 """The cost model: the formula by hand, interpolation, what pays best, and its program."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from bench.auto.costs import Costs, tokens_per_round
 from common.errors import ConfigError
 from cost_model import report, tables
 from cost_model.grid import CostGrid
-from engine.counts import AcceptanceRate
 
 DRAFTS = [("streaming", 64), ("snapkv", 512)]
 CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)
@@ -32,12 +30,6 @@ def test_a_round_is_drafts_verification_and_the_rest():
     assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
     assert Costs(100, (3,), (130,), 20, 4).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
     assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
-
-
-def test_the_standard_error_is_that_of_independent_drafts():
-    assert AcceptanceRate(0.8, 400).standard_error == pytest.approx(0.02, rel=1e-2)
-    for alpha in (0.0, 1.0):  # three of three are not certain: they count as four of five, sqrt(0.8 * 0.2 / 5)
-        assert AcceptanceRate(alpha, 3).standard_error == pytest.approx(math.sqrt(0.032))
 
 
 def test_the_grid_is_interpolated_in_batch_and_context():

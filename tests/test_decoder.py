@@ -180,6 +180,21 @@ def test_a_row_that_is_cancelled_when_another_ends_emits_no_more():
     assert ended == [first] and second.finish_reason == "cancelled" and second.tokens == continue_plainly([5, 2, 7], 2)
 
 
+def test_a_request_that_is_cancelled_at_its_first_token_leaves_its_row():
+    class Cancelling(Progress):
+        def emitted(self, n_tokens):
+            decoder.cancel(first)
+
+        def finished(self, request):
+            assert request is second
+
+    first, second = Request([5, 1, 7], 3), Request([5, 2, 7], 3)
+    decoder = Decoder(witness_runner(1), progress=Cancelling())
+    decode(decoder, first, second)
+    assert (first.finish_reason, len(first.tokens)) == ("cancelled", 1) and decoder.idle
+    assert second.tokens == continue_plainly([5, 2, 7], 3)
+
+
 def test_a_request_that_was_submitted_or_has_other_types_is_refused():
     decoder, request = Decoder(witness_runner(2)), Request([5, 1, 7], 4)
     decoder.submit(request)

@@ -77,6 +77,13 @@ def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeyp
     cpp_build.load_library("pointwise")
 
 
+@pytest.mark.parametrize("stored", ["", '{"build": "na', "[]", "{}"])
+def test_a_damaged_choice_is_made_again(tmp_path, stored):
+    memory, choices = tmp_path / "kernel.json", [cpp_build.BuildChoice("right", [], {})]
+    memory.write_text(stored)
+    assert cpp_build.remembered(memory, "", choices.pop) == cpp_build.remembered(memory, "", choices.pop)
+
+
 ROW = {"what": "", "error": 0.0, "allowed": 1.0}
 
 

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
-from kv_cache.policy import policies
+from kv_cache.policy import policies, registered
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
@@ -142,6 +142,14 @@ def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
     assert ManyQueries(25, 8).selects
     with pytest.raises(ConfigError, match="draft_budget"):
         ManyQueries(24, 8).check()
+
+
+def test_two_classes_of_a_name_are_refused(tmp_path):
+    kind = type("Kind", (), {})
+    kinds = [type(name, (kind,), {"name": "same"}) for name in ("First", "Second")]
+    with pytest.raises(ValueError, match="same name"):
+        registered("", tmp_path, kind)
+    assert len(kinds) == 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])

@@ -60,6 +60,12 @@ def test_behind_a_torn_line_a_new_one_begins(path, cut):
     assert list(read_lines(path)) == [(1, {"a": 1}), *whole, (3, {"d": 4})]
 
 
+def test_a_damaged_line_is_named(path):
+    damaged = ['{"a": 1,, "b": "{"}', '{"a": 1}}', "[" * 100_000]
+    path.write_text("\n".join(damaged))
+    assert list(read_lines(path)) == [*enumerate(damaged, 1)]
+
+
 @pytest.mark.parametrize("content", [b"", b'{"a": 1}\n', b'{"torn'])
 def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     path.write_bytes(content)

@@ -169,6 +169,8 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         "--api_key=",
         "--port 99999",
         "--prefill_tokens 0",
+        "--drain_seconds inf",
+        "--request_seconds nan",
         "--load_format dummy",
         "--data_parallel 2",
         "--draft oracle",

@@ -1,6 +1,7 @@
 """SelfSpeculation: the target drafts for itself over a second, budgeted cache."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
@@ -147,6 +148,8 @@ class SelfConfig(ModelDrafterConfig):
             gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
             longest = max(gammas, key=gammas.__getitem__)
             check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
+        if seen == "streaming" and not self.auto_budget:  # the same model saves nothing if it reads as much
+            require_at_least("draft_budget", self.policy.entries(sys.maxsize), self.inner_budget + 1)
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
         path, where = self.draft_of_draft, flag("draft_of_draft")

@@ -865,8 +865,8 @@ inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int6
 }
 
 // Assigns chosen slots to places. A slot that has a place keeps it, which is then EMPTY in `chosen`; new slots get places
-// whose slot was not chosen again. sizes: rows, heads, slots chosen, slots; held: [all rows, heads, slots chosen].
-void keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen, const bool* is_new,
+// whose slot was not chosen again. sizes: rows, heads, slots chosen, slots; source_slots: [all rows, heads, places].
+void keep_chosen(const int64_t* sizes, int64_t* source_slots, const int64_t* rows, int64_t* chosen, const bool* is_new,
                  int n_thread) {
     const int64_t n_head = sizes[1], n = sizes[2];
 #pragma omp parallel num_threads(n_thread)
@@ -876,18 +876,19 @@ void keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < sizes[0] * n_head; ++task) {
             if (!is_new[task / n_head]) continue;
-            int64_t *own = held + (rows[task / n_head] * n_head + task % n_head) * n, *slots = chosen + task * n, count = 0;
+            int64_t *sources = source_slots + (rows[task / n_head] * n_head + task % n_head) * n;
+            int64_t *slots = chosen + task * n, count = 0;
             for (int64_t i = 0; i < n; ++i) is_missing[slots[i]] = 1;
             for (int64_t i = 0; i < n; ++i) {
-                stays[i] = own[i] != EMPTY && is_missing[own[i]];
-                if (stays[i]) is_missing[own[i]] = 0;
+                stays[i] = sources[i] != EMPTY && is_missing[sources[i]];
+                if (stays[i]) is_missing[sources[i]] = 0;
             }
             for (int64_t i = 0; i < n; ++i)
                 if (is_missing[slots[i]]) {
                     is_missing[slots[i]] = 0;
                     missing[count++] = slots[i];
                 }
-            for (int64_t i = 0; i < n; ++i) slots[i] = stays[i] ? EMPTY : own[i] = missing[--count];
+            for (int64_t i = 0; i < n; ++i) slots[i] = stays[i] ? EMPTY : sources[i] = missing[--count];
         }
     }
 }
@@ -953,9 +954,9 @@ extern "C" int foretoken_best_chunks(const int64_t* sizes, const float* share, c
     return 0;
 }
 
-extern "C" int foretoken_keep_chosen(const int64_t* sizes, int64_t* held, const int64_t* rows, int64_t* chosen,
+extern "C" int foretoken_keep_chosen(const int64_t* sizes, int64_t* source_slots, const int64_t* rows, int64_t* chosen,
                                      const bool* is_new, int n_thread) {
-    keep_chosen(sizes, held, rows, chosen, is_new, n_thread);
+    keep_chosen(sizes, source_slots, rows, chosen, is_new, n_thread);
     return 0;
 }
 

@@ -22,7 +22,7 @@ from models.pointwise import use_pointwise
 from models.pointwise_cpp import pointwise_beside
 from models.presets import preset_config
 from models.quantize import check_scheme, quantize_head, quantize_linears
-from models.tensor_parallel import WHOLE, Exchange, parallelise, shard_config, shard_tensor
+from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
 CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
@@ -133,8 +133,11 @@ def load_model(
         exchange: read only this rank's shard, and connect it to the other ranks.
         attention: see `select_backend`.
         quantize: "int8" or "int4" (`models.quantize`).
-    Raises: what `read_checkpoint` raises; CheckpointError also for weights that are not finite in `dtype`.
+    Raises: what `read_checkpoint` raises; ConfigError also for another `load_format`, and for more ranks than KV heads;
+        CheckpointError also for weights that are not finite in `dtype`.
     """
+    if load_format not in ("pth", "dummy"):
+        raise ConfigError("unknown format", "load_format", load_format, "pth or dummy", "use pth for trained weights")
     state_dict: dict[str, Tensor] = {}
     if load_format == "dummy":
         config = config or preset_config(str(path))
@@ -145,6 +148,7 @@ def load_model(
     if quantize:
         check_scheme(quantize, device, config.n_expert)
     shard = exchange.shard if exchange else WHOLE
+    check_count(config, shard.count, str(path))
     part = shard_config(config, shard)
     with torch.device("meta"):
         model = Transformer(part).eval().requires_grad_(False)

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -65,12 +66,14 @@ def remembered_sha256(path: Path) -> str:
     if stat.st_size < REMEMBERED_FROM:
         return sha256_of(path)
     version = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-    with suppress(OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
+    found = ""
+    with suppress(OSError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
         note = cache_folder() / "sha256" / version
-        if not note.exists():
-            write_text(note, sha256_of(path))
-        return note.read_text(encoding="utf-8")
-    return sha256_of(path)
+        found = note.read_text(encoding="utf-8", errors="replace") if note.exists() else ""
+        if not re.fullmatch("[0-9a-f]{64}", found):
+            found = sha256_of(path)
+            write_text(note, found)
+    return found or sha256_of(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

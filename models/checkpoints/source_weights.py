@@ -21,8 +21,9 @@ from models.hf_config import FUSED
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
-READABLE = (*DTYPES, torch.int64, torch.bool)  # the last two are maps of a trained head's vocabulary
-SAFETENSORS_DTYPES = dict(zip(("F64", "F32", "F16", "BF16", "I64", "BOOL"), READABLE, strict=True))
+MAPS = ("d2t", "t2d")  # maps of a trained head's vocabulary, which alone may be in dtypes other than DTYPES
+MAP_DTYPES = (*DTYPES, torch.int64, torch.bool)
+SAFETENSORS_DTYPES = dict(zip(("F64", "F32", "F16", "BF16", "I64", "BOOL"), MAP_DTYPES, strict=True))
 
 
 def open_source(folder: Path) -> Source:
@@ -86,7 +87,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_file(path: Path) -> dict[str, SourceTensor]:
-    """Return the tensors of a file. Raises CheckpointError if it is damaged, or for a dtype that is not READABLE."""
+    """Return the tensors of a file. Raises CheckpointError if it is damaged, or for another dtype."""
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
@@ -94,7 +95,7 @@ def _open_file(path: Path) -> dict[str, SourceTensor]:
         raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
     for name, tensor in tensors.items():
-        if tensor.dtype not in READABLE:
+        if tensor.dtype not in (MAP_DTYPES if name.endswith(MAPS) else DTYPES):
             seen, required = f"{name}: {tensor.dtype}", "float64, float32, float16 or bfloat16"
             fix = "use the checkpoint's unquantised weights; quantise while loading instead"
             raise CheckpointError("a tensor has the wrong dtype", path, seen, required, fix)

@@ -19,6 +19,7 @@ from models.config import ModelConfig, read_config
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.medusa import MedusaHeads, MedusaShape
 from models.hf_config import positive
+from models.hf_rules import OBJECT, check, of_type, only
 from models.packed_linear import pack_linears
 from models.quantize import quantize_linears
 
@@ -34,6 +35,11 @@ EAGLE_3_TENSORS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weig
 # An EAGLE head has layers of Llama without windows, whatever its config.json copies from its target's.
 AS_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": None}
 AS_LLAMA |= {"attention_bias": False, "mlp_bias": False, "sliding_window": None, "layer_types": None}
+# What an EAGLE head's config.json may say, beside its layers.
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+RULES = {"transformer_layer_config": OBJECT, "eagle_config": OBJECT, LAYER_IDS: of_type("a list", list, type(None))}
+RULES |= dict.fromkeys(OPTIONS, only(None, True, False))
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its {CONFIG}"
 
 
@@ -135,8 +141,9 @@ def _medusa_shape(where: str, values: Values, tensors: Tensors, target: ModelCon
 
 
 def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConfig) -> EagleShape:
-    """Return the shape of an EAGLE head. Raises CheckpointError for missing tensors, then for another width or
-    vocabulary than the target's."""
+    """Return the shape of an EAGLE head. Raises ConfigError for a config.json that is not understood, CheckpointError
+    for missing tensors, then for another width or vocabulary than the target's."""
+    check(values, RULES, where)
     layers = values.get("transformer_layer_config") or values
     config = ModelConfig.from_hf({**layers, **AS_LLAMA}, where=where)
     config = replace(config, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
@@ -145,7 +152,6 @@ def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConf
     n_draft = positive(values, "draft_vocab_size", where, config.vocab_size)
     is_wide = is_third and config.dim != target.dim
     has_output = is_wide or n_draft != config.vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
-    options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if is_third else ()
     shape = EagleShape(
         config,
         target.dim,
@@ -153,7 +159,7 @@ def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConf
         inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
         has_embedding=is_wide or "embed_tokens.weight" in names,
         fc_bias="fc.bias" in names,
-        **{option: bool(values.get(option)) for option in options},
+        **{option: is_third and bool(values.get(option)) for option in OPTIONS},
     )
     required = {part for parts in head_parts(shape).values() for part, _ in parts}
     check_names(Path(where).parent, tensors, required | ({"d2t"} if n_draft != config.vocab_size else set()), FIX)
@@ -167,12 +173,12 @@ def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConf
 
 
 def _inputs_of(where: str, values: Values, n_layer: int) -> tuple[int, ...]:
-    """Return the target's layers whose inputs an EAGLE-3 head reads, ascending. Raises CheckpointError."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    layers = values.get(key) or (values.get("eagle_config") or {}).get(key) or [2, n_layer // 2, n_layer - 3]
+    """Return the target's layers whose inputs an EAGLE-3 head reads, ascending. Raises CheckpointError, ConfigError."""
+    check(inner := values.get("eagle_config") or {}, RULES, f"{where}: eagle_config")
+    layers = values.get(LAYER_IDS) or inner.get(LAYER_IDS) or [2, n_layer // 2, n_layer - 3]
     if not all(type(i) is int and 0 <= i <= n_layer for i in layers) or len({*layers}) < len(layers):
-        required = f"different layers of the target, 0 to {n_layer}"
-        raise CheckpointError("the head reads layers that the target lacks", f"{where}: {key}", layers, required, FIX)
+        what, required = "the head reads layers that the target lacks", f"different layers, 0 to {n_layer}"
+        raise CheckpointError(what, f"{where}: {LAYER_IDS}", layers, required, FIX)
     return tuple(sorted(layers))
 
 
