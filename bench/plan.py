@@ -148,7 +148,9 @@ def _length_in_context(plan: Plan) -> int:
     what = "prompt + new tokens + gamma + 1 exceeds the model's context"
     where = f"{flag('prefix_len' if plan.prompts is None else 'prompts')}, {flag('gen_len')} and {flag('gamma')}"
     seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {length} tokens"
-    raise ConfigError(what, where, seen, f"<= {context}", "use shorter prompts, or fewer new tokens")
+    raise ConfigError(
+        what, where, seen, f"<= {context}", f"use shorter prompts, fewer new tokens, or {flag('rope_scaling')} yarn:4"
+    )
 
 
 def _rank_groups(

@@ -18,8 +18,9 @@ from engine.runner import prefill_chunk_of
 from models import Transformer
 from models.cpp_build import KERNELS, BuildError, choose
 
-# The packages whose code decides the bits of a prefilled row.
-CODE = ("kv_cache", "models", "engine")
+# The source files that decide the bits of a prefilled row.
+CODE = ("models/**/*.*", "kv_cache/base.py", "kv_cache/entries.py", "kv_cache/full.py", "engine/runner.py")
+CODE += ("engine/parallel/*.py", "engine/prefix_store.py")
 
 
 def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore | None:
@@ -53,8 +54,7 @@ def builds() -> list[str | None]:
 def code_sha256() -> str:
     """Return a digest of the source files in CODE."""
     digest = hashlib.sha256()
-    for path in sorted(
-        path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")
-    ):
-        digest.update(path.read_bytes())
+    for path in sorted(path for pattern in CODE for path in ROOT.glob(pattern)):
+        if path.suffix in (".py", ".cpp"):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

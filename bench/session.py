@@ -102,8 +102,9 @@ class Session:
         model = load_target(plan, target_ranks)
         # Before the cache: a checkpoint that is being converted needs room that the cache takes later.
         load_draft(plan, models, model, target_ranks, draft_ranks)
-        captures = not model.config.n_expert or is_grouped(model.norm.weight.device, model.dtype)
-        new_graphs = None if plan.device == "cpu" or plan.config.target.no_cuda_graphs or not captures else CudaGraphs
+        captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
+        captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
+        new_graphs = CudaGraphs if captures else None
         cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
         prefixes = prefix_store(plan, model, target_ranks)
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)

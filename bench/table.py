@@ -29,10 +29,10 @@ BY_LENGTH = [
         for name, title, digits in (
             ("acceptance_rate", "acceptance", ".3f"),
             ("mean_accepted_length", "tokens per round", ".2f"),
-            ("baseline_step_ms", "plain ms", ".1f"),
-            ("round_ms", "round ms", ".1f"),
-            ("draft_ms", "draft ms", ".1f"),
-            ("verify_ms", "verification ms", ".1f"),
+            ("baseline_step_ms", "plain step, mean ms", ".1f"),
+            ("round_ms", "round, mean ms", ".1f"),
+            ("draft_ms", "its drafts", ".1f"),
+            ("verify_ms", "its verification", ".1f"),
             ("speedup", "speedup", ".2f"),
         )
     ),
@@ -80,13 +80,14 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{record['model']}, {record['device']}, {record['dtype']}",
         f"{target.quantize} weights" if target.quantize else "",
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
+        f"context extended by {target.rope_scaling}" if target.rope_scaling else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
         _draft_text(plan.draft) if plan.draft and plan.draft.gamma else "",
     ]
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
         f"tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
-        f"{f', {n_taken} prompts from the cache' if (n_taken := record['prefill_taken_over']) else ''}"
+        f"{f', {n_taken} of the prompts from --prefix_cache' if (n_taken := record['prefill_taken_over']) else ''}"
     )
 
 
