@@ -19,8 +19,10 @@ from models import Transformer
 from models.cpp_build import KERNELS, BuildError, choose
 
 # The source files that decide the bits of a prefilled row.
-CODE = ("models/**/*.*", "kv_cache/base.py", "kv_cache/entries.py", "kv_cache/full.py", "engine/runner.py")
-CODE += ("engine/parallel/*.py", "engine/prefix_store.py")
+CODE = (
+    *("models/**/*.*", "kv_cache/base.py", "kv_cache/entries.py", "kv_cache/full.py"),
+    *("engine/runner.py", "engine/parallel/*.py", "engine/prefix_store.py"),
+)
 
 
 def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore | None:
