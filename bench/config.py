@@ -225,6 +225,9 @@ class RunConfig(PlainRun):
         if self.ranks:
             require_at_least("rank_timeout", self.ranks.rank_timeout, 1, 1e6)
         require_at_least("prefix_cache_gb", self.text.prefix_cache_gb, 1e-3, 1e9)
+        if (folder := self.text.prefix_cache) and os.path.exists(folder) and not os.path.isdir(folder):
+            fix = "name a folder, or a new one"
+            raise ConfigError("prefilled prompts are kept in a folder", flag("prefix_cache"), folder, "a folder", fix)
         if self.passes.by_length is not None:
             require_at_least("by_length", self.passes.by_length, 1)
         records, rows = self.output.output, self.rows.save_rows

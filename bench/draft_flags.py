@@ -55,9 +55,12 @@ class DraftFlags:
         configs = [_drafter_config(self.KINDS, each) for each in options]
         used = {"draft", *(name for config in configs for name in _used_options(config))}
         if unused := dict.fromkeys(name for each in options for name in each if name not in used):
-            note_without_effect(
-                unused, f"not for draft {' and '.join(dict.fromkeys(config.name for config in configs))}"
-            )
+            drafts = [vars(config).get("policy") for config in configs]
+            kinds = [
+                f"{config.name} by {policy.name}" if policy else config.name
+                for config, policy in zip(configs, drafts, strict=True)
+            ]
+            note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for config in configs:
             config.check()
         return configs
