@@ -7,6 +7,7 @@ from typing import Any
 from bench.config import AUTO
 from bench.plan_types import DraftPlan
 from bench.session import Session
+from common.checkout import ROOT
 from common.say import dtype_name
 from engine.drafters.config import drafters
 from kv_cache.policy import policies
@@ -14,7 +15,9 @@ from kv_cache.policy import policies
 
 def nested(config: Any) -> Any:
     """Return a configuration as JSON values, without fields that are not set or have no effect; drafters and policies
-    have a `name`."""
+    have a `name`, and paths begin at the checkout if they lie in it."""
+    if isinstance(config, str):
+        return config.removeprefix(f"{ROOT}/")
     if isinstance(config, tuple):
         return [nested(value) for value in config]
     if not is_dataclass(config):

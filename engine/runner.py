@@ -129,21 +129,21 @@ class ModelRunner:
         chunks, or by rounds, so that their last bits differ.
         """
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
-        held = self.cache.prefilled.pop(row, None)
-        is_whole = held and held.model is self.model and held.prompt == tuple(prompt)
-        if held and is_whole and n_shared in (n_prompt, held.bad_position):
+        prefilled = self.cache.prefilled.pop(row, None)
+        is_whole = prefilled and prefilled.model is self.model and prefilled.prompt == tuple(prompt)
+        if prefilled and is_whole and n_shared in (n_prompt, prefilled.bad_position):
             n_shared = n_prompt
         else:
-            held, n_shared = None, min(n_shared, n_prompt - 1) if reuses else 0
-        return n_shared, self._prefill(row, prompt, n_shared, held, chunk)
+            prefilled, n_shared = None, min(n_shared, n_prompt - 1) if reuses else 0
+        return n_shared, self._prefill(row, prompt, n_shared, prefilled, chunk)
 
     def _prefill(
-        self, row: int, prompt: Sequence[int], n_shared: int, held: Prefilled | None, chunk: int | None
+        self, row: int, prompt: Sequence[int], n_shared: int, prefilled: Prefilled | None, chunk: int | None
     ) -> Chunks[Prefilled]:
         """Roll the row back to the prompt that it holds, or run the prompt behind its first `n_shared` tokens."""
-        if held is not None:
+        if prefilled is not None:
             self._forget_from(row, len(prompt))
-            done = replace(held, answer=())
+            done = replace(prefilled, answer=())
         elif chunk is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
             yield len(prompt)
             done = stored
@@ -174,32 +174,34 @@ class ModelRunner:
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
         """Return how many first tokens of the prompt the row holds."""
-        held = self.cache.prefilled.get(row)
-        if held is None or held.model is not self.model:
+        prefilled = self.cache.prefilled.get(row)
+        if prefilled is None or prefilled.model is not self.model:
             return 0
-        pairs = zip(held.prompt + held.answer, prompt, strict=False)
+        pairs = zip(prefilled.prompt + prefilled.answer, prompt, strict=False)
         n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         positions = self.cache.view(slice(row, row + 1)).positions[0, :n]
         n = int((positions == torch.arange(n, device=self.device)).cumprod(dim=0).sum())
-        return n if held.bad_position is None else min(n, held.bad_position)
+        return n if prefilled.bad_position is None else min(n, prefilled.bad_position)
 
     def keep_answer(self, row: int, answer: Sequence[int]) -> None:
         """Record the answer, the tokens that a row holds behind its prompt."""
-        if held := self.cache.prefilled.get(row):
-            self.cache.prefilled[row] = replace(held, answer=tuple(answer))
+        if prefilled := self.cache.prefilled.get(row):
+            self.cache.prefilled[row] = replace(prefilled, answer=tuple(answer))
 
     def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
-    def fill_row(self, row: int, prompt: Sequence[int], n_held: int = 0) -> tuple[Tensor, Tensor]:
+    def fill_row(self, row: int, prompt: Sequence[int], n_known: int = 0) -> tuple[Tensor, Tensor]:
         """Run all chunks of `filling`, and return its result."""
-        return run_through(self.filling(row, prompt, n_held))
+        return run_through(self.filling(row, prompt, n_known))
 
     def filling(
-        self, row: int, prompt: Sequence[int], n_held: int = 0, chunk: int | None = None
+        self, row: int, prompt: Sequence[int], n_known: int = 0, chunk: int | None = None
     ) -> Chunks[tuple[Tensor, Tensor]]:
-        """Run `prompt` into a row behind its first `n_held` tokens, which the row keeps. Return the last token's hidden
-        state `[dim]`, and whether each state that was computed is finite, `[n]` bool."""
+        """Run `prompt` into a row behind its first `n_known` tokens, which the row keeps.
+
+        Returns the last token's hidden state `[dim]`, and whether each state that was computed is finite, `[n]` bool.
+        """
         cache, n_token = self.cache, len(prompt)
         if cache.selects and n_token > cache.capacity:
             # Run the prompt over a full cache, then select entries from that.
@@ -209,14 +211,14 @@ class ModelRunner:
             queries = runner.last_queries(0, prompt, cache.n_queries) if cache.n_queries else None
             cache.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
-        if n_held:
-            self._forget_from(row, n_held)
+        if n_known:
+            self._forget_from(row, n_known)
         else:
             cache.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]
         positions = torch.arange(n_token, device=self.device)[None]
         finite, n_run = [], min(self.prefill_chunk, chunk or n_token)
-        for start in range(n_held, n_token, n_run):
+        for start in range(n_known, n_token, n_run):
             end = min(start + n_run, n_token)
             view = cache.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
@@ -237,14 +239,14 @@ class ModelRunner:
     def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
         """Append to each row the tokens of its text that the cache lacks: in a round's blocks, or in chunks of a single
         row where these are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
-        n_alike = Counter(len(text) - held for text, held in behind.values())
+        n_alike = Counter(len(text) - n_known for text, n_known in behind.values())
         together = {}
-        for row, (text, held) in behind.items():
-            n_missed = len(text) - held
+        for row, (text, n_known) in behind.items():
+            n_missed = len(text) - n_known
             if n_alike[n_missed] * MAX_BLOCK < n_missed and not self.cache.selects:
-                self.fill_row(row, text, held)
+                self.fill_row(row, text, n_known)
             else:
-                together[row] = text, held
+                together[row] = text, n_known
         self._run_blocks(together, min(self.prefill_chunk, MAX_BLOCK))
 
     def _run_blocks(self, behind: Mapping[int, tuple[Sequence[int], int]], block: int) -> None:
@@ -252,8 +254,8 @@ class ModelRunner:
         of all rows run together if they are equally long, then the second blocks, and so on, no more tokens at once
         than a chunk of a prompt has."""
         forwards: dict[tuple[int, int], list[tuple[int, range]]] = {}
-        for row, (text, held) in behind.items():
-            for i, start in enumerate(range(held, len(text), block)):
+        for row, (text, n_known) in behind.items():
+            for i, start in enumerate(range(n_known, len(text), block)):
                 at = range(start, min(start + block, len(text)))
                 forwards.setdefault((i, len(at)), []).append((row, at))
         for (_, n_token), blocks in sorted(forwards.items()):

@@ -7,6 +7,7 @@ import pytest
 from bench.config import RunConfig, Sizes, Target
 from bench.plan import remarks, resolve
 from bench.plan_types import DraftPlan
+from bench.settings import nested
 from bench.table import FEW_ROUNDS, notes
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
@@ -45,3 +46,8 @@ def test_remarks_are_made_where_a_plan_would_be_misread(gamma, gen_len, budget, 
     target = Target(model_name="meta-llama/Llama-2-7b-hf", load_format="dummy")
     draft = SelfConfig(gamma=gamma, policy=Streaming(budget))
     assert len(remarks(resolve(RunConfig(target, draft=draft, sizes=Sizes(2, 200, gen_len))))) == n_remarks
+
+
+def test_a_record_has_paths_from_the_checkout_on() -> None:
+    record = nested(RunConfig(target=Target(verify=True)))["target"]
+    assert record["model"].startswith("checkpoints/") and record["verify"] is True

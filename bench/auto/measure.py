@@ -106,7 +106,7 @@ def costs_of_rounds(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int)
 
     def ms(choice: Choice, part: str) -> float:
         times = rehearsal.timed[choice][n_untimed:]
-        return 1e3 * median_low(parts[part] for parts in times)  # the faster of two, as nothing held it up
+        return 1e3 * median_low(parts[part] for parts in times)  # the faster of two was disturbed less
 
     draft_ms, refresh_ms = [], []
     for drafter, refreshes in enumerate(rehearsal.refreshes):

@@ -139,46 +139,46 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
     """Return the metadata as the keys of a Hugging Face config.json, read as llama.cpp reads them. Raises
     CheckpointError naming a key that changes the result and is not supported."""
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     try:
-        dim, n_head = own.pop("embedding_length"), own.pop("attention.head_count")
-        head_dim = own.pop("attention.key_length", dim // n_head)
+        dim, n_head = keys.pop("embedding_length"), keys.pop("attention.head_count")
+        head_dim = keys.pop("attention.key_length", dim // n_head)
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES.get(architecture, architecture)],
             "model_type": architecture,
             "hidden_act": "silu",
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": dim,
-            "intermediate_size": own.pop("feed_forward_length"),
-            "num_hidden_layers": own.pop("block_count"),
+            "intermediate_size": keys.pop("feed_forward_length"),
+            "num_hidden_layers": keys.pop("block_count"),
             "num_attention_heads": n_head,
-            "num_key_value_heads": own.pop("attention.head_count_kv", n_head),
+            "num_key_value_heads": keys.pop("attention.head_count_kv", n_head),
             "head_dim": head_dim,
-            "max_position_embeddings": own.pop("context_length"),
-            "rms_norm_eps": _short(own.pop("attention.layer_norm_rms_epsilon")),
-            "rope_theta": _short(own.pop("rope.freq_base", 10000.0)),
+            "max_position_embeddings": keys.pop("context_length"),
+            "rms_norm_eps": _short(keys.pop("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _short(keys.pop("rope.freq_base", 10000.0)),
             "tie_word_embeddings": "output.weight" not in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(token for token in stops if token is not None)),
         }
-        scaling, older_factor = own.pop("rope.scaling.type", "linear"), own.pop("rope.scale_linear", 0.0)
-        factor = _short(own.pop("rope.scaling.factor", older_factor)) or 1.0
+        scaling, older_factor = keys.pop("rope.scaling.type", "linear"), keys.pop("rope.scale_linear", 0.0)
+        factor = _short(keys.pop("rope.scaling.factor", older_factor)) or 1.0
         if scaling not in ("none", "linear", "yarn"):
             raise ValueError(f"{prefix}rope.scaling.type {scaling} is not supported")
         if scaling != "none" and factor != 1.0:
             config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
         if scaling == "yarn" and factor != 1.0:
-            config["original_max_position_embeddings"] = own.pop("rope.scaling.original_context_length")
+            config["original_max_position_embeddings"] = keys.pop("rope.scaling.original_context_length")
             for ours, theirs in YARN_KEYS.items():
-                if (value := own.pop(f"rope.scaling.{ours}", None)) is not None:
+                if (value := keys.pop(f"rope.scaling.{ours}", None)) is not None:
                     config["rope_scaling"][theirs] = _short(value)
         for key in ("rope.dimension_count", "attention.value_length"):
-            if (size := own.pop(key, head_dim)) != head_dim:
+            if (size := keys.pop(key, head_dim)) != head_dim:
                 raise ValueError(f"{key} {size} is not head_dim {head_dim}")
-        for key in own.keys() - NO_EFFECT:
-            if own[key] != NEUTRAL.get(key):
-                raise ValueError(f"{prefix}{key} {own[key]} is not supported")
+        for key in keys.keys() - NO_EFFECT:
+            if keys[key] != NEUTRAL.get(key):
+                raise ValueError(f"{prefix}{key} {keys[key]} is not supported")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
         fix = "use another file of the model, or its safetensors"
