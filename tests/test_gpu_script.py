@@ -29,7 +29,7 @@ def read(output: Path) -> dict[str, dict]:
 
 
 # Steps of most functions, and steps that need a GPU.
-STEPS_TO_RUN = ("gpu", "versions", "launcher", "product", "kernels", "attention torch", "attention flash")
+STEPS_TO_RUN = ("gpu", "versions", "launcher", "product", "attention torch", "attention flash")
 STEPS_TO_RUN += ("autos", "bandwidth torch", "bandwidth flash", "linears", "noise")
 
 

@@ -1,7 +1,6 @@
 """Steps that find faults: the machine, tests of the project on its device, programs of several processes."""
 
 import asyncio
-import re
 import shutil
 import subprocess
 import sys
@@ -64,14 +63,6 @@ def product(device: str) -> Record:
     return verdict(is_right, gib_taken=(free - left - 2 * x.nbytes) / 2**30, gib_left=left / 2**30)
 
 
-def kernels(device: str, flags: Sequence[str]) -> Record:
-    """Run `python -m models.attention`, and count the kernels that are wrong."""
-    done = subprocess.run([sys.executable, "-m", "models.attention", *flags], stdout=subprocess.PIPE, text=True)
-    print(done.stdout)
-    n_wrong = len(re.findall(r"\bwrong\b", done.stdout))
-    return verdict(done.returncode == n_wrong == 0, n_wrong=n_wrong)
-
-
 class Reports(list[pytest.TestReport]):
     """A plugin of pytest that collects the reports of each test's set-up, call and end."""
 
@@ -80,8 +71,9 @@ class Reports(list[pytest.TestReport]):
 
 
 def tests(device: str, words: Sequence[str]) -> Record:
-    """Run pytest, and name the tests that failed."""
-    code = pytest.main([*PYTEST, *words], plugins=[reports := Reports()])
+    """Run pytest, and name the tests that failed. Processes share the work of compilers on a GPU."""
+    processes = () if device == "cpu" else ("-n", "8")
+    code = pytest.main([*PYTEST, *processes, *words], plugins=[reports := Reports()])
     failed = [report.nodeid.rpartition("::")[2] for report in reports if report.failed]
     n_passed = sum(report.passed and report.when == "call" for report in reports)
     if code == NO_TESTS or not (n_passed or failed):

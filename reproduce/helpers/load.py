@@ -60,7 +60,7 @@ def served(flags: Sequence[str]) -> Iterator[str]:
         port = str(free.getsockname()[1])
     command = [sys.executable, str(ROOT / "foretoken.py"), "serve", *flags, "--port", port]
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             while True:
                 with suppress(httpx.TransportError):
