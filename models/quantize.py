@@ -32,8 +32,8 @@ OLDEST_CAPABILITY = (8, 0)
 # Tiles of 16 inputs that tinygemm for GPUs keeps together, the largest that divides the inputs: a thread's load.
 INNER_K_TILES = (8, 4, 2)
 # tinygemm dequantises all weights for every 16 rows. With more rows than this, it is faster to dequantise them once and
-# to multiply in bfloat16 (torchao, prototype/hqq: A6000, 4096 x 4096; gpu.py times both).
-MOST_TINYGEMM_ROWS = 128
+# to multiply in bfloat16 (H100, `linears` of reproduce/results/gpu.jsonl: 0.24 ms per 16 rows; once, 1.2 ms).
+MOST_TINYGEMM_ROWS = 80
 FEWEST_CUDA_ROWS = 17  # cuBLAS does not multiply fewer rows in 8 bits
 
 

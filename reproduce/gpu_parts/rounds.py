@@ -2,9 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -18,6 +17,8 @@ from bench.record import make_record, rounded
 from bench.session import Session
 from common import cli
 from engine.pacing import Fixed, Pacing
+from engine.requests import Progress
+from engine.stats import RoundStats
 from engine.timing import PhaseTimer, synchronize
 from reproduce.helpers.records import Record
 
@@ -26,7 +27,8 @@ def measure(device: str, words: str) -> Record:
     """Return the benchmark's record for flags, with the kernels of its rounds and the peak of memory over the plan.
     Random weights decode over random entries. Rows that do not fit into memory are left out."""
     if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
-        _profiled(device, lambda: torch.ones(8, device=device).sum().item())
+        with profile(activities=[ProfilerActivity.CUDA]):
+            torch.ones(8, device=device).sum().item()
     session = open_fitting(f"{words} --device {device}")
     runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
     seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
@@ -44,8 +46,10 @@ def measure(device: str, words: str) -> Record:
     made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
     record = make_record("gpu", session, made) | {"prefill_seconds": seconds, "asked_B": session.plan.config.sizes.B}
     planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
-    again, times, n_node = _profiled(device, lambda: passes.decode(session, "profile", pacing=pacing()))
-    n_round, round_ms = len(again.stats.rounds), 1e3 * stats.decode_seconds / len(stats.rounds)
+    profiled = ProfiledRounds(device)
+    passes.decode(session, "profile", pacing=pacing(), watch=lambda session, name: nullcontext(profiled))
+    times, n_node = profiled.kernels()
+    n_round, round_ms = profiled.n_round, 1e3 * stats.decode_seconds / len(stats.rounds)
     busy_ms = times.total() / n_round
     measured: Record = {"warm_up_seconds": warm_up_seconds, "planned_bytes": planned, "kernel_ms": busy_ms}
     measured |= {"peak_over_plan": record["peak_memory_bytes"] / planned if device != "cpu" else None}
@@ -66,15 +70,32 @@ def open_fitting(words: str) -> Session:
     return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
 
 
-def _profiled(device: str, call: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
-    """Return the result of `call`, the milliseconds of each kernel and copy on the GPU (on a CPU: of each operation),
-    and how many ran."""
-    kind, times, n_node = "CPU" if device == "cpu" else "CUDA", Counter[str](), 0
-    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
-        result = call()
-    for event in profiler.events():
-        # A user annotation covers kernels that are events, too.
-        if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
-            times[event.name[:160]] += event.time_range.elapsed_us() / 1e3
-            n_node += 1
-    return result, times, n_node
+class ProfiledRounds(Progress):
+    """Profiles the rounds of a pass behind the first, which follows the prefill of drafts: at most `most` of them."""
+
+    def __init__(self, device: str, most: int = 8) -> None:
+        self._kind, self._most, self._n_ended = "CPU" if device == "cpu" else "CUDA", most, 0
+        self._profiler = profile(activities=[getattr(ProfilerActivity, self._kind)])
+
+    @property
+    def n_round(self) -> int:
+        return min(self._n_ended - 1, self._most)
+
+    def ended(self, round_: RoundStats) -> None:
+        if self._n_ended == 0:
+            self._profiler.start()
+        if self._n_ended == self._most:
+            self._profiler.stop()
+        self._n_ended += 1
+
+    def kernels(self) -> tuple[Counter[str], int]:
+        """Return the ms of each kernel and copy on the GPU (on a CPU: of each operation), and how many ran."""
+        if self._n_ended <= self._most:
+            self._profiler.stop()
+        times, n_node = Counter[str](), 0
+        for event in self._profiler.events():
+            # A user annotation covers kernels that are events, too.
+            if event.device_type == getattr(DeviceType, self._kind) and not event.is_user_annotation:
+                times[event.name[:160]] += event.time_range.elapsed_us() / 1e3
+                n_node += 1
+        return times, n_node
