@@ -17,6 +17,8 @@ from kv_cache.quantized import QuantizedKVCache
 
 # Operations whose result, or whose shape, has to be known on the host.
 HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "tolist")
+# Products of matrices and vectors, which CUDA does not have for integers.
+PRODUCTS = ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "baddbmm", "dot")
 
 
 class Recorder(TorchDispatchMode):
@@ -28,6 +30,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function.overloadpacket.__name__ not in HOST_READS, "the host read a value while recording"
         assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
+        is_product = function.overloadpacket.__name__ in PRODUCTS
+        assert not is_product or args[0].is_floating_point(), "CUDA does not multiply matrices of integers"
         is_collective = function.namespace == "c10d"
         for formal, actual in zip(function._schema.arguments, args, strict=False):
             if (formal.alias_info and formal.alias_info.is_write) or is_collective:

@@ -104,9 +104,10 @@ class Speculated(Drafter):
 
     def _count(self, rounds: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         offset = torch.arange(self._inner.gamma, device=lengths.device)
+        accepted_at = offset < accepted[:, None]
         verified_at = (offset <= accepted[:, None]) & (offset < lengths[:, None])
-        sums = torch.stack([rounds, rounds * lengths, rounds * (accepted + 1)]).sum(dim=1)
-        self._counts += torch.cat([sums, rounds @ verified_at.long(), rounds @ (offset < accepted[:, None]).long()])
+        sums = torch.stack([rounds, lengths, accepted + 1], dim=1)
+        self._counts += (rounds[:, None] * torch.cat([sums, verified_at, accepted_at], dim=1)).sum(dim=0)
 
     def inner_counts(self) -> Counts:
         """Return the acceptance counts of the inner draft since the last call, summed over rows."""
