@@ -36,7 +36,7 @@ from reproduce.helpers.records import Record, grouped, read_records, rows_of
 from reproduce.spec_bench import table_rows
 
 RESULTS = ROOT / "reproduce" / "results"
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "reproduce" / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "gpu")), ROOT / "reproduce" / "README.md")
 Table = tuple[Sequence[Record], Sequence[Column]]
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -214,6 +214,23 @@ def round_costs(records: list[Record]) -> Table:
     return rows, [Column(name, head, ".1f" if "GB" in head else "") for name, head in heads.items()]
 
 
+def gpu_attention(records: list[Record]) -> Table:
+    """Show the rate at which each kernel reads entries."""
+    rates = []
+    for record in (record for record in records if isinstance(record.get("times_copy"), dict)):
+        scored, copy = ", scores written" * (record["cell"] == "notes"), record["copy_tb_per_s"]
+        rates += [{"what": what + scored, "rate": copy / n} for what, n in record["times_copy"].items()]
+    return rates, [Column("what", "attention of a layer", **TEXT), Column("rate", "TB/s", ".2f")]
+
+
+def gpu_linears(records: list[Record]) -> Table:
+    """Show the ms of the linear layers of a transformer layer by storage and rows."""
+    record = next(record for record in records if record["cell"] == "linears")
+    names = {"plain": "bfloat16", "int8": "int8", "int4": "int4"}
+    rows = [{"n": n, **{name: record[f"{name}_ms_{n}"] for name in names}} for n in (16, 64, 128, 256)]
+    return rows, [Column("n", "tokens"), *(Column(name, f"{head}, ms", ".2f") for name, head in names.items())]
+
+
 def roofline(records: list[Record]) -> Table:
     """Show the errors of predicted speedups, separately for published and assumed acceptance."""
     errors: dict[str, list[float]] = {"acceptance published": [], "acceptance assumed": []}
@@ -246,6 +263,9 @@ TABLES = {
     "contexts": Source("contexts.jsonl", contexts),
     "long_generations": Source("long_generations.jsonl", long_generations),
     "serving": Source("serve_load.jsonl", serving),
+    "gpu_speedups": Source("gpu_speedups.jsonl", speedups),
+    "gpu_attention": Source("gpu.jsonl", gpu_attention),
+    "gpu_linears": Source("gpu.jsonl", gpu_linears),
     "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
 }
 
