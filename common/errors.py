@@ -14,7 +14,7 @@ class UserError(Exception):
     """Describes bad input: what is wrong, where, the value seen, the value required, and a fix."""
 
     def __init__(self, what: str, where: object, seen: object, required: object, fix: str) -> None:
-        self.what, self.seen = what, str(seen)
+        self.what, self.where, self.seen = what, str(where), str(seen)
         super().__init__(f"{what}\n  where:    {where}\n  seen:     {seen}\n  required: {required}\n  fix:      {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:

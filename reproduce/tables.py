@@ -7,6 +7,8 @@ A page has the marks `<!-- table NAME -->` and `<!-- end -->`. The text between 
 reproduce/results/, and the rest of the page is written by hand.
 """
 
+import ast
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,9 +36,10 @@ from reproduce.helpers.published import (
 )
 from reproduce.helpers.records import Record, grouped, read_records, rows_of
 from reproduce.spec_bench import table_rows
+from serving import schemas
 
 RESULTS = ROOT / "reproduce" / "results"
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "gpu")), ROOT / "reproduce" / "README.md")
+PAGES = [ROOT / f"{name}.md" for name in ("docs/performance", "docs/gpu", "docs/serving", "reproduce/README")]
 Table = tuple[Sequence[Record], Sequence[Column]]
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -244,6 +247,31 @@ def roofline(records: list[Record]) -> Table:
     return rows, [*heads, Column("median", "median error", ".1%"), Column("largest", "largest", ".1%")]
 
 
+# What the server takes.
+def parameters(_: list[Record]) -> Table:
+    """Show the fields of requests, with the comments beside them in the schemas."""
+    source = Path(schemas.__file__).read_text(encoding="utf-8")
+    lines, comments, rows = source.splitlines(), dict[tuple[str, str], str](), dict[tuple[str, str], Record]()
+    for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
+            comments[node.name, ast.unparse(line.target)] = lines[(line.end_lineno or 0) - 1].partition("  # ")[2]
+    kinds: dict[type[schemas.Body], str] = {schemas.Completion: "completions", schemas.ChatCompletion: "chats"}
+    kinds |= dict.fromkeys((schemas.Generate, schemas.Parameters), "text-generation-inference")
+    for kind, route in kinds.items():
+        for name, field in kind.model_fields.items():
+            alias = field.validation_alias or name
+            names = ", ".join(f"`{each}`" for each in getattr(alias, "choices", [alias]))
+            about = next(comments[key] for parent in kind.__mro__ if (key := (parent.__name__, name)) in comments)
+            rows.setdefault((names, about), {"names": names, "about": about})[route] = "yes"
+    neutral: dict[str, list[str]] = {}
+    for name in schemas.NEUTRAL.keys() - {name for kind in kinds for name in kind.model_fields}:
+        values = " or ".join(f"`{json.dumps(value)}`" for value in schemas.NEUTRAL[name])
+        neutral.setdefault(f"only {values}, without effect", []).append(f"`{name}`")
+    more = [{"names": ", ".join(sorted(names)), "about": about} for about, names in sorted(neutral.items())]
+    columns = [Column(route, route, missing="", align="<") for route in dict.fromkeys(kinds.values())]
+    return [*rows.values(), *more], [Column("names", "field", **TEXT), *columns, Column("about", "", **TEXT)]
+
+
 TABLES = {
     "speedups": Source("speedups.jsonl", speedups),
     "acceptance": Source("acceptance.jsonl", acceptance),
@@ -267,6 +295,7 @@ TABLES = {
     "gpu_attention": Source("gpu.jsonl", gpu_attention),
     "gpu_linears": Source("gpu.jsonl", gpu_linears),
     "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
+    "parameters": Source(None, parameters),
 }
 
 

@@ -10,6 +10,7 @@ from bench.record import rounded
 from engine.stats import Counts
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
+from models.checkpoints.tool_calls import MARKS, ToolCallParser
 from serving.scheduler import ServedRequest, Update
 
 EOS, LENGTH, STOP, CANCELLED = "eos_token", "length", "stop_sequence", "cancelled"
@@ -21,22 +22,24 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """An error that is sent as an answer. kind: OpenAI's `code`, and text-generation-inference's `error_type`. param:
-    the name of the wrong field."""
+    """An error that is sent as an answer. kind: text-generation-inference's `error_type`, and OpenAI's `code` unless
+    that is given. param: the name of the wrong field. status: 422 becomes 400 on OpenAI's routes."""
 
     status: int
     kind: str
     message: str
     param: str | None = None
     headers: Mapping[str, str] | None = None
+    code: str | None = None
 
     def body(self, is_openai: bool) -> dict[str, Any]:
         """Return the JSON of that family of routes."""
         if not is_openai:
             return {"error": self.message, "error_type": "validation" if self.kind == TOO_LONG else self.kind}
+        code = self.code or ("invalid_value" if self.kind == "validation" else self.kind)
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 424 else "server_error")
-        return {"error": {"message": self.message, "type": type_, "param": self.param, "code": self.kind}}
+        return {"error": {"message": self.message, "type": type_, "param": self.param, "code": code}}
 
 
 def invalid(param: str, message: str, kind: str = "validation") -> Failure:
@@ -89,7 +92,7 @@ class Stops:
 @dataclass(eq=False)
 class Answer:
     """The answer to a request, for the event loop alone. specials: the names of control tokens. received, first, ended:
-    seconds of `time.perf_counter`; `first` is the first token's."""
+    seconds of `time.perf_counter`; `first` is the first token's. tool_calls: takes calls of tools out of the text."""
 
     request: ServedRequest
     tokenizer: Tokenizer
@@ -103,6 +106,7 @@ class Answer:
     failure: Failure | None = None
     tokens: list[Token] = field(default_factory=list)
     watcher: "asyncio.Task[None] | None" = None  # ends the answer when its client leaves
+    tool_calls: ToolCallParser = field(default_factory=ToolCallParser)
 
     def __post_init__(self) -> None:
         self._stream, self._changed = TextStream(self.tokenizer), asyncio.Event()
@@ -116,7 +120,9 @@ class Answer:
         self.first, n_before = self.first or update.time, len(self.tokens)
         for place, id_ in enumerate(update.tokens):
             text, special = self._stream.add(id_), self.specials.get(id_)
-            delta, has_ended = self.stops.add(text)
+            mark = special if self.tool_calls.names and special in MARKS else ""
+            delta, has_ended = self.stops.add(text + mark)
+            delta = self.tool_calls.add(delta, has_ended)
             offset = self.tokens[-1].offset + len(self.tokens[-1].delta) if self.tokens else 0
             logprob = update.logprobs[place] if update.logprobs else None
             origin = special is not None, place < update.accepted, update.round
@@ -139,7 +145,7 @@ class Answer:
             return
         rest, last = self._stream.rest(), self.tokens[-1]
         delta, has_ended = self.stops.add(rest, is_last=True)
-        last.delta += delta
+        last.delta += self.tool_calls.add(delta, is_last=True)
         last.text += "" if last.special else rest
         if has_ended and self.finish in (EOS, LENGTH):
             self.finish = STOP

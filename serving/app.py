@@ -20,12 +20,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
-from serving.answers import LENGTH, TOO_LONG, Answer, Failure, Token, internal, invalid
+from serving.answers import LENGTH, Answer, Failure, Token, internal
 from serving.schemas import ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/health", "/")
+# OpenAI's codes for kinds of pydantic's errors.
+CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 Events = AsyncIterator[list[dict[str, Any]]]
 
@@ -64,7 +66,7 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
 def error_response(failure: Failure, path: str) -> Response:
     """Return a failure in the JSON format of the path's family of routes."""
     is_openai = path.startswith("/v1")
-    status = 400 if is_openai and failure.kind == TOO_LONG else failure.status
+    status = 400 if is_openai and failure.status == 422 else failure.status
     return JSONResponse(failure.body(is_openai), status, failure.headers)
 
 
@@ -81,11 +83,11 @@ def _failure_of(error: Exception) -> Failure:
     field, wrong = max(((_field(wrong["loc"]), wrong) for wrong in error.errors()), key=lambda pair: len(pair[0]))
     if wrong["type"] == "json_invalid":
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
-    says = wrong["msg"].removeprefix("Value error, ")
+    says, code = wrong["msg"].removeprefix("Value error, "), CODES.get(wrong["type"])
     if wrong["type"] == "extra_forbidden":
         is_second = field == ["max_tokens"]  # all routes have this field, unless its other name is given
         says = "means max_completion_tokens, which is given too" if is_second else "is not supported by this server"
-    return invalid(".".join(field), says) if field else Failure(422, "validation", f"body: {says}")
+    return Failure(422, "validation", f"{'.'.join(field) or 'body'}: {says}", ".".join(field) or None, code=code)
 
 
 def _field(location: Sequence[str | int]) -> list[str]:
@@ -258,8 +260,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(http: Request, body: ChatCompletion) -> Any:
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        return await respond(http, body, messages, body.logprobs)
+        return await respond(http, body, [message.for_template() for message in body.messages], body.logprobs)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -294,7 +295,10 @@ def _choice(
         fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
         logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
-        content: dict[str, Any] = {"delta" if is_chunk else "message": role | ({"content": text} if tokens else {})}
+        is_last = bool(tokens) and tokens[-1] is answer.tokens[-1]
+        calls = _tool_calls(answer, is_chunk) if is_last else {}
+        said = {"content": text or (None if calls else "")} if tokens else {}
+        content: dict[str, Any] = {"delta" if is_chunk else "message": role | said | calls}
     else:
         logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
         logprobs |= {"top_logprobs": None, "text_offset": [token.offset for token in tokens]}
@@ -303,7 +307,16 @@ def _choice(
 
 
 def _reason(answer: Answer) -> str:
-    return "length" if answer.finish == LENGTH else "stop"
+    return "length" if answer.finish == LENGTH else "tool_calls" if answer.tool_calls.found else "stop"
+
+
+def _tool_calls(answer: Answer, is_chunk: bool) -> dict[str, Any]:
+    """Return the field with the calls of tools, if there are any."""
+    calls: list[dict[str, Any]] = []
+    for index, call in enumerate(answer.tool_calls.found):
+        head = {"index": index} if is_chunk else {}
+        calls.append(head | {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()})
+    return {"tool_calls": calls} if calls else {}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

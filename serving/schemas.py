@@ -6,9 +6,11 @@ A list is checked up to its first wrong value, since checks run on the event loo
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json, to_json
 
 from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
+from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
@@ -21,18 +23,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("watermark", "decoder_input_details", "include_obfuscation", "echo", "store"), (False,)),
     **dict.fromkeys(("logit_bias", "metadata"), ({},)),
     **dict.fromkeys(("tools", "functions", "tool_calls", "annotations"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "function_call": ("none", "auto"),
     "suffix": ("",),
-    "parallel_tool_calls": (False, True),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "service_tier": ("auto",),
+    "service_tier": ("auto", "default"),
+    "top_k": (-1,),
+    **dict.fromkeys(("min_p", "min_tokens", "priority", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("length_penalty", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "strict"), (False,)),
+    **dict.fromkeys(("return_token_ids", "continue_final_message", "continuous_usage_stats"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
 }
 
 # A constraint makes pydantic refuse text that no tokenizer reads: half a character, which JSON can escape.
 Text = Annotated[str, Field(min_length=0)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
+# JSON that text can be written of: neither half a character nor more than 200 levels.
+Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_json(value)))]
+Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
 
 
@@ -68,20 +81,24 @@ class GenerationSpec(Body):
     DEFAULT_LENGTH: ClassVar[int] = 2**31
     KEEPS_STOP: ClassVar[bool] = False
 
-    max_tokens: Count | None = None  # the most new tokens
+    max_tokens: Count | None = None  # the most new tokens; 16 if not given
     truncate: Count | None = None  # keep the last tokens of the prompt
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0  # 0: greedy
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = (
+        1.0  # sample among the most likely tokens with this probability
+    )
+    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = (
+        0  # sample among this many most likely tokens; 0 or -1: among all
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
-    )
+    )  # drawn if it is not given, and part of the answer
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
         Field(max_length=LONGEST_STOP, fail_fast=True),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
-    ] = []
-    speculate: Switch = True
+    ] = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's behind it
+    speculate: Switch = True  # false: plain rounds for all requests while this one runs, unless `--no_plain_requests`
 
     @property
     def samples(self) -> bool:
@@ -92,6 +109,11 @@ class GenerationSpec(Body):
         """Variables for the chat template."""
         return {}
 
+    @property
+    def called_tools(self) -> tuple[list[dict[str, Any]] | None, ToolCallParser]:
+        """Tools for the chat template, and what finds their calls in the answer."""
+        return None, ToolCallParser()
+
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token; greedy decoding has no filters."""
         if not self.samples:
@@ -100,16 +122,15 @@ class GenerationSpec(Body):
 
 
 class Parameters(GenerationSpec):
-    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p`
-    means sampling. chat: put the inputs into the model's chat template."""
+    """Parameters of text-generation-inference."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
 
-    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None
-    do_sample: Switch | None = None
-    details: Switch = False
-    return_full_text: Switch = False
-    chat: Switch = False
+    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # up to the end of the row
+    do_sample: Switch | None = None  # if not given: a temperature other than 1, `top_k` or `top_p` means sampling
+    details: Switch = False  # tokens, `timings` and `speculation`
+    return_full_text: Switch = False  # the inputs before the answer
+    chat: Switch = False  # put the inputs into the chat template
 
     @property
     def samples(self) -> bool:
@@ -120,9 +141,9 @@ class Parameters(GenerationSpec):
 class Generate(Body):
     """The body of text-generation-inference's routes."""
 
-    inputs: Text
-    parameters: Parameters = Field(default_factory=Parameters)
-    stream: Switch = False
+    inputs: Text  # the prompt
+    parameters: Parameters = Field(default_factory=Parameters)  # all other fields except `stream`
+    stream: Switch = False  # send tokens as they come
 
 
 class StreamOptions(Body):
@@ -130,21 +151,23 @@ class StreamOptions(Body):
 
 
 class OpenAISpec(GenerationSpec):
-    """Fields of both routes of OpenAI. `model` and `user` have no effect: a server has one model."""
+    """Fields of both routes of OpenAI."""
 
-    model: Text = ""
-    user: Text = ""
-    stream: Switch = False
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    model: Text = ""  # without effect: a server has one model
+    user: Text = ""  # without effect
+    prompt_cache_key: Text = ""  # without effect
+    safety_identifier: Text = ""  # without effect
+    stream: Switch = False  # send tokens as they come
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
 
 
 class Completion(OpenAISpec):
-    """The body of /v1/completions. logprobs: 0 means log-probabilities of the chosen tokens."""
+    """The body of /v1/completions."""
 
     PROMPT, LENGTH, DEFAULT_LENGTH = "prompt", "max_tokens", 16
 
-    prompt: Annotated[Text | TokenIds, BeforeValidator(_single)]
-    logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
+    prompt: Annotated[Text | TokenIds, BeforeValidator(_single)]  # a text or its token ids, alone or in a list
+    logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None  # 0: of the chosen tokens
 
 
 class TextPart(Body):
@@ -152,8 +175,28 @@ class TextPart(Body):
     text: Text
 
 
+class Function(Body):
+    """A function that answers may call, or with arguments its call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: Text = ""
+    parameters: Object = {}
+    arguments: Arguments = {}
+
+
+class Tool(Body):
+    """A tool, or with an id its call."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(Body):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Text = ""
+    tool_calls: Annotated[list[Tool], Field(fail_fast=True)] = []
+    tool_call_id: Text = ""
     content: Annotated[
         list[TextPart],
         Field(fail_fast=True),
@@ -162,25 +205,36 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _require_content(self) -> "Message":
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise ValueError("a message of the system or a user needs content")
+        if self.role != "assistant" and ("content" not in self.model_fields_set or self.tool_calls):
+            raise ValueError("needs content and no tool_calls, unless it is the assistant's")
         return self
 
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it: with the arguments of calls as objects."""
+        content = None if self.tool_calls and not self.content else "".join(part.text for part in self.content)
+        more = self.model_dump(exclude_unset=True, include={"name", "tool_calls", "tool_call_id"})
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
 
 
 class ChatCompletion(OpenAISpec):
-    """The body of /v1/chat/completions. chat_template_kwargs: such as `{"enable_thinking": false}` for Qwen3."""
+    """The body of /v1/chat/completions."""
 
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None
-    logprobs: Switch = False
-    chat_template_kwargs: dict[str, Any] = {}
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # texts, calls of tools and their results
+    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # up to the end of the row
+    logprobs: Switch = False  # of the chosen tokens
+    chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
+    tool_choice: Literal["none", "auto"] = "auto"  # none: the model does not see the tools
+    parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
     @property
     def template_variables(self) -> dict[str, Any]:
         return self.chat_template_kwargs
+
+    @property
+    def called_tools(self) -> tuple[list[dict[str, Any]] | None, ToolCallParser]:
+        tools = self.tools if self.tool_choice == "auto" else []
+        parser = ToolCallParser([tool.function.name for tool in tools], None if self.parallel_tool_calls else 1)
+        return [tool.model_dump(exclude_unset=True) for tool in tools] or None, parser

@@ -25,7 +25,7 @@ from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
 from engine.stats import Counts
-from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
+from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import GenerationSpec
@@ -34,7 +34,7 @@ from serving.schemas import GenerationSpec
 HUNG_SECONDS = 120.0
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(2**i for i in range(15))
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or a conversation
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation
 
 
 @dataclass(frozen=True)
@@ -173,15 +173,17 @@ class Service(Collector):
         request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
         request.logprobs = [] if logprobs else None
         counts, stops = Counts.of_gamma(self.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
-        answer = Answer(request, self.tokenizer, self._specials, stops, counts)
+        tools, parser = spec.called_tools
+        answer = Answer(request, self.tokenizer, self._specials, stops, counts, tool_calls=parser)
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
         try:
             request.prompt = await self.loop.run_in_executor(
-                self._thread, self._encode, prompt, spec.template_variables
+                self._thread, self._encode, prompt, spec.template_variables, tools
             )
         except UserError as error:
-            raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
+            field = error.where if error.where in type(spec).model_fields else spec.PROMPT
+            raise invalid(field, f"{error.what}: {error.seen}") from None
         request.prompt = request.prompt[-(spec.truncate or 0) :]
         request.limit = self._limit(spec, request.prompt)
         if answer.finish is None:
@@ -202,11 +204,11 @@ class Service(Collector):
         if isinstance(prompt[0], dict) and self.template is None:
             raise invalid(spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
-    def _encode(self, prompt: Any, variables: dict[str, Any]) -> list[int]:
+    def _encode(self, prompt: Any, variables: dict[str, Any], tools: Tools) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if self.template is not None and isinstance(prompt[0], dict):
-            return self.template.encode(prompt, variables)
+            return self.template.encode(prompt, variables, tools)
         return list(prompt)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:

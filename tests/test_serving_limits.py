@@ -11,12 +11,13 @@ from common import cli
 from common.errors import ConfigError
 from models.checkpoints.chat_template import _compiled
 from serving import service
-from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions
+from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions, Tool
 from serving.serve import API_KEY, Serve
 
 LIMITS = "--max_queue 1 --max_new_tokens 8 --max_stop_sequences 2 --max_body_bytes 4000 --max_input_length 60"
 MESSAGES = [{"role": "user", "content": "a"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 
 
@@ -26,10 +27,10 @@ def strict(chat_checkpoint):
         yield server
 
 
-def refused_field(served: Served, path: str, body: Any, status: int = 422) -> str:
+def refused_field(served: Served, path: str, body: Any) -> str:
     """Return the name of the field that a refusal names."""
     answer = served.ask(path, body)
-    assert answer.status == status, answer.body
+    assert answer.status == (400 if path.startswith("/v1") else 422), answer.body
     if path.startswith("/v1"):
         assert answer.json["error"].keys() == {"message", "type", "param", "code"}
         return answer.json["error"]["param"] or "body"
@@ -43,6 +44,7 @@ PLACES: dict[type[Body], tuple[str, Callable[[Any], Any], str]] = {
     Completion: (V1, lambda fields: fields | {"prompt": "a", "max_tokens": 2}, ""),
     ChatCompletion: (CHATS, lambda fields: fields | CHAT, ""),
     Message: (CHATS, lambda fields: CHAT | {"messages": [fields | MESSAGES[0]]}, "messages.0."),
+    Tool: (CHATS, lambda fields: CHAT | {"tools": [fields | TOOL], "tool_choice": "none"}, "tools.0."),
     StreamOptions: (CHATS, lambda fields: CHAT | {"stream": True, "stream_options": fields}, "stream_options."),
 }
 
@@ -55,6 +57,13 @@ def test_fields_that_the_server_lacks_are_refused_unless_they_ask_for_nothing(st
     for place in (0, -1):
         neutral = {name: values[place] for name, values in NEUTRAL.items()}
         assert strict.ask(path, body(neutral | {"nonsense": None})).status == 200
+
+
+CALLED = "messages.0.tool_calls.0.function.arguments"
+
+
+def called(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
@@ -84,6 +93,13 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ((CHATS, {"messages": [{"role": "wizard", "content": "a"}]}), "messages.0.role"),
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
+        ((CHATS, CHAT | {"tools": [TOOL]}), "tools"),  # the template reads none
+        ((CHATS, CHAT | {"tools": [TOOL], "tool_choice": "required"}), "tool_choice"),
+        ((CHATS, CHAT | {"tools": [{"type": "function", "function": {}}]}), "tools.0.function.name"),
+        ((CHATS, CHAT | {"chat_template_kwargs": {"a": "\ud800"}}), "chat_template_kwargs"),
+        ((CHATS, {"messages": [{"role": "tool"}]}), "messages.0"),
+        ((CHATS, {"messages": [{"role": "assistant", "tool_calls": [called("f", "[1]")]}]}), CALLED),
+        ((CHATS, {"messages": [{"role": "assistant", "tool_calls": [called("f", '{"a')]}]}), CALLED),
         ((CHATS, {"messages": MESSAGES, "max_tokens": 9}), "max_completion_tokens"),
     ],
 )
@@ -114,7 +130,7 @@ def test_bodies_that_are_no_json(strict: Served, path, data):
     answer = strict.ask(path, data)
     assert answer.status in (400, 422) and answer.json["error"]
     answer = strict.ask(path, b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
-    assert answer.status == 422 and "application/json" in str(answer.json["error"])
+    assert answer.status == (400 if path == V1 else 422) and "application/json" in str(answer.json["error"])
 
 
 def test_a_chat_template_that_refuses(served: Served, monkeypatch):

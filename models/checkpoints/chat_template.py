@@ -19,7 +19,8 @@ from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import Tokenizer
 from models.config import read_config
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 # Noncharacters of Unicode, which no text has: they mark control tokens in a message, apart from the template's.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -37,39 +38,50 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     tokenizer: Tokenizer
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, tools: Tools = None
+    ) -> str:
         """Return the text of `messages`, each with `role` and `content`, and the opening of the model's turn. Equals
-        transformers' `apply_chat_template` with `variables`, such as `enable_thinking`, for the template.
+        transformers' `apply_chat_template` with `tools` and `variables`, such as `enable_thinking`, for the template.
 
-        Raises ConfigError with what the template raised, and for variables that are not for clients.
+        Raises ConfigError with what the template raised, for tools that leave no trace in the text, and for variables
+        that are not for clients.
         """
         if taken := {"messages", "tools", "documents", "add_generation_prompt", *self.tokens} & variables.keys():
             what, required = "a variable of the chat template is taken", "other names"
             raise ConfigError(what, "chat_template_kwargs", ", ".join(sorted(taken)), required, "leave it out")
-        given = {**variables, "tools": None, "documents": None, "add_generation_prompt": True, **self.tokens}
+        given = {**variables, "tools": tools, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
-            return self.template.render({**given, "messages": messages})
+            text = self.template.render({**given, "messages": messages})
         except Exception as error:  # a template is a program
             required = "messages that this model's template takes"
             seen = f"{', '.join(str(message.get('role')) for message in messages) or 'no messages'}: {error}"
             fix = "send the roles that it wants, in its order"
             raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
+        if tools and text == self.render(messages, variables):
+            what, fix = "the model's chat template reads no tools", "leave them out, or use another template"
+            raise ConfigError(what, "tools", f"{len(tools)} tools", "none", fix)
+        return text
 
-    def encode(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
-        """Return the token ids of `messages`, with the template's BOS alone. Control tokens in a message or variable
-        are plain text. Raises ConfigError like `render`."""
+    def encode(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, tools: Tools = None
+    ) -> list[int]:
+        """Return the token ids of `messages`, with the template's BOS alone. Control tokens in a message, variable or
+        tool are plain text. Raises ConfigError like `render`."""
         controls = sorted(self.tokenizer.control_tokens(), key=len, reverse=True)
         control = "|".join(map(re.escape, controls)) or "(?!)"
 
-        def marked(text: str) -> str:
-            return re.sub(control, rf"{BEGIN}\g<0>{END}", UNMARKED(text))
+        def marked(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {marked(name): marked(each) for name, each in value.items()}
+            if isinstance(value, list):
+                return [marked(each) for each in value]
+            return re.sub(control, rf"{BEGIN}\g<0>{END}", UNMARKED(value)) if isinstance(value, str) else value
 
-        nested = json.dumps([value for value in variables.values() if not isinstance(value, str)], ensure_ascii=False)
-        if found := re.search(control, nested):  # a template may print lists so that marks are lost
-            what, required = "a variable of the chat template has a control token", "text without control tokens"
-            raise ConfigError(what, "chat_template_kwargs", found[0], required, "leave it out")
-        safe = {name: marked(value) if isinstance(value, str) else value for name, value in variables.items()}
-        rendered = self.render([{key: marked(text) for key, text in message.items()} for message in messages], safe)
+        rendered = self.render([marked(message) for message in messages], marked(variables), marked(tools))
+        if found := re.search(rf"\\ufdd0({control})\\ufdd1", rendered):  # a list that is printed as Python writes it
+            what, required = "the chat template prints a list with a control token", "text without control tokens"
+            raise ConfigError(what, "messages, tools, chat_template_kwargs", found[1], required, "leave it out")
         texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 
