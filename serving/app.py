@@ -315,7 +315,7 @@ def _tool_calls(answer: Answer, is_chunk: bool) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for index, call in enumerate(answer.tool_calls.found):
         head = {"index": index} if is_chunk else {}
-        calls.append(head | {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()})
+        calls.append(head | {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call})
     return {"tool_calls": calls} if calls else {}
 
 

@@ -69,7 +69,7 @@ def test_calls_are_found_however_a_text_comes(text, rest, calls, data):
         assert rest.startswith(sent)
     sent += parser.add("", is_last=True)
     assert sent == rest
-    assert [(call.name, json.loads(call.arguments)) for call in parser.found] == calls
+    assert [(call["name"], json.loads(call["arguments"])) for call in parser.found] == calls
 
 
 def test_text_before_a_mark_is_sent_at_once():
