@@ -254,7 +254,8 @@ def parameters(_: list[Record]) -> Table:
     lines, comments, rows = source.splitlines(), dict[tuple[str, str], str](), dict[tuple[str, str], Record]()
     for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
-            comments[node.name, ast.unparse(line.target)] = lines[(line.end_lineno or 0) - 1].partition("  # ")[2]
+            of_field = "\n".join(lines[line.lineno - 1 : line.end_lineno])
+            comments[node.name, ast.unparse(line.target)] = (re.findall("  # (.*)", of_field) or [""])[-1]
     kinds: dict[type[schemas.Body], str] = {schemas.Completion: "completions", schemas.ChatCompletion: "chats"}
     kinds |= dict.fromkeys((schemas.Generate, schemas.Parameters), "text-generation-inference")
     for kind, route in kinds.items():

@@ -84,12 +84,8 @@ class GenerationSpec(Body):
     max_tokens: Count | None = None  # the most new tokens; 16 if not given
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0  # 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = (
-        1.0  # sample among the most likely tokens with this probability
-    )
-    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = (
-        0  # sample among this many most likely tokens; 0 or -1: among all
-    )
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0  # probability of the tokens to sample among
+    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # tokens to sample among; 0 or -1: all
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
     )  # drawn if it is not given, and part of the answer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
-from serving_cases import END, Alone, Served
+from serving_cases import Alone, Served
 
 from models.checkpoints.chat_template import _compiled
 from models.checkpoints.tool_calls import ToolCallParser, parse
@@ -103,13 +103,14 @@ def saying(served: Served, alone: Alone, monkeypatch):
 
     def say(text: str) -> None:
         served.until_idle()
-        ids = iter([*alone.tokenizer.encode(text, add_bos=False), END])
+        ids = alone.tokenizer.encode(text, add_bos=False)
 
         def instead(updates):
             changed = []
             for update in updates:
-                tokens = [token for token in (next(ids, None) for _ in update.tokens) if token is not None]
-                changed.append(update._replace(tokens=tokens, finish="stop" if END in tokens else update.finish))
+                n = len(ids) if update.finish else 5
+                tokens, ids[:] = ids[:n], ids[n:]
+                changed.append(update._replace(tokens=tokens, finish=None if ids else "stop"))
             publish(changed)
 
         monkeypatch.setattr(scheduler, "publish", instead)
@@ -120,7 +121,7 @@ def saying(served: Served, alone: Alone, monkeypatch):
 
 def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
     client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
-    how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "stop": ["ELSE"]}
+    how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "stop": ["ELSE"], "max_tokens": 40}
     saying(SAYS)
     (choice,) = client.chat.completions.create(**how).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.\n")
@@ -136,7 +137,7 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
             pass
         (streamed,) = stream.get_final_completion().choices
     assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "I look.\n")
-    assert [call.function for call in streamed.message.tool_calls] == [first.function, second.function]
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in streamed.message.tool_calls] == SHORT
     saying(hermes(*SHORT[0]))
     message = client.chat.completions.create(**how).choices[0].message
     assert message.content is None
@@ -153,6 +154,8 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_calls_are_text_where_no_tool_may_be_called(served: Served, saying, body):
     saying(SAYS)
-    answer = served.ask("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0.0, **body}).json
+    answer = served.ask(
+        "/v1/chat/completions", {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 40, **body}
+    ).json
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": SAYS}
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["prompt_tokens"] == len("[user]hello")
