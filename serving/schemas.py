@@ -217,7 +217,7 @@ class ChatCompletion(OpenAISpec):
 
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # texts, calls of tools and their results
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # of system, developer, user, assistant, tool
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # up to the end of the row
     logprobs: Switch = False  # of the chosen tokens
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3

@@ -60,7 +60,7 @@ class ChatTemplate:
             raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
         if tools and text == self.render(messages, variables):
             what, fix = "the model's chat template reads no tools", "leave them out, or use another template"
-            raise ConfigError(what, "tools", f"{len(tools)} tools", "none", fix)
+            raise ConfigError(what, "tools", json.dumps(tools)[:200], "none", fix)
         return text
 
     def encode(
