@@ -36,7 +36,9 @@ from reproduce.helpers.records import Record, grouped, read_records, rows_of
 from reproduce.spec_bench import table_rows
 
 RESULTS = ROOT / "reproduce" / "results"
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "gpu", "long_texts")), ROOT / "reproduce" / "README.md")
+PAGES = tuple(
+    ROOT / page for page in ("docs/performance.md", "docs/gpu.md", "docs/long_texts.md", "reproduce/README.md")
+)
 Table = tuple[Sequence[Record], Sequence[Column]]
 COST_NAMES = {"plain": "plain step", "verify": "verification", "draft": "draft step"}
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -185,10 +187,11 @@ def predictions(records: list[Record]) -> Table:
     rows = []
     for record in records:
         kinds = {"machine": record["predicted_for"], "acceptance": record["acceptance_rates_by_context"][0][0]}
-        costs = {f"{name}_ms": record[f"predicted_{name}_ms"][0][0] for name in ("plain", "verify", "draft")}
-        rows.append(record | record["best"][0] | kinds | costs | {"verify_ms": costs["verify_ms"][0]})
+        (plain, *_), *others = (record[f"predicted_{name}_ms"][0] for name in COST_NAMES)
+        costs = dict(zip(COST_NAMES, (plain, *(each[0][0] for each in others)), strict=True))
+        rows.append(record | record["best"][0] | kinds | costs)
     heads = [Column("machine", "machine", **TEXT), Column("model", "model", **TEXT)]
-    costs = [Column(f"{name}_ms", f"{head}, ms", ".1f") for name, head in COST_NAMES.items()]
+    costs = [Column(name, f"{head}, ms", ".1f") for name, head in COST_NAMES.items()]
     columns = [*of("B prefix_len draft_policy draft_budget gamma"), Column("acceptance", "acceptance assumed", ".2f")]
     return rows, [*heads, *columns, *costs, Column("predicted_speedup", "speedup", ".2f")]
 
@@ -293,9 +296,11 @@ def provenance_line(records: Sequence[Record], file: str, page: Path) -> str:
     path = "../reproduce/results" if page.parent.name == "docs" else "results"
     commits = dict.fromkeys(f"`{str(record.get('git_commit'))[:12]}`" for record in records)
     machines = dict.fromkeys(
-        f"{record.get('gpu') or record.get('machine')}, PyTorch {record.get('torch_version')}" for record in records
+        f"; {record.get('gpu') or record['machine']}, PyTorch {record['torch_version']}"
+        for record in records
+        if "machine" in record  # nothing was measured for a prediction
     )
-    return f"Record: [{file}]({path}/{file}); commit {', '.join(commits)}; {'; '.join(machines)}."
+    return f"Record: [{file}]({path}/{file}); commit {', '.join(commits)}{''.join(machines)}."
 
 
 def filled(page: Path) -> str:
