@@ -81,7 +81,7 @@ class GenerationSpec(Body):
     DEFAULT_LENGTH: ClassVar[int] = 2**31
     KEEPS_STOP: ClassVar[bool] = False
 
-    max_tokens: Count | None = None  # the most new tokens; 16 if not given
+    max_tokens: Count | None = None  # the most new tokens; default: 16
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0  # 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0  # probability of the tokens to sample among
@@ -122,7 +122,7 @@ class Parameters(GenerationSpec):
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
 
-    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # up to the end of the row
+    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: a row's room
     do_sample: Switch | None = None  # if not given: a temperature other than 1, `top_k` or `top_p` means sampling
     details: Switch = False  # tokens, `timings` and `speculation`
     return_full_text: Switch = False  # the inputs before the answer
@@ -217,8 +217,8 @@ class ChatCompletion(OpenAISpec):
 
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # of system, developer, user, assistant, tool
-    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # up to the end of the row
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
+    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
     logprobs: Switch = False  # of the chosen tokens
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
