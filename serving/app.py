@@ -295,10 +295,14 @@ def _choice(
         fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
         logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
-        is_last = bool(tokens) and tokens[-1] is answer.tokens[-1]
-        calls = _tool_calls(answer, is_chunk) if is_last else {}
-        said = {"content": text or (None if calls else "")} if tokens else {}
-        content: dict[str, Any] = {"delta" if is_chunk else "message": role | said | calls}
+        said: dict[str, Any] = {"content": text} if tokens else {}
+        if tokens and tokens[-1] is answer.tokens[-1] and answer.tool_calls.found:
+            said = {"content": text or None, "tool_calls": []}
+            for index, call in enumerate(answer.tool_calls.found):
+                head = {"index": index} if is_chunk else {}
+                head |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                said["tool_calls"].append(head | {"function": call})
+        content: dict[str, Any] = {"delta" if is_chunk else "message": role | said}
     else:
         logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
         logprobs |= {"top_logprobs": None, "text_offset": [token.offset for token in tokens]}
@@ -308,15 +312,6 @@ def _choice(
 
 def _reason(answer: Answer) -> str:
     return "length" if answer.finish == LENGTH else "tool_calls" if answer.tool_calls.found else "stop"
-
-
-def _tool_calls(answer: Answer, is_chunk: bool) -> dict[str, Any]:
-    """Return the field with the calls of tools, if there are any."""
-    calls: list[dict[str, Any]] = []
-    for index, call in enumerate(answer.tool_calls.found):
-        head = {"index": index} if is_chunk else {}
-        calls.append(head | {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call})
-    return {"tool_calls": calls} if calls else {}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -101,14 +101,9 @@ class GenerationSpec(Body):
         return self.temperature >= MIN_TEMPERATURE
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables for the chat template."""
-        return {}
-
-    @property
-    def called_tools(self) -> tuple[list[dict[str, Any]] | None, ToolCallParser]:
-        """Tools for the chat template, and what finds their calls in the answer."""
-        return None, ToolCallParser()
+    def template_inputs(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None, ToolCallParser]:
+        """Variables and tools for the chat template, and a parser that finds calls of the tools in the answer."""
+        return {}, None, ToolCallParser()
 
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token; greedy decoding has no filters."""
@@ -226,11 +221,7 @@ class ChatCompletion(OpenAISpec):
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        return self.chat_template_kwargs
-
-    @property
-    def called_tools(self) -> tuple[list[dict[str, Any]] | None, ToolCallParser]:
+    def template_inputs(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None, ToolCallParser]:
         tools = self.tools if self.tool_choice == "auto" else []
         parser = ToolCallParser([tool.function.name for tool in tools], None if self.parallel_tool_calls else 1)
-        return [tool.model_dump(exclude_unset=True) for tool in tools] or None, parser
+        return self.chat_template_kwargs, [tool.model_dump(exclude_unset=True) for tool in tools] or None, parser

@@ -173,14 +173,12 @@ class Service(Collector):
         request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
         request.logprobs = [] if logprobs else None
         counts, stops = Counts.of_gamma(self.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
-        tools, parser = spec.called_tools
+        variables, tools, parser = spec.template_inputs
         answer = Answer(request, self.tokenizer, self._specials, stops, counts, tool_calls=parser)
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
         try:
-            request.prompt = await self.loop.run_in_executor(
-                self._thread, self._encode, prompt, spec.template_variables, tools
-            )
+            request.prompt = await self.loop.run_in_executor(self._thread, self._encode, prompt, variables, tools)
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
