@@ -299,9 +299,8 @@ def _choice(
         if tokens and tokens[-1] is answer.tokens[-1] and answer.tool_calls.found:
             said = {"content": text or None, "tool_calls": []}
             for index, call in enumerate(answer.tool_calls.found):
-                head = {"index": index} if is_chunk else {}
-                head |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                said["tool_calls"].append(head | {"function": call})
+                head = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                said["tool_calls"].append(head | {"function": call} | ({"index": index} if is_chunk else {}))
         content: dict[str, Any] = {"delta" if is_chunk else "message": role | said}
     else:
         logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
