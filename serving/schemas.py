@@ -33,16 +33,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 Text = Annotated[str, Field(min_length=0)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
+Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
-
-
-def _single(prompt: Any) -> Any:
-    """Return the prompt of a list that holds nothing else. Errors: ValueError for a list of several prompts."""
-    if not (isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)):
-        return prompt
-    if len(prompt) > 1:
-        raise ValueError("has several prompts; this server takes a single prompt")
-    return prompt[0]
 
 
 class Body(BaseModel):
@@ -107,7 +99,10 @@ class Parameters(GenerationSpec):
 
     max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None
     do_sample: Switch | None = None
+    best_of: Count = 1
     details: Switch = False
+    decoder_input_details: Switch = False
+    top_n_tokens: Likeliest = 0
     return_full_text: Switch = False
     chat: Switch = False
 
@@ -134,17 +129,22 @@ class OpenAISpec(GenerationSpec):
 
     model: Text = ""
     user: Text = ""
+    n: Count = 1
     stream: Switch = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
 
 class Completion(OpenAISpec):
-    """The body of /v1/completions. logprobs: 0 means log-probabilities of the chosen tokens."""
+    """The body of /v1/completions. max_tokens: 0 with `echo`. logprobs: likeliest tokens beside each log-probability.
+    best_of: samples of a prompt, of which those `n` with the highest mean log-probability are answered."""
 
     PROMPT, LENGTH, DEFAULT_LENGTH = "prompt", "max_tokens", 16
 
-    prompt: Annotated[Text | TokenIds, BeforeValidator(_single)]
-    logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
+    best_of: Count | None = None
+    echo: Switch = False
+    logprobs: Likeliest | None = None
 
 
 class TextPart(Body):
@@ -179,6 +179,7 @@ class ChatCompletion(OpenAISpec):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None
     logprobs: Switch = False
+    top_logprobs: Likeliest = 0
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
