@@ -8,7 +8,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.drafters import Drafter
@@ -195,7 +194,7 @@ class Decoder:
         tap = None if request.prompt_logprobs is None else partial(self._score_prompt, request)
         if self._reuses == "nothing" or tap is not None:
             self._runner.cache.prefilled.pop(row, None)
-        if sibling is not None:
+        if sibling is not None and tap is None:
             self._runner.copy_prompt(sibling, row)
         request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses, tap)
         self._rows.begin(row, request.n_reused)
@@ -203,7 +202,7 @@ class Decoder:
         self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
         return row, request, chunks
 
-    def _score_prompt(self, request: Request, start: int, hidden: Tensor) -> None:
+    def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
         assert request.prompt_logprobs is not None
         for first in range(0, len(hidden), SCORED):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from bench.record import rounded
@@ -221,12 +222,9 @@ async def finished(answers: Sequence[Answer]) -> None:
 
 def best(answers: Sequence[Answer], n: int) -> list[Answer]:
     """Return `n` samples of each prompt, those with the highest mean log-probability, the best first."""
-
-    def mean(answer: Answer) -> float:
-        return sum(token.logprob or 0.0 for token in answer.tokens) / max(len(answer.tokens), 1)
-
+    means = {answer: fmean([token.logprob or 0.0 for token in answer.tokens] or [0.0]) for answer in answers}
     by_prompt = groupby(answers, key=lambda answer: answer.request.group)
-    return [answer for _, samples in by_prompt for answer in nlargest(n, samples, key=mean)]
+    return [answer for _, samples in by_prompt for answer in nlargest(n, samples, key=means.__getitem__)]
 
 
 def report(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -168,8 +168,8 @@ def tgi_routes(service: Service) -> APIRouter:
         spec = body.parameters
         has_prefill, samples = spec.decoder_input_details, ("parameters.best_of", spec.best_of)
         if streams and (has_prefill or spec.best_of > 1):
-            name = "parameters.decoder_input_details" if has_prefill else "parameters.best_of"
-            raise invalid(name, "is not possible in a stream")
+            name = "decoder_input_details" if has_prefill else "best_of"
+            raise invalid(f"parameters.{name}", "is not possible in a stream")
         has_details = spec.details or has_prefill or spec.top_n_tokens > 0
         prompt: Prompt = [{"role": "user", "content": body.inputs}] if spec.chat else body.inputs
         n_top = spec.top_n_tokens if streams or has_details else None
@@ -267,9 +267,9 @@ def openai_routes(service: Service) -> APIRouter:
             return await stream(_chunks(answers, head, is_chat, body.stream_options.include_usage), is_openai=True)
         await finished(answers)
         chosen = best(answers, body.n) if len(answers) > body.n * len(prompts) else answers
-        choices = [_choice(each, [*each.prompt, *each.tokens], is_chat, _reason(each)) for each in chosen]
-        numbered = [{"index": i} | choice for i, choice in enumerate(choices)]
-        return head | {"choices": numbered, "usage": _usage(answers), **report(answers)}
+        whole = [_choice(each, [*each.prompt, *each.tokens], is_chat, _reason(each)) for each in chosen]
+        choices = [{"index": i} | choice for i, choice in enumerate(whole)]
+        return head | {"choices": choices, "usage": _usage(answers), **report(answers)}
 
     @router.post("/completions", response_model=None)
     async def completions(http: Request, body: Completion) -> Any:

@@ -171,16 +171,15 @@ class Service(Collector):
         self.require_health()
         (field, n_samples), room = n, self._n_rows + self.limits.max_queue
         if (n_all := n_samples * len(prompts)) > room:
-            param = spec.PROMPT if len(prompts) > room else field
-            raise invalid(param, f"{len(prompts)} x {n_samples} samples; this server takes {room} at a time")
+            field = spec.PROMPT if len(prompts) > room else field
+            raise invalid(field, f"{len(prompts)} x {n_samples} samples; this server takes {room} at a time")
         if len(self.answers) + n_all > room:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         for prompt in prompts:
             self._check(spec, prompt)
-        answers, changed = http.scope["state"]["answers"], asyncio.Event()
+        answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         for i in range(n_all):
-            sampling = spec.sampling()
-            sampling = replace(sampling, seed=(sampling.seed + i) % 2**63)
+            sampling = replace(first, seed=(first.seed + i) % 2**63)
             request = ServedRequest([], 0, self.plan.target.config.eos_tokens, sampling, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
             request.logprobs = None if n_top is None and n_samples == 1 else []  # those of several samples rank them
@@ -203,13 +202,12 @@ class Service(Collector):
         except UserError as error:
             raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
         ids = ids[-(spec.truncate or 0) :]
-        limit = self._limit(spec, ids)
+        limit, group = self._limit(spec, ids), first.index
         # The first sample runs the prompt, and the others copy its row.
         first.prompt_logprobs = [] if (echo and samples[0].has_logprobs) or limit == 0 else None
         tokens = await run(prompt_tokens, ids, self.tokenizer, self._specials) if echo else ()
         for sample in samples:
-            sample.request.prompt, sample.request.limit, sample.request.group = ids, limit, first.index
-            sample.prompt = tokens
+            sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 
     def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""

@@ -149,7 +149,7 @@ def test_clients_raise_what_is_refused(hub, openai):
     with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: "):
         hub.text_generation("a", repetition_penalty=1.2)
     with pytest.raises(UnprocessableEntityError) as caught:
-        openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
+        openai.chat.completions.create(model="m", messages=MESSAGES, n=69)
     assert caught.value.param == "n"
 
 
