@@ -205,8 +205,9 @@ class Decoder:
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
         assert request.prompt_logprobs is not None
-        for first in range(0, len(hidden), SCORED):
-            tokens = request.prompt[start + first + 1 :][: min(SCORED, len(hidden) - first)]
+        behind = request.prompt[start + 1 : start + 1 + len(hidden)]
+        for first in range(0, len(behind), SCORED):
+            tokens = behind[first : first + SCORED]
             logits = self._runner.model.logits(hidden[first : first + len(tokens)])
             if self._runner.ranks.leads:
                 request.prompt_logprobs += logprobs_of([tokens], logits[None], [request.n_top])[0]
