@@ -338,7 +338,7 @@ def _scored(answer: Answer, token: Token) -> dict[str, Any]:
     return chosen | {"top_logprobs": top}
 
 
-def _top_logprobs(answer: Answer, token: Token) -> dict[str, float] | None:
+def _top_logprobs(answer: Answer, token: Token) -> dict[str, float | None] | None:
     """Return log-probabilities of the likeliest tokens and the token itself, as in OpenAI's completions."""
     scored = {token.text: token.logprob} | {text: value for _, text, value in reversed(answer.likeliest(token))}
     return None if token.logprob is None else scored  # of tokens with the same text, the likeliest counts

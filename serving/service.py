@@ -301,9 +301,8 @@ class Service(Collector):
             self.metrics.failures.labels(failure.kind if failure else CANCELLED).inc()
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "route": route}
         line |= {"status": status, "total_ms": rounded(1e3 * seconds)}
-        for answer in answers or [None]:
-            if answer is not None:
-                line |= {"id": answer.request.index, **answer.log()}
-                if self._log_prompts:
-                    line |= {"prompt": self.tokenizer.decode(answer.request.prompt), "answer": answer.text}
-            print(json.dumps(line), file=sys.stderr, flush=True)
+        lines = [line | {"id": answer.request.index, **answer.log()} for answer in answers] or [line]
+        if self._log_prompts:
+            for line, answer in zip(lines, answers, strict=False):
+                line |= {"prompt": self.tokenizer.decode(answer.request.prompt), "answer": answer.text}
+        print("\n".join(map(json.dumps, lines)), file=sys.stderr, flush=True)
