@@ -26,8 +26,7 @@ from kv_cache.base import Prefilled
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
-# Positions of a prompt whose logits `[n, V]` are in memory at a time, for its log-probabilities.
-SCORED = 128
+SCORED = 128  # positions of a prompt whose logits `[n, V]` are in memory at a time, for its log-probabilities
 
 
 class Decoder:

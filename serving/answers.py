@@ -214,12 +214,6 @@ async def batches(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, list[To
                 yield i, []
 
 
-async def finished(answers: Sequence[Answer]) -> None:
-    """Wait for the end of all answers. Raises the failure of any."""
-    async for _ in batches(answers):
-        pass
-
-
 def best(answers: Sequence[Answer], n: int) -> list[Answer]:
     """Return `n` samples of each prompt, those with the highest mean log-probability, the best first."""
     means = {answer: fmean([token.logprob or 0.0 for token in answer.tokens] or [0.0]) for answer in answers}

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
-from serving.answers import LENGTH, TOO_LONG, Answer, Failure, Token, batches, best, finished, internal, invalid, report
+from serving.answers import LENGTH, TOO_LONG, Answer, Failure, Token, batches, best, internal, invalid, report
 from serving.schemas import ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
@@ -177,7 +177,8 @@ def tgi_routes(service: Service) -> APIRouter:
         prefix = body.inputs if spec.return_full_text else ""
         if streams:
             return await stream(_tgi_events(answers[0], prefix), is_openai=False)
-        await finished(answers)
+        async for _ in batches(answers):
+            pass
         (text, details), *others = [(prefix + each.text, _whole_details(each)) for each in best(answers, spec.best_of)]
         if others:
             details["best_of_sequences"] = [{"generated_text": other} | rest for other, rest in others]
@@ -237,8 +238,7 @@ def _tgi_token(token: Token) -> dict[str, Any]:
 
 
 def _top_tokens(answer: Answer, token: Token) -> list[dict[str, Any]]:
-    top = answer.likeliest(token)
-    return [{"id": id_, "text": text, "logprob": value, "special": id_ in answer.specials} for id_, text, value in top]
+    return [{"id": i, "text": t, "logprob": p, "special": i in answer.specials} for i, t, p in answer.likeliest(token)]
 
 
 def _details(answer: Answer) -> dict[str, Any]:
@@ -265,7 +265,8 @@ def openai_routes(service: Service) -> APIRouter:
         if body.stream:
             head |= {"object": "chat.completion.chunk"} if is_chat else {}
             return await stream(_chunks(answers, head, is_chat, body.stream_options.include_usage), is_openai=True)
-        await finished(answers)
+        async for _ in batches(answers):
+            pass
         chosen = best(answers, body.n) if len(answers) > body.n * len(prompts) else answers
         whole = [_choice(each, [*each.prompt, *each.tokens], is_chat, _reason(each)) for each in chosen]
         choices = [{"index": i} | choice for i, choice in enumerate(whole)]

@@ -42,7 +42,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or
 class Limits:
     """Limits beyond which a request is refused."""
 
-    max_queue: int = 64  # requests that wait for a row; a further request is answered with 429
+    max_queue: int = 64  # samples that wait for a row; a request for further ones is answered with 429
     max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
     """tokens of a prompt"""
     max_new_tokens: int = 2048  # tokens that a request may ask for
