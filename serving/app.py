@@ -288,8 +288,7 @@ def openai_routes(service: Service) -> APIRouter:
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs", "needs `logprobs`: true")
-        n_top = body.top_logprobs if body.logprobs else None
-        return await respond(http, body, [messages], ("n", body.n), n_top, False)
+        return await respond(http, body, [messages], ("n", body.n), body.top_logprobs if body.logprobs else None, False)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:

@@ -2,17 +2,25 @@
 
 import pytest
 import torch
-from pacings import Scripted
 from published_heads import random_eagle
 from test_decoder import witness_runner
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
+from tiny import (
+    TINY,
+    continue_by_recomputing,
+    decode,
+    full_cache,
+    near_model,
+    random_prompts,
+    self_draft,
+    tiny_model,
+    tiny_runner,
+)
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter
 from engine.drafters.eagle import Eagle
-from engine.drafters.ngram import NGram
 from engine.drafters.suffix import Suffix
-from engine.pacing import Choice, Fixed
+from engine.pacing import Fixed
 from engine.sampling import logits_to_probs
 from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
@@ -218,7 +226,7 @@ def test_a_prompts_logprobs_are_those_of_the_model(chunk, limit, monkeypatch):
 @pytest.mark.parametrize("reuses", ["prefixes", "nothing"])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 def test_requests_of_a_group_run_their_prompt_once(reuses, kv_dtype):
-    """Beside another request, in rows that held other texts; each gets the tokens that it gets without the group."""
+    """Beside another request, in rows that held other texts; each gets the tokens and drafts that it gets alone."""
     model, (prompt, *others) = tiny_model(), random_prompts([25, 25, 9, 31])
     sampling = [SamplingParams(1.2, seed=seed) for seed in range(3)]
 
@@ -226,18 +234,18 @@ def test_requests_of_a_group_run_their_prompt_once(reuses, kv_dtype):
         alike = [Request(prompt, 40 + seed, sampling=how, group=group) for seed, how in enumerate(sampling)]
         return [alike[0], Request(others[0], 12), *alike[1:]]
 
-    def run(group: int | None) -> tuple[list[list[int]], list[int]]:
-        runner = ModelRunner(model, full_cache(model, 4, kv_dtype=kv_dtype))
-        drafters = [self_draft(runner, Streaming(12, n_sink=2), 3), NGram(runner, 3)]
-        pacing = Scripted(drafters, (Choice(0, 3), Choice(1, 2)))
-        decoder = Decoder(runner, pacing, verification="coupled", prefill_tokens=8, reuses=reuses)
+    def run(group: int | None) -> tuple[list[Request], list[int]]:
+        runner, draft = ModelRunner(model, full_cache(model, 4, kv_dtype=kv_dtype)), near_model()
+        drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 4)), 3)
+        how = {"drafter": drafter, "verification": "coupled", "prefill_tokens": 200, "reuses": reuses}
+        decoder = Decoder(runner, **how)
         decode(decoder, *(Request(other, 3) for other in [*others, others[0]]))
         decode(decoder, *(some := requests(group)))
-        return [request.tokens for request in some], [request.n_reused for request in some]
+        return some, [request.n_reused for request in some]
 
     (alone, ran), (together, n_reused) = run(None), run(0)
-    assert together == alone and ran[0] == ran[2] == 0
-    assert (n_reused[0], n_reused[2], n_reused[3]) == (0, 25, 25)
+    assert [(each.tokens, each.counts) for each in together] == [(each.tokens, each.counts) for each in alone]
+    assert ran[0] == ran[2] == 0 and (n_reused[0], n_reused[2], n_reused[3]) == (0, 25, 25)
 
 
 def test_a_prompt_is_run_again_from_where_it_is_not_finite():
