@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from engine.requests import Outcome, Progress, Request, check_prompt
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import Chunks, ModelRunner
-from engine.sampling import Filters, SamplingParams, logprobs_of
+from engine.sampling import Filters, Logprob, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats
 from engine.timing import synchronize
 from kv_cache import KVCache
@@ -25,6 +26,7 @@ from kv_cache.base import Prefilled
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
+SCORED = 128  # positions of a prompt whose logits `[n, V]` are in memory at a time, for its log-probabilities
 
 
 class Decoder:
@@ -92,7 +94,8 @@ class Decoder:
             seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
-        check_prompt(self._runner, request.index, request.prompt, request.limit, gamma)
+        limit = request.limit or (request.prompt_logprobs is not None)
+        check_prompt(self._runner, request.index, request.prompt, limit, gamma)
         for drafter in self._pacing.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
         self.expect(request.sampling)
@@ -184,14 +187,29 @@ class Decoder:
 
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
         """Give a request a row, and start its prefill behind the tokens that the row may reuse."""
-        reuses = self._reuses == "prefixes"
+        reuses, group = self._reuses == "prefixes", request.group
+        sibling = next((row for row, other in self._rows.busy() if other.group == group is not None), None)
         row = self._rows.place_for(request.prompt, reuses)
-        if self._reuses == "nothing":
+        tap = None if request.prompt_logprobs is None else partial(self._score_prompt, request)
+        if self._reuses == "nothing" or tap is not None:
             self._runner.cache.prefilled.pop(row, None)
-        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses)
+        if sibling is not None and tap is None:
+            self._runner.copy_prompt(sibling, row)
+        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses, tap)
         self._rows.begin(row, request.n_reused)
-        self._following.begin(row, request.n_reused if reuses else 0, self._pacing.max_gamma + 1)
+        n_followed = request.n_reused if reuses and sibling is None else 0  # drafters do not copy rows
+        self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
         return row, request, chunks
+
+    def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
+        """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
+        assert request.prompt_logprobs is not None
+        behind = request.prompt[start + 1 : start + 1 + len(hidden)]
+        for first in range(0, len(behind), SCORED):
+            tokens = behind[first : first + SCORED]
+            logits = self._runner.model.logits(hidden[first : first + len(tokens)])
+            if self._runner.ranks.leads:
+                request.prompt_logprobs += logprobs_of([tokens], logits[None], [request.n_top])[0]
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
@@ -202,7 +220,7 @@ class Decoder:
             mode = GREEDY if request.sampling.greedy else self._mode
             request.emit([first_token(self._runner, mode, request, prefilled.logits)])
             if request.logprobs is not None and self._runner.ranks.leads:
-                request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None])[0]
+                request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None], [request.n_top])[0]
             self._progress.emitted(1)
         if self._rows.requests[row] is request:  # not cancelled meanwhile
             self._leave_if_done(row, request)
@@ -262,15 +280,16 @@ class Decoder:
         self._progress.ended(stats)
         return stats
 
-    def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[float]]:
+    def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[Logprob]]:
         """Return log-probabilities of each computed row's block: on the leader, and for requests that want them."""
-        all_want = [request is not None and request.logprobs is not None for _, request in self._rows.computed]
+        requests = [request for _, request in self._rows.computed]
+        all_want = [request is not None and request.logprobs is not None for request in requests]
         if not any(all_want) or not self._runner.ranks.leads:
             return [[] for _ in all_want]
         blocks = [outcome.block if wants else [] for outcome, wants in zip(outcomes, all_want, strict=True)]
-        return logprobs_of(blocks, round_.logits)
+        return logprobs_of(blocks, round_.logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logprobs: Sequence[Sequence[float]]) -> int:
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logprobs: Sequence[Sequence[Logprob]]) -> int:
         """Emit each computed row's block, and free the rows that are done; return the number of tokens emitted."""
         n_emitted = 0
         for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):

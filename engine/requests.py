@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError, flag
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
+from engine.sampling import Logprob, SamplingParams
 from engine.stats import Counts, RoundStats
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
@@ -29,11 +29,13 @@ class Outcome(NamedTuple):
 class Request:
     """A prompt to be continued by at most `limit` tokens, the stop token included.
 
-    id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in messages. logprobs: a list to get
-    each token's log-probability, the model's at temperature 1 and without filters, on the rank that decides; or None.
-    speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held. text: the
-    prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. Errors: ConfigError
-    naming a field that is not of integers, or out of range.
+    limit: 0 only with prompt_logprobs. id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in
+    messages. logprobs: a list to get each token's log-probability, the model's at temperature 1 and without filters, on
+    the rank that decides; or None. prompt_logprobs: a list to get those of the prompt's tokens behind the first; then
+    the whole prompt runs. n_top: likeliest ids in each of them. speculate: False for plain rounds while it decodes.
+    group: requests of a group have the same prompt, which runs once if they decode at the same time. n_reused: tokens
+    of the prompt that its row held. text: the prompt and `tokens` once it is submitted, a list that grows, so that a
+    round copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
     """
 
     prompt: Sequence[int]
@@ -47,8 +49,11 @@ class Request:
     text: list[int] = field(default_factory=list, init=False, repr=False)
     finish_reason: FinishReason = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
-    logprobs: list[float] | None = None
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+    n_top: int = 0
     speculate: bool = True
+    group: int | None = None
     n_reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

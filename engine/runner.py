@@ -25,6 +25,7 @@ from models.tensor_parallel import vocab_widths
 Value = TypeVar("Value")
 # A prefill: yields the number of tokens of every chunk that ran.
 Chunks: TypeAlias = Generator[int, None, Value]
+Tap: TypeAlias = Callable[[int, Tensor], None] | None
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the kernels
 # of a chunk should take longer than the host takes to launch them: for an 8B model on 8 ranks an estimated 10 to 14 ms.
 CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 512, 4096
@@ -121,12 +122,12 @@ class ModelRunner:
         return run_through(self.start_prefill(row, prompt)[1])
 
     def start_prefill(
-        self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False
+        self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False, tap: Tap = None
     ) -> tuple[int, Chunks[Prefilled]]:
         """Start a prefill: return the number of cached tokens, and a generator of chunks of at most `chunk` tokens.
 
         reuses: begin behind the first tokens that the row shares with the prompt. They may have been computed in other
-        chunks, or by rounds, so that their last bits differ.
+        chunks, or by rounds, so that their last bits differ. tap: see `filling`.
         """
         n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
         prefilled = self.cache.prefilled.pop(row, None)
@@ -135,20 +136,26 @@ class ModelRunner:
             n_shared = n_prompt
         else:
             prefilled, n_shared = None, min(n_shared, n_prompt - 1) if reuses else 0
-        return n_shared, self._prefill(row, prompt, n_shared, prefilled, chunk)
+        return n_shared, self._prefill(row, prompt, n_shared, prefilled, chunk, tap)
+
+    def copy_prompt(self, source: int, row: int) -> None:
+        """Copy the prompt of the `source` row, with the logits behind it, to another row."""
+        prefilled = self.cache.prefilled[source]
+        self.cache.fill_row(row, self.cache, len(prefilled.prompt), source_row=source)
+        self.cache.prefilled[row] = prefilled
 
     def _prefill(
-        self, row: int, prompt: Sequence[int], n_shared: int, prefilled: Prefilled | None, chunk: int | None
+        self, row: int, prompt: Sequence[int], n_shared: int, prefilled: Prefilled | None, chunk: int | None, tap: Tap
     ) -> Chunks[Prefilled]:
         """Roll the row back to the prompt that it holds, or run the prompt behind its first `n_shared` tokens."""
         if prefilled is not None:
             self._forget_from(row, len(prompt))
             done = replace(prefilled, answer=())
-        elif chunk is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
+        elif chunk is tap is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
             yield len(prompt)
             done = stored
         else:
-            hidden, finite = yield from self.filling(row, prompt, n_shared, chunk)
+            hidden, finite = yield from self.filling(row, prompt, n_shared, chunk, tap)
             logits = self.model.logits(hidden)
 
             def n_finite() -> Tensor:
@@ -196,9 +203,10 @@ class ModelRunner:
         return run_through(self.filling(row, prompt, n_known))
 
     def filling(
-        self, row: int, prompt: Sequence[int], n_known: int = 0, chunk: int | None = None
+        self, row: int, prompt: Sequence[int], n_known: int = 0, chunk: int | None = None, tap: Tap = None
     ) -> Chunks[tuple[Tensor, Tensor]]:
-        """Run `prompt` into a row behind its first `n_known` tokens, which the row keeps.
+        """Run `prompt` into a row behind its first `n_known` tokens, which the row keeps. tap: called behind each
+        chunk with its first position and hidden states `[n, dim]`.
 
         Returns the last token's hidden state `[dim]`, and whether each state that was computed is finite, `[n]` bool.
         """
@@ -207,7 +215,7 @@ class ModelRunner:
             # Run the prompt over a full cache, then select entries from that.
             whole = FullKVCache(self.model.config, 1, n_token, cache.device, cache.keys.dtype)
             runner = self.over(whole)
-            result = yield from runner.filling(0, prompt, chunk=chunk)
+            result = yield from runner.filling(0, prompt, chunk=chunk, tap=tap)
             queries = runner.last_queries(0, prompt, cache.n_queries) if cache.n_queries else None
             cache.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
@@ -223,6 +231,8 @@ class ModelRunner:
             view = cache.view(slice(row, row + 1), end, block_at_end=True)
             hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
             finite.append(finite_rows(hidden[0]))
+            if tap is not None:
+                tap(start, hidden[0])
             yield end - start
         return hidden[0, -1], torch.cat(finite)
 

@@ -199,14 +199,33 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def logprobs_of(blocks: Sequence[Sequence[int]], logits: Tensor) -> list[list[float]]:
-    """Return the log-probabilities of each row's tokens, at most T of them, by its `logits [B, T, V]` at temperature 1
-    without filters. All are read from the device at once."""
+class Logprob(NamedTuple):
+    """The log-probability of a token, and the likeliest ids at its position with theirs, the likeliest first."""
+
+    value: float
+    top: list[tuple[int, float]]
+
+
+def logprobs_of(blocks: Sequence[Sequence[int]], logits: Tensor, n_top: Sequence[int]) -> list[list[Logprob]]:
+    """Return the log-probabilities of each row's tokens, at most T of them, and of its `n_top` likeliest ids, by its
+    `logits [B, T, V]` at temperature 1 without filters. All are read from the device at once."""
     index = [(row, i, token) for row, block in enumerate(blocks) for i, token in enumerate(block)]
+    if not index:
+        return [[] for _ in blocks]
     row, i, token = torch.tensor(index, device=logits.device).T
     chosen = logits[row, i].float()
-    values = (chosen.gather(1, token[:, None])[:, 0] - chosen.logsumexp(dim=-1)).cpu()
-    return [part.tolist() for part in values.split([*map(len, blocks)])]
+    log_sum = chosen.logsumexp(dim=-1, keepdim=True)
+    values = chosen.gather(1, token[:, None]) - log_sum
+    if most := min(max(n_top), chosen.shape[-1]):
+        top = chosen.topk(most)
+        values = torch.cat([values.double(), top.indices, top.values - log_sum], dim=1)
+    read = iter(values.tolist())
+
+    def next_logprob(n: int) -> Logprob:
+        value, *rest = next(read)
+        return Logprob(value, [*zip(map(int, rest[:most]), rest[most:], strict=True)][:n])
+
+    return [[next_logprob(n) for _ in block] for block, n in zip(blocks, n_top, strict=True)]
 
 
 def _like(per_row: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

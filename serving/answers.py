@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from bench.record import rounded
-from engine.stats import Counts
+from engine.counts import Counts, total
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser
@@ -53,8 +56,9 @@ def internal(error: Exception) -> Failure:
 
 @dataclass
 class Token:
-    """A token of an answer. text: its characters, or a control token's name. delta: what it adds to the answer, which
-    has `offset` characters before it. drafted: whether it is an accepted draft. round: 0 for the prompt's prefill."""
+    """A token of an answer or a prompt. text: its characters, or a control token's name. delta: what it adds to the
+    text, which has `offset` characters before it. drafted: whether it is an accepted draft. round: 0 for the prompt's
+    prefill. top: the likeliest ids in its place, with their log-probabilities."""
 
     index: int
     id: int
@@ -65,6 +69,18 @@ class Token:
     special: bool
     drafted: bool
     round: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+def prompt_tokens(prompt: Sequence[int], tokenizer: Tokenizer, specials: Mapping[int, str]) -> list[Token]:
+    """Return the tokens of a prompt, without log-probabilities."""
+    stream, tokens, offset = TextStream(tokenizer), list[Token](), 0
+    for index, id_ in enumerate(prompt):
+        text, special = stream.add(id_), specials.get(id_)
+        text += stream.rest() if index == len(prompt) - 1 else ""
+        tokens.append(Token(index, id_, special or text, text, offset, None, special is not None, False, 0))
+        offset += len(text)
+    return tokens
 
 
 class Stops:
@@ -91,14 +107,19 @@ class Stops:
 
 @dataclass(eq=False)
 class Answer:
-    """The answer to a request, for the event loop alone. specials: the names of control tokens. received, first, ended:
-    seconds of `time.perf_counter`; `first` is the first token's. tool_calls: takes calls of tools out of the text."""
+    """The answer to a request, for the event loop alone. specials: the names of control tokens. changed: an event that
+    all answers to a body share. has_logprobs: whether the client gets log-probabilities. prompt: the tokens of the
+    prompt, where the client gets them. received, first, ended: seconds of `time.perf_counter`; `first` is the first
+    token's. tool_calls: takes calls of tools out of the text."""
 
     request: ServedRequest
     tokenizer: Tokenizer
     specials: Mapping[int, str]
     stops: Stops
     counts: Counts
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    has_logprobs: bool = True
+    prompt: Sequence[Token] = ()
     received: float = field(default_factory=time.perf_counter)
     first: float | None = None
     ended: float | None = None
@@ -109,24 +130,36 @@ class Answer:
     tool_calls: ToolCallParser = field(default_factory=ToolCallParser)
 
     def __post_init__(self) -> None:
-        self._stream, self._changed = TextStream(self.tokenizer), asyncio.Event()
+        self._stream = TextStream(self.tokenizer)
 
     @property
     def text(self) -> str:
         return "".join(token.delta for token in self.tokens)
 
+    def likeliest(self, token: Token) -> list[tuple[int, str, float]]:
+        """Return the likeliest tokens in the place of a token: ids, texts and log-probabilities."""
+        return [(id_, token.text if id_ == token.id else self._name(id_), logprob) for id_, logprob in token.top]
+
+    def _name(self, id_: int) -> str:
+        """Return a token's text behind other text: some tokenizers drop a space at the beginning of a text."""
+        decode = self.tokenizer.decode
+        return self.specials.get(id_) or decode([id_, id_])[len(decode([id_])) :]
+
     def take(self, update: Update) -> None:
         """Add an update's tokens, up to a stop string."""
+        if self.first is None:
+            for token, score in zip(self.prompt[1:], update.request.prompt_logprobs or [], strict=False):
+                token.logprob, token.top = score
         self.first, n_before = self.first or update.time, len(self.tokens)
         for place, id_ in enumerate(update.tokens):
             text, special = self._stream.add(id_), self.specials.get(id_)
             mark = special if self.tool_calls.names and special in MARKS else ""
             delta, has_ended = self.stops.add(text + mark)
             delta = self.tool_calls.add(delta, has_ended)
-            offset = self.tokens[-1].offset + len(self.tokens[-1].delta) if self.tokens else 0
-            logprob = update.logprobs[place] if update.logprobs else None
+            offset = sum(last.offset + len(last.delta) for last in (self.tokens or self.prompt)[-1:])
+            logprob, top = update.logprobs[place] if update.logprobs else (None, [])
             origin = special is not None, place < update.accepted, update.round
-            self.tokens.append(Token(len(self.tokens), id_, special or text, delta, offset, logprob, *origin))
+            self.tokens.append(Token(len(self.tokens), id_, special or text, delta, offset, logprob, *origin, top))
             if has_ended:
                 self.finish = STOP
                 break
@@ -158,46 +191,56 @@ class Answer:
 
     def _notify(self, now: float) -> None:
         self.ended = now if self.finish else None
-        self._changed.set()
-
-    async def batches(self) -> AsyncIterator[list[Token]]:
-        """Yield the tokens of each step until the answer ends. Raises its failure."""
-        n_sent = 0
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while n_sent < len(self.tokens):  # more may have come while the last ones were written
-                new, n_sent = self.tokens[n_sent:], len(self.tokens)
-                yield new
-            if self.failure is not None:
-                raise self.failure
-            if self.finish is not None:
-                return
-
-    async def wait(self) -> None:
-        """Wait for the answer's end. Raises its failure."""
-        async for _ in self.batches():
-            pass
-
-    def report(self) -> dict[str, Any]:
-        """Return `seed`, `speculation`, and `timings` in ms, with the names of llama.cpp's server."""
-        counts, n_reused, ended = self.counts, self.request.n_reused, self.ended or time.perf_counter()
-        first = self.first or ended
-        timings = {
-            "prompt_n": len(self.request.prompt) - n_reused,
-            "cache_n": n_reused,
-            "prompt_ms": 1e3 * (first - (self.request.started or first)),
-            "predicted_n": len(self.tokens),
-            "predicted_ms": 1e3 * (ended - first),
-            "draft_n": counts.drafted,
-            "draft_n_accepted": counts.accepted,
-        }
-        speculation = {name: getattr(counts, name) for name in SPECULATION}
-        return rounded({"seed": self.request.sampling.seed, "timings": timings, "speculation": speculation})
+        self.changed.set()
 
     def log(self) -> dict[str, Any]:
         """Return the fields of the request's line in the log, without any text."""
         started, first = self.request.started or self.ended or self.received, self.first
         waits = {"queue_ms": 1e3 * (started - self.received)}
         waits |= {"first_token_ms": 1e3 * (first - self.received)} if first else {}
-        return rounded({"finish": self.finish, **waits, **self.report()})
+        return rounded({"finish": self.finish, **waits, **report([self])})
+
+
+async def batches(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, list[Token]]]:
+    """Yield the index of an answer and its tokens of each step, and no tokens when it has ended, until all have.
+    Raises the failure of any."""
+    n_sent, running = [0] * len(answers), dict(enumerate(answers))
+    while running:
+        await answers[0].changed.wait()
+        answers[0].changed.clear()
+        for i, answer in [*running.items()]:
+            while answer.first and n_sent[i] < len(answer.prompt) + len(answer.tokens):  # more come while some are sent
+                new = [*answer.prompt, *answer.tokens][n_sent[i] :]
+                n_sent[i] += len(new)
+                yield i, new
+            if answer.failure is not None:
+                raise answer.failure
+            if answer.finish is not None:
+                del running[i]
+                yield i, []
+
+
+def best(answers: Sequence[Answer], n: int) -> list[Answer]:
+    """Return `n` samples of each prompt, those with the highest mean log-probability, the best first."""
+    means = {answer: fmean([token.logprob or 0.0 for token in answer.tokens] or [0.0]) for answer in answers}
+    by_prompt = groupby(answers, key=lambda answer: answer.request.group)
+    return [answer for _, samples in by_prompt for answer in nlargest(n, samples, key=means.__getitem__)]
+
+
+def report(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the first seed, and of all answers `speculation`, and `timings` in ms as in llama.cpp's server."""
+    requests, counts = [answer.request for answer in answers], total([answer.counts for answer in answers])
+    n_reused, now = sum(request.n_reused for request in requests), time.perf_counter()
+    ended = max(answer.ended or now for answer in answers)
+    first = min(answer.first or ended for answer in answers)
+    timings = {
+        "prompt_n": sum(len(request.prompt) for request in requests) - n_reused,
+        "cache_n": n_reused,
+        "prompt_ms": 1e3 * (first - min(request.started or first for request in requests)),
+        "predicted_n": sum(len(answer.tokens) for answer in answers),
+        "predicted_ms": 1e3 * (ended - first),
+        "draft_n": counts.drafted,
+        "draft_n_accepted": counts.accepted,
+    }
+    speculation = {name: getattr(counts, name) for name in SPECULATION}
+    return rounded({"seed": requests[0].sampling.seed, "timings": timings, "speculation": speculation})

@@ -6,7 +6,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
-from serving.answers import LENGTH, Answer, Failure, Token, internal
+from serving.answers import LENGTH, Answer, Failure, Token, batches, best, internal, invalid, report
 from serving.schemas import ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
@@ -121,7 +120,7 @@ class Accounting:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), 0
-        state = scope["state"] = {**scope.get("state", {}), "answer": None, "failure": None}
+        state = scope["state"] = {**scope.get("state", {}), "answers": [], "failure": None}
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -138,7 +137,7 @@ class Accounting:
         finally:
             if scope.get("method") == "POST":
                 seconds = time.perf_counter() - started
-                self._service.close(scope["path"], state["answer"], state["failure"], status, seconds)
+                self._service.close(scope["path"], state["answers"], state["failure"], status, seconds)
 
 
 async def stream(events: Events, is_openai: bool) -> Response:
@@ -168,17 +167,24 @@ def tgi_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["text-generation-inference"])
 
     async def respond(http: Request, body: Generate, streams: bool) -> Response | dict[str, Any]:
-        spec, logprobs = body.parameters, streams or body.parameters.details
+        spec = body.parameters
+        has_prefill, samples = spec.decoder_input_details, ("parameters.best_of", spec.best_of)
+        if streams and (has_prefill or spec.best_of > 1):
+            name = "decoder_input_details" if has_prefill else "best_of"
+            raise invalid(f"parameters.{name}", "is not possible in a stream")
+        has_details = spec.details or has_prefill or spec.top_n_tokens > 0
         prompt: Prompt = [{"role": "user", "content": body.inputs}] if spec.chat else body.inputs
-        answer = await service.begin(http, spec, prompt, logprobs)
+        n_top = spec.top_n_tokens if streams or has_details else None
+        answers = await service.begin(http, spec, [prompt], samples, n_top, has_prefill)
         prefix = body.inputs if spec.return_full_text else ""
         if streams:
-            return await stream(_tgi_events(answer, prefix), is_openai=False)
-        await answer.wait()
-        whole: dict[str, Any] = {"generated_text": prefix + answer.text}
-        if spec.details:
-            whole["details"] = _details(answer) | {"prefill": [], "tokens": [*map(_tgi_token, answer.tokens)]}
-        return whole
+            return await stream(_tgi_events(answers[0], prefix), is_openai=False)
+        async for _ in batches(answers):
+            pass
+        (text, details), *others = [(prefix + each.text, _whole_details(each)) for each in best(answers, spec.best_of)]
+        if others:
+            details["best_of_sequences"] = [{"generated_text": other} | rest for other, rest in others]
+        return {"generated_text": text} | ({"details": details} if has_details else {})
 
     @router.post("/generate", response_model=None)
     async def generate(http: Request, body: Generate) -> Response | dict[str, Any]:
@@ -218,13 +224,13 @@ def tgi_routes(service: Service) -> APIRouter:
 
 
 async def _tgi_events(answer: Answer, prefix: str) -> Events:
-    async for tokens in answer.batches():
+    async for _, tokens in batches([answer]):
         events, rate = [], rounded(answer.counts.acceptance_rate)
         for token in tokens:
             speculation = {"drafted": token.drafted, "round": token.round, "acceptance_rate": rate}
-            event = {"index": token.index + 1, "token": _tgi_token(token), "top_tokens": [], "speculation": speculation}
-            events.append(event | {"generated_text": None, "details": None})
-        if answer.finish is not None and answer.failure is None and tokens[-1] is answer.tokens[-1]:
+            event = {"index": token.index + 1, "token": _tgi_token(token), "top_tokens": _top_tokens(answer, token)}
+            events.append(event | {"speculation": speculation, "generated_text": None, "details": None})
+        if tokens and answer.finish is not None and answer.failure is None and tokens[-1] is answer.tokens[-1]:
             events[-1] |= {"generated_text": prefix + answer.text, "details": _details(answer)}
         yield events
 
@@ -233,9 +239,20 @@ def _tgi_token(token: Token) -> dict[str, Any]:
     return {"id": token.id, "text": token.delta, "logprob": token.logprob, "special": token.special}
 
 
+def _top_tokens(answer: Answer, token: Token) -> list[dict[str, Any]]:
+    return [{"id": i, "text": t, "logprob": p, "special": i in answer.specials} for i, t, p in answer.likeliest(token)]
+
+
 def _details(answer: Answer) -> dict[str, Any]:
     lengths = {"generated_tokens": len(answer.tokens), "input_length": len(answer.request.prompt)}
-    return {"finish_reason": answer.finish, **lengths, **answer.report()}
+    return {"finish_reason": answer.finish, **lengths, **report([answer])}
+
+
+def _whole_details(answer: Answer) -> dict[str, Any]:
+    """Return details with the tokens of an answer that is not streamed."""
+    prefill = [{"id": token.id, "text": token.text, "logprob": token.logprob} for token in answer.prompt]
+    top = {"top_tokens": [_top_tokens(answer, token) for token in answer.tokens]} if answer.request.n_top else {}
+    return _details(answer) | {"prefill": prefill, "tokens": [*map(_tgi_token, answer.tokens)], **top}
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -243,24 +260,37 @@ def openai_routes(service: Service) -> APIRouter:
     router, name = APIRouter(prefix="/v1", tags=["OpenAI"]), service.session.name
     card = {"id": name, "object": "model", "created": service.created, "owned_by": "foretoken"}
 
-    async def respond(http: Request, body: Completion | ChatCompletion, prompt: Prompt, logprobs: bool) -> Any:
-        answer, is_chat = await service.begin(http, body, prompt, logprobs), isinstance(body, ChatCompletion)
+    async def respond(http: Request, body: Completion | ChatCompletion, prompts: list[Prompt], *given: Any) -> Any:
+        answers, is_chat = await service.begin(http, body, prompts, *given), isinstance(body, ChatCompletion)
         kind, id_ = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
         head = {"id": f"{id_}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
         if body.stream:
             head |= {"object": "chat.completion.chunk"} if is_chat else {}
-            return await stream(_chunks(answer, head, is_chat, body.stream_options.include_usage), is_openai=True)
-        await answer.wait()
-        choice = _choice(answer, answer.tokens, is_chat, _reason(answer))
-        return head | {"choices": [choice], "usage": _usage(answer), **answer.report()}
+            return await stream(_chunks(answers, head, is_chat, body.stream_options.include_usage), is_openai=True)
+        async for _ in batches(answers):
+            pass
+        chosen = best(answers, body.n) if len(answers) > body.n * len(prompts) else answers
+        whole = [_choice(each, [*each.prompt, *each.tokens], is_chat, _reason(each)) for each in chosen]
+        choices = [{"index": i} | choice for i, choice in enumerate(whole)]
+        return head | {"choices": choices, "usage": _usage(answers), **report(answers)}
 
     @router.post("/completions", response_model=None)
     async def completions(http: Request, body: Completion) -> Any:
-        return await respond(http, body, body.prompt, body.logprobs is not None)
+        several = isinstance(body.prompt, list) and any(isinstance(each, str | list) for each in body.prompt[:1])
+        prompts: Any = body.prompt if several else [body.prompt]
+        name, n = ("best_of", body.best_of) if body.best_of else ("n", body.n)
+        if n < body.n or (body.stream and n > body.n):
+            raise invalid(name, f"is {n}, but n is {body.n}: it has to be n or more, and n in a stream")
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens", "is 0; without `echo` at least 1")
+        return await respond(http, body, prompts, (name, n), body.logprobs, body.echo)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(http: Request, body: ChatCompletion) -> Any:
-        return await respond(http, body, [message.for_template() for message in body.messages], body.logprobs)
+        messages = [message.for_template() for message in body.messages]
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs", "needs `logprobs`: true")
+        return await respond(http, body, [messages], ("n", body.n), body.top_logprobs if body.logprobs else None, False)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -275,25 +305,24 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _chunks(answer: Answer, head: dict[str, Any], is_chat: bool, has_usage: bool) -> Events:
+async def _chunks(answers: Sequence[Answer], head: dict[str, Any], is_chat: bool, has_usage: bool) -> Events:
     head |= {"usage": None} if has_usage else {}
-    choice = partial(_choice, answer, is_chat=is_chat, is_chunk=True)
-    async for tokens in answer.batches():
-        yield [head | {"choices": [choice(tokens)]}]
-    last = [head | {"choices": [choice([], reason=_reason(answer))]} | answer.report()]
+    n_running = len(answers)
+    async for i, tokens in batches(answers):
+        n_running -= not tokens
+        choice = _choice(answers[i], tokens, is_chat, None if tokens else _reason(answers[i]), is_chunk=True)
+        yield [head | {"choices": [{"index": i} | choice]} | ({} if n_running else report(answers))]
     if has_usage:
-        last.append(head | {"choices": [], "usage": _usage(answer)})
-    yield last
+        yield [head | {"choices": [], "usage": _usage(answers)}]
 
 
 def _choice(
     answer: Answer, tokens: Sequence[Token], is_chat: bool, reason: str | None = None, is_chunk: bool = False
 ) -> dict[str, Any]:
-    """Return a choice of an answer with some of its tokens."""
-    has_logprobs, text = answer.request.logprobs is not None, "".join(token.delta for token in tokens)
+    """Return a choice, without its index: some tokens of an answer."""
+    has_logprobs, text = answer.has_logprobs, "".join(token.delta for token in tokens)
     if is_chat:
-        fields: list[Any] = [{"token": token.text, "logprob": token.logprob, "top_logprobs": []} for token in tokens]
-        logprobs: dict[str, Any] = {"content": [field | {"bytes": [*field["token"].encode()]} for field in fields]}
+        logprobs: dict[str, Any] = {"content": [_scored(answer, token) for token in tokens]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
         said: dict[str, Any] = {"content": text} if tokens else {}
         if tokens and tokens[-1] is answer.tokens[-1] and answer.tool_calls.found:
@@ -304,16 +333,32 @@ def _choice(
         content: dict[str, Any] = {"delta" if is_chunk else "message": role | said}
     else:
         logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
-        logprobs |= {"top_logprobs": None, "text_offset": [token.offset for token in tokens]}
+        top = [_top_logprobs(answer, token) for token in tokens] if answer.request.n_top else None
+        logprobs |= {"top_logprobs": top, "text_offset": [token.offset for token in tokens]}
         content = {"text": text}
-    return {"index": 0, **content, "logprobs": logprobs if has_logprobs else None, "finish_reason": reason}
+    return {**content, "logprobs": logprobs if has_logprobs else None, "finish_reason": reason}
+
+
+def _scored(answer: Answer, token: Token) -> dict[str, Any]:
+    """Return a token with its log-probability and the likeliest tokens in its place, as in OpenAI's chats."""
+    scored = [(token.text, token.logprob), *((text, value) for _, text, value in answer.likeliest(token))]
+    chosen, *top = [{"token": text, "logprob": value, "bytes": [*text.encode()]} for text, value in scored]
+    return chosen | {"top_logprobs": top}
+
+
+def _top_logprobs(answer: Answer, token: Token) -> dict[str, float | None] | None:
+    """Return log-probabilities of the likeliest tokens and the token itself, as in OpenAI's completions."""
+    scored = {token.text: token.logprob} | {text: value for _, text, value in reversed(answer.likeliest(token))}
+    return None if token.logprob is None else scored  # of tokens with the same text, the likeliest counts
 
 
 def _reason(answer: Answer) -> str:
     return "length" if answer.finish == LENGTH else "tool_calls" if answer.tool_calls.found else "stop"
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    n_prompt, n_new = len(answer.request.prompt), len(answer.tokens)
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the number of tokens, with each prompt counted once."""
+    prompts = [answer.request for answer in answers if answer.request.index == answer.request.group]
+    n_prompt, n_new = sum(len(request.prompt) for request in prompts), sum(len(answer.tokens) for answer in answers)
     usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-    return usage | {"prompt_tokens_details": {"cached_tokens": answer.request.n_reused}}
+    return usage | {"prompt_tokens_details": {"cached_tokens": sum(request.n_reused for request in prompts)}}

@@ -25,7 +25,7 @@ from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
 from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
-from engine.sampling import SamplingParams
+from engine.sampling import Logprob, SamplingParams
 
 # While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out.
 HEARTBEAT_SECONDS = 1.0
@@ -70,7 +70,7 @@ class Update(NamedTuple):
 
     request: ServedRequest
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[Logprob]
     drafted: int
     accepted: int
     round: int

@@ -46,16 +46,8 @@ Switch = Annotated[bool, Field(strict=True)]
 # JSON that text can be written of: neither half a character nor more than 200 levels.
 Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_json(value)))]
 Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
+Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
-
-
-def _single(prompt: Any) -> Any:
-    """Return the prompt of a list that holds nothing else. Errors: ValueError for a list of several prompts."""
-    if not (isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)):
-        return prompt
-    if len(prompt) > 1:
-        raise ValueError("has several prompts; this server takes a single prompt")
-    return prompt[0]
 
 
 class Body(BaseModel):
@@ -119,7 +111,10 @@ class Parameters(GenerationSpec):
 
     max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: a row's room
     do_sample: Switch | None = None  # if not given: a temperature other than 1, `top_k` or `top_p` means sampling
+    best_of: Count = 1  # samples, of which the likeliest is answered
     details: Switch = False  # tokens, `timings` and `speculation`
+    decoder_input_details: Switch = False  # log-probabilities of the prompt, not in streams
+    top_n_tokens: Likeliest = 0  # likeliest tokens in each place
     return_full_text: Switch = False  # the inputs before the answer
     chat: Switch = False  # put the inputs into the chat template
 
@@ -148,6 +143,7 @@ class OpenAISpec(GenerationSpec):
     user: Text = ""  # without effect
     prompt_cache_key: Text = ""  # without effect
     safety_identifier: Text = ""  # without effect
+    n: Count = 1  # answers to each prompt; sample `i` of a request has the tokens that `seed` + `i` gets alone
     stream: Switch = False  # send tokens as they come
     stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
 
@@ -157,8 +153,11 @@ class Completion(OpenAISpec):
 
     PROMPT, LENGTH, DEFAULT_LENGTH = "prompt", "max_tokens", 16
 
-    prompt: Annotated[Text | TokenIds, BeforeValidator(_single)]  # a text or its token ids, alone or in a list
-    logprobs: Annotated[int, Field(ge=0, le=0, strict=True)] | None = None  # 0: of the chosen tokens
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(fail_fast=True)]  # texts or token ids
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None  # default: 16; with `echo` also 0
+    best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
+    echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens behind the first
+    logprobs: Likeliest | None = None  # of the chosen tokens, and of so many of the likeliest
 
 
 class TextPart(Body):
@@ -215,6 +214,7 @@ class ChatCompletion(OpenAISpec):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
     logprobs: Switch = False  # of the chosen tokens
+    top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
     tool_choice: Literal["none", "auto"] = "auto"  # none: the model does not see the tools

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -26,7 +26,7 @@ from bench.session import Session
 from common.errors import UserError
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
-from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
+from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import GenerationSpec
 
@@ -34,6 +34,7 @@ from serving.schemas import GenerationSpec
 HUNG_SECONDS = 120.0
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(2**i for i in range(15))
+Samples = tuple[str, int]  # the number of samples of a prompt, behind the name of the field that says it
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation
 
 
@@ -41,7 +42,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or
 class Limits:
     """Limits beyond which a request is refused."""
 
-    max_queue: int = 64  # requests that wait for a row; a further request is answered with 429
+    max_queue: int = 64  # samples that wait for a row; a request for further ones is answered with 429
     max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
     """tokens of a prompt"""
     max_new_tokens: int = 2048  # tokens that a request may ask for
@@ -98,7 +99,6 @@ class Metrics:
     def count_answer(self, answer: Answer) -> None:
         assert answer.first is not None and answer.ended is not None
         started, n_new = answer.request.started, len(answer.tokens)
-        self.answered.inc()
         self.prompt_length.observe(len(answer.request.prompt))
         self.length.observe(n_new)
         self.duration.observe(answer.ended - answer.received)
@@ -162,31 +162,55 @@ class Service(Collector):
         if began is not None and now - began > HUNG_SECONDS:
             raise Failure(503, "unavailable", f"the engine has not ended a step for {now - began:.0f} seconds")
 
-    async def begin(self, http: Request, spec: GenerationSpec, prompt: Prompt, logprobs: bool) -> Answer:
-        """Tokenise a prompt and queue it. The answer ends early when its client leaves or its time is over. Raises
-        Failure for a request that cannot be answered."""
+    async def begin(
+        self, http: Request, spec: GenerationSpec, prompts: list[Prompt], n: Samples, n_top: int | None, echo: bool
+    ) -> list[Answer]:
+        """Tokenise prompts and queue samples of each. They end early when their client leaves or their time is over.
+        n_top: the likeliest ids beside each log-probability; None: no log-probabilities. echo: answers have the tokens
+        of their prompts. Raises Failure for a request that cannot be answered."""
         self.require_health()
-        if len(self.answers) >= self._n_rows + self.limits.max_queue:
+        (field, n_samples), room = n, self._n_rows + self.limits.max_queue
+        if (n_all := n_samples * len(prompts)) > room:
+            field = spec.PROMPT if len(prompts) > room else field
+            raise invalid(field, f"{len(prompts)} x {n_samples} samples; this server takes {room} at a time")
+        if len(self.answers) + n_all > room:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
-        self._check(spec, prompt)
-        ends, index = self.plan.target.config.eos_tokens, next(self._numbers)
-        request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
-        request.logprobs = [] if logprobs else None
-        counts, stops = Counts.of_gamma(self.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
-        variables, tools, parser = spec.template_inputs
-        answer = Answer(request, self.tokenizer, self._specials, stops, counts, tool_calls=parser)
-        self.answers[index] = http.scope["state"]["answer"] = answer
-        self._watch(http, answer)
+        for prompt in prompts:
+            self._check(spec, prompt)
+        answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
+        for i in range(n_all):
+            sampling = replace(first, seed=(first.seed + i) % 2**63)
+            request = ServedRequest([], 0, self.plan.target.config.eos_tokens, sampling, speculate=spec.speculate)
+            request.index, request.n_top = next(self._numbers), n_top or 0
+            request.logprobs = None if n_top is None and n_samples == 1 else []  # those of several samples rank them
+            given = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma), changed, n_top is not None
+            *_, parser = spec.template_inputs
+            answers.append(Answer(request, self.tokenizer, self._specials, *given, tool_calls=parser))
+            self.answers[request.index] = answers[-1]
+        self._watch(http, answers)
+        for i, prompt in enumerate(prompts):
+            await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
+        for answer in answers:
+            if answer.finish is None:
+                self.scheduler.submit(answer.request)
+        return answers
+
+    async def _prepare(self, spec: GenerationSpec, prompt: Prompt, samples: Sequence[Answer], echo: bool) -> None:
+        """Tokenise the prompt of some samples. Raises Failure."""
+        run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
+        variables, tools, _ = spec.template_inputs
         try:
-            request.prompt = await self.loop.run_in_executor(self._thread, self._encode, prompt, variables, tools)
+            ids = await run(self._encode, prompt, variables, tools)
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
-        request.prompt = request.prompt[-(spec.truncate or 0) :]
-        request.limit = self._limit(spec, request.prompt)
-        if answer.finish is None:
-            self.scheduler.submit(request)
-        return answer
+        ids = ids[-(spec.truncate or 0) :]
+        limit, group = self._limit(spec, ids), first.index
+        # The first sample runs the prompt, and the others copy its row.
+        first.prompt_logprobs = [] if (echo and samples[0].has_logprobs) or limit == 0 else None
+        tokens = await run(prompt_tokens, ids, self.tokenizer, self._specials) if echo else ()
+        for sample in samples:
+            sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 
     def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""
@@ -216,31 +240,33 @@ class Service(Collector):
             raise invalid(spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
         if (highest := max(prompt, default=0)) >= n_ids:
             raise invalid(spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
-        limit = spec.max_tokens or min(room, self.limits.max_new_tokens, spec.DEFAULT_LENGTH)
+        longest = min(room, self.limits.max_new_tokens, spec.DEFAULT_LENGTH)
+        limit = longest if spec.max_tokens is None else spec.max_tokens
         if limit > room:
             raise invalid(spec.LENGTH, f"is {limit}; behind {n} prompt tokens there is room for {room}", TOO_LONG)
         return limit
 
-    def _watch(self, http: Request, answer: Answer) -> None:
-        """End an answer when its client leaves or its time is over."""
+    def _watch(self, http: Request, answers: Sequence[Answer]) -> None:
+        """End answers when their client leaves or their time is over."""
         seconds = self.limits.request_seconds
         # OpenAI's clients repeat a request by themselves after 408 and 5xx, unless this header says otherwise.
         late = Failure(504, "timeout", f"not done within {seconds} seconds", headers={"x-should-retry": "false"})
-        timer = self.loop.call_later(seconds, self.end, answer, "timeout", late)
+        timer = self.loop.call_later(seconds, self.end, answers, "timeout", late)
 
         async def until_gone() -> None:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
             timer.cancel()
-            self.end(answer, CANCELLED)
+            self.end(answers, CANCELLED)
 
-        answer.watcher = self.loop.create_task(until_gone())
+        answers[0].watcher = self.loop.create_task(until_gone())
 
-    def end(self, answer: Answer, finish: str, failure: Failure | None = None) -> None:
-        """End an answer, and free its row before the next round. An answer that has ended stays as it is."""
-        if self.answers.pop(answer.request.index, None) is not None:
-            self.scheduler.cancel(answer.request.index)
-            answer.end(finish, failure)
+    def end(self, answers: Sequence[Answer], finish: str, failure: Failure | None = None) -> None:
+        """End answers, and free their rows before the next round. An answer that has ended stays as it is."""
+        for answer in answers:
+            if self.answers.pop(answer.request.index, None) is not None:
+                self.scheduler.cancel(answer.request.index)
+                answer.end(finish, failure)
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Pass updates to their answers. An answer for which that fails ends alone."""
@@ -252,7 +278,7 @@ class Service(Collector):
             try:
                 answer.take(update)
             except Exception as error:
-                self.end(answer, "error", internal(error))
+                self.end([answer], "error", internal(error))
                 traceback.print_exc()
                 continue
             if answer.finish is not None:
@@ -263,23 +289,23 @@ class Service(Collector):
     def fail(self, why: str) -> None:
         """End all answers, and refuse all further requests."""
         self.down = self.down or why
-        for answer in [*self.answers.values()]:
-            self.end(answer, "error", Failure(503, "unavailable", why))
+        self.end([*self.answers.values()], "error", Failure(503, "unavailable", why))
 
-    def close(self, route: str, answer: Answer | None, failure: Failure | None, status: int, seconds: float) -> None:
+    def close(self, route: str, answers: list[Answer], failure: Failure | None, status: int, seconds: float) -> None:
         """Count and log a request that has ended. failure: the error that was sent instead of tokens."""
-        if answer is not None:
-            self.end(answer, "refused" if failure else CANCELLED)  # nobody reads the rest
-            failure = failure or answer.failure
+        self.end(answers, "refused" if failure else CANCELLED)  # nobody reads the rest
+        failure = failure or next((answer.failure for answer in answers if answer.failure), None)
         self.metrics.requests.inc()
-        if answer is not None and failure is None and answer.finish != CANCELLED:
-            self.metrics.count_answer(answer)
+        if answers and failure is None and all(answer.finish != CANCELLED for answer in answers):
+            self.metrics.answered.inc()
+            for answer in answers:
+                self.metrics.count_answer(answer)
         else:
             self.metrics.failures.labels(failure.kind if failure else CANCELLED).inc()
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "route": route}
         line |= {"status": status, "total_ms": rounded(1e3 * seconds)}
-        if answer is not None:
-            line |= {"id": answer.request.index, **answer.log()}
-            if self._log_prompts:
+        lines = [line | {"id": answer.request.index, **answer.log()} for answer in answers] or [line]
+        if self._log_prompts:
+            for line, answer in zip(lines, answers, strict=False):
                 line |= {"prompt": self.tokenizer.decode(answer.request.prompt), "answer": answer.text}
-        print(json.dumps(line), file=sys.stderr, flush=True)
+        print("\n".join(map(json.dumps, lines)), file=sys.stderr, flush=True)

@@ -180,4 +180,12 @@ class Alone:
         request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
         decode(Decoder(self._runner, verification="coupled"), request)
         assert request.logprobs is not None
-        return request.logprobs
+        return [each.value for each in request.logprobs]
+
+    def scores(self, ids: Sequence[int]) -> Any:
+        """Return log-probabilities `[n - 1, V]` behind each token but the last, by a forward over them."""
+        import torch
+
+        model, tokens = self._runner.model, torch.tensor([[*ids]])
+        cache = FullKVCache(model.config, 1, len(ids), dtype=torch.float64)
+        return model(tokens, torch.arange(len(ids))[None], cache)[0, :-1].log_softmax(dim=-1)

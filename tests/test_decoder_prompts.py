@@ -4,7 +4,17 @@ import pytest
 import torch
 from published_heads import random_eagle
 from test_decoder import witness_runner
-from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
+from tiny import (
+    TINY,
+    continue_by_recomputing,
+    decode,
+    full_cache,
+    near_model,
+    random_prompts,
+    self_draft,
+    tiny_model,
+    tiny_runner,
+)
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter
@@ -176,7 +186,7 @@ def test_logprobs_are_those_of_the_model(sampling, drafts):
     decoder = Decoder(runner, drafter=drafter, verification="coupled")
     prompts = random_prompts([30, 11, 19])
     stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
-    requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[]) for prompt in prompts]
+    requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[], n_top=n) for n, prompt in enumerate(prompts)]
     requests[1].logprobs = None
     decode(decoder, *requests)
     assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
@@ -184,8 +194,58 @@ def test_logprobs_are_those_of_the_model(sampling, drafts):
         text, n = [*request.prompt, *request.tokens], len(request.tokens)
         whole = ModelRunner(runner.model, full_cache(runner.model, 1))
         logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
-        wanted = logits_to_probs(logits, SamplingParams(1.0)).log().gather(1, torch.tensor(request.tokens)[:, None])
-        assert request.logprobs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
+        every = logits_to_probs(logits, SamplingParams(1.0)).log()
+        wanted = every.gather(1, torch.tensor(request.tokens)[:, None])[:, 0]
+        assert [each.value for each in request.logprobs] == pytest.approx(wanted.tolist(), abs=1e-5)
+        for each, row in zip(request.logprobs, every, strict=True):
+            assert [id_ for id_, _ in each.top] == row.topk(request.n_top).indices.tolist()
+            assert [value for _, value in each.top] == pytest.approx(row.topk(request.n_top).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("limit", [0, 5])
+def test_a_prompts_logprobs_are_those_of_the_model(chunk, limit, monkeypatch):
+    """At every position behind the first, whatever its row held before; also without any new token."""
+    monkeypatch.setattr("engine.decoding.SCORED", 4)
+    runner = tiny_runner(2)
+    decoder = Decoder(runner, drafter=self_draft(runner, Streaming(12, 2), 3), prefill_tokens=chunk, reuses="prefixes")
+    prompts = random_prompts([30, 15, 1])
+    decode(decoder, *(Request(prompt, 3) for prompt in prompts))
+    requests = [Request(prompt, limit, prompt_logprobs=[], n_top=2) for prompt in prompts]
+    decode(decoder, *requests)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.n_reused == 0 and request.finish_reason == "length"
+        assert request.tokens == continue_by_recomputing(runner.model, prompt, limit)
+        whole = ModelRunner(runner.model, full_cache(runner.model, 1))
+        every = whole.step(torch.tensor([prompt]), torch.arange(len(prompt))[None])[0, :-1].log_softmax(dim=-1)
+        wanted = every.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+        assert [each.value for each in request.prompt_logprobs] == pytest.approx(wanted.tolist(), abs=1e-5)
+        assert [[id_ for id_, _ in each.top] for each in request.prompt_logprobs] == every.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("reuses", ["prefixes", "nothing"])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_requests_of_a_group_run_their_prompt_once(reuses, kv_dtype):
+    """Beside another request, in rows that held other texts; each gets the tokens and drafts that it gets alone."""
+    model, (prompt, *others) = tiny_model(), random_prompts([25, 25, 9, 31])
+    sampling = [SamplingParams(1.2, seed=seed) for seed in range(3)]
+
+    def requests(group: int | None) -> list[Request]:
+        alike = [Request(prompt, 40 + seed, sampling=how, group=group) for seed, how in enumerate(sampling)]
+        return [alike[0], Request(others[0], 12), *alike[1:]]
+
+    def run(group: int | None) -> tuple[list[Request], list[int]]:
+        runner, draft = ModelRunner(model, full_cache(model, 4, kv_dtype=kv_dtype)), near_model()
+        drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 4)), 3)
+        how = {"drafter": drafter, "verification": "coupled", "prefill_tokens": 200, "reuses": reuses}
+        decoder = Decoder(runner, **how)
+        decode(decoder, *(Request(other, 3) for other in [*others, others[0]]))
+        decode(decoder, *(some := requests(group)))
+        return some, [request.n_reused for request in some]
+
+    (alone, ran), (together, n_reused) = run(None), run(0)
+    assert [(each.tokens, each.counts) for each in together] == [(each.tokens, each.counts) for each in alone]
+    assert ran[0] == ran[2] == 0 and (n_reused[0], n_reused[2], n_reused[3]) == (0, 25, 25)
 
 
 def test_a_prompt_is_run_again_from_where_it_is_not_finite():

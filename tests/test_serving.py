@@ -149,8 +149,8 @@ def test_clients_raise_what_is_refused(hub, openai):
     with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: "):
         hub.text_generation("a", repetition_penalty=1.2)
     with pytest.raises(BadRequestError) as caught:
-        openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
+        openai.chat.completions.create(model="m", messages=MESSAGES, n=69)
+    assert caught.value.param == "n"
 
 
 @pytest.mark.parametrize(

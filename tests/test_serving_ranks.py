@@ -54,6 +54,12 @@ def test_two_ranks_answer_as_one_process(tmp_path, chat_checkpoint, alone: Alone
         time.sleep(2.5)  # idle for longer than a heartbeat
         with ThreadPoolExecutor(6) as pool:
             assert [*pool.map(ask, range(8))] == expected
+        body = {"prompt": "a b c", "n": 2, "max_tokens": 9, "temperature": 0, "echo": True, "logprobs": 1}
+        choices = server.ask("/v1/completions", body).json["choices"]
+        ids = [*alone.tokenizer.encode("a b c"), *alone.tokens("a b c", 9)]
+        wanted = [row[id_].item() for row, id_ in zip(alone.scores(ids), ids[1:], strict=True)]
+        for choice in choices:
+            assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
         server.begin("/generate", {"inputs": "a b c", "parameters": {"max_new_tokens": 250}}).close()
         server.until(lambda: server.metrics()["tgi_batch_current_size"] == 0, "a free row")
         leader = job.rank(0)

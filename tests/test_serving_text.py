@@ -12,7 +12,7 @@ from serving_cases import Alone
 from engine.stats import Counts
 from models.checkpoints.text_stream import MOST_PENDING, TextStream
 from models.checkpoints.tokenizer import Tokenizer
-from serving.answers import Answer, Stops
+from serving.answers import Answer, Stops, batches, report
 from serving.scheduler import ServedRequest, Update
 
 TEXTS = st.text("ab.", max_size=14)
@@ -97,8 +97,8 @@ def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):
     assert (answer.text, answer.finish) == ("ab ", None)
     answer.take(update(tokens[5:], 2, 3, 2))
     assert (answer.text, answer.finish, len(answer.tokens)) == ("ab ", "stop_sequence", 7)
-    report = answer.report()["speculation"]
-    assert (report["drafted"], report["accepted"], report["rounds"]) == (6, 5, 2)
+    said = report([answer])["speculation"]
+    assert (said["drafted"], said["accepted"], said["rounds"]) == (6, 5, 2)
     assert [token.drafted for token in answer.tokens] == [False, True, True, True, False, True, True]
 
 
@@ -123,14 +123,14 @@ def test_a_stop_string_may_end_with_the_last_character(alone: Alone, text, n_mis
     assert answer.text == (whole if keeps or not ends else whole.removesuffix(stop))
     assert answer.finish == ("stop_sequence" if ends else "eos_token" if finish == "stop" else "length")
     n_tokens = len(tokens) + (finish == "stop" and n_missing > 0)
-    assert answer.report()["timings"]["predicted_n"] == len(answer.tokens) == n_tokens
+    assert report([answer])["timings"]["predicted_n"] == len(answer.tokens) == n_tokens
 
 
 def test_what_comes_while_something_is_written_is_written_next(alone: Alone):
     async def written() -> list[int]:
         answer, found = answer_of(alone.tokenizer, []), []
         answer.take(update([65], 0))
-        async for tokens in answer.batches():
+        async for _, tokens in batches([answer]):
             found += [token.id for token in tokens]
             if len(found) == 1:  # a slow client: the answer is done before it has taken more
                 answer.take(update([66, 67], 1, 3, 1))
