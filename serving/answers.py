@@ -89,7 +89,8 @@ class Stops:
 @dataclass(eq=False)
 class Answer:
     """The answer to a request, for the event loop alone. specials: the names of control tokens. received, first, ended:
-    seconds of `time.perf_counter`; `first` is the first token's."""
+    seconds of `time.perf_counter`; `first` is the first token's. predicted: draft tokens that were copied from the
+    request's prediction; of these `predicted_accepted` were accepted."""
 
     request: ServedRequest
     tokenizer: Tokenizer
@@ -101,6 +102,8 @@ class Answer:
     ended: float | None = None
     finish: str | None = None
     failure: Failure | None = None
+    predicted: int = 0
+    predicted_accepted: int = 0
     tokens: list[Token] = field(default_factory=list)
     watcher: "asyncio.Task[None] | None" = None  # ends the answer when its client leaves
 
@@ -126,6 +129,8 @@ class Answer:
                 break
         if update.round > 0:
             self.counts.add_round(update.drafted, update.accepted, len(self.tokens) - n_before)
+            self.predicted += update.predicted
+            self.predicted_accepted += min(update.predicted, update.accepted, len(self.tokens) - n_before)
         if self.finish is None and update.finish is not None:
             self.finish = REASONS.get(update.finish, "error")
             self._add_rest()

@@ -309,4 +309,8 @@ def _reason(answer: Answer) -> str:
 def _usage(answer: Answer) -> dict[str, Any]:
     n_prompt, n_new = len(answer.request.prompt), len(answer.tokens)
     usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    if answer.request.prediction:
+        accepted, rejected = answer.predicted_accepted, answer.predicted - answer.predicted_accepted
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        usage["completion_tokens_details"] = details
     return usage | {"prompt_tokens_details": {"cached_tokens": answer.request.n_reused}}

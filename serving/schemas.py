@@ -152,6 +152,15 @@ class TextPart(Body):
     text: Text
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Message(Body):
     role: Literal["system", "user", "assistant"]
     content: Annotated[
@@ -179,6 +188,7 @@ class ChatCompletion(OpenAISpec):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None
     logprobs: Switch = False
+    prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @property

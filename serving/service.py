@@ -28,7 +28,7 @@ from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import GenerationSpec
+from serving.schemas import ChatCompletion, GenerationSpec, Prediction
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
@@ -182,6 +182,8 @@ class Service(Collector):
             )
         except UserError as error:
             raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
+        if isinstance(spec, ChatCompletion) and spec.prediction is not None:
+            request.prediction = await self.loop.run_in_executor(self._thread, self._predicted, spec, spec.prediction)
         request.prompt = request.prompt[-(spec.truncate or 0) :]
         request.limit = self._limit(spec, request.prompt)
         if answer.finish is None:
@@ -208,6 +210,19 @@ class Service(Collector):
         if self.template is not None and isinstance(prompt[0], dict):
             return self.template.encode(prompt, variables)
         return list(prompt)
+
+    def _predicted(self, spec: ChatCompletion, prediction: Prediction) -> list[int]:
+        """Return the tokens of a predicted text. Raises Failure."""
+        draft = self.plan.draft and self.plan.draft.config
+        if not any(getattr(each, "reads_predictions", False) for each in (draft, *getattr(draft, "texts", ()))):
+            raise invalid("prediction", "this server's draft reads no text: start it with --text_drafts suffix")
+        if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:
+            # It may be an earlier answer, and guesses must not depend on the request's random numbers.
+            raise invalid("prediction", "is not taken with a seed by a server with --verification rejection")
+        tokens = self.tokenizer.encode(prediction.text, add_bos=False)
+        if len(tokens) > self.max_total:
+            raise invalid("prediction", f"has {len(tokens)} tokens; this server takes {self.max_total}")
+        return tokens
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""

@@ -39,8 +39,11 @@ def test_the_automaton_finds_the_longest_suffix_where_it_last_stood():
         for _ in range(rng.randint(1, 40)):
             text.append(rng.randrange(n_ids))
             automaton.append(text[-1])
+            length, _ = automaton.repeated
             assert automaton.repeated == longest_repeated(text), text
-            lengths[automaton.repeated[0]] += 1
+            ends = (end for end in range(length, len(text)) if text[end - length : end] == text[len(text) - length :])
+            assert automaton.first == next(ends)
+            lengths[length] += 1
         assert automaton.text == text
     assert len(lengths) > 10
 
