@@ -215,7 +215,8 @@ class Service(Collector):
         """Return the tokens of a predicted text. Raises Failure."""
         draft = self.plan.draft and self.plan.draft.config
         if not any(getattr(each, "reads_predictions", False) for each in (draft, *getattr(draft, "texts", ()))):
-            raise invalid("prediction", "this server's draft reads no text: start it with --text_drafts suffix")
+            fix = "start the server with --draft suffix or --text_drafts suffix"
+            raise invalid("prediction", f"this server's draft does not read it: {fix}")
         if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:
             # It may be an earlier answer, and guesses must not depend on the request's random numbers.
             raise invalid("prediction", "is not taken with a seed by a server with --verification rejection")
