@@ -130,15 +130,18 @@ def test_a_prediction_that_a_server_cannot_draft_by_is_refused(served: Served, c
 
 
 def test_the_benchmarks_draft_by_a_file(call, tmp_path: Path):
-    """A row's text of a first run is the text of the second, beside a row that it says nothing of."""
-    sizes = "--B 2 --prefix_len 40 --gen_len 24 --gamma 3 --dtype float64 --no_baseline"
-    rows, text = tmp_path / "rows.jsonl", tmp_path / "text.txt"
-    plain = call("tests/selfspec_benchmark.py", f"{sizes} --draft suffix --save_rows {rows}").record
-    text.write_text(json.loads(rows.read_text().splitlines()[0])["text"])
-    for draft in ("--draft suffix", "--text_drafts suffix --text_match 2 --draft_budget 16"):
-        record = call("tests/selfspec_benchmark.py", f"{sizes} {draft} --draft_text {text}").record
-        assert record["tokens_sha256"] == plain["tokens_sha256"]
-        assert record["accepted"] > plain["accepted"]
-    refused = call("tests/selfspec_benchmark.py", f"{sizes} --draft suffix --draft_text {tmp_path / 'none.txt'}")
+    """The text of a first run's row is the file of the second."""
+    script, rows, text = "tests/selfspec_benchmark.py", tmp_path / "rows.jsonl", tmp_path / "text.txt"
+    sizes = "--B 2 --prefix_len 40 --gen_len 60 --gamma 3 --dtype float64 --no_baseline"
+    flags = f"{sizes} --temperature 1 --seed 3 --verification coupled"
+    for draft in ("--draft suffix", "--text_drafts suffix --text_match 1 --draft_budget 16"):
+        without = call(script, f"{flags} {draft} --save_rows {rows}").record
+        text.write_text(json.loads(rows.read_text().splitlines()[0])["text"])
+        record = call(script, f"{flags} {draft} --draft_text {text}").record
+        assert record["tokens_sha256"] == without["tokens_sha256"]
+        assert record["accepted"] > without["accepted"]
+    refused = call(script, f"{flags} --draft suffix --draft_text {tmp_path / 'none.txt'}")
     assert "--draft_text" in refused.refusal
-    assert "--draft_text" in call("tests/selfspec_benchmark.py", f"{sizes} --draft ngram --draft_text {text}").err
+    assert "--draft_text" in call(script, f"{flags} --draft ngram --draft_text {text}").err
+    dummy = call(script, f"{sizes} --load_format dummy --draft suffix --draft_text {text}")
+    assert dummy.code == 0 and "note: --draft_text" in dummy.err

@@ -86,7 +86,7 @@ def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
         while len(wanted) < 4:
             wanted.append(plainly_counted(text, order, context + wanted))
         assert [*table.continued(context, 4).tokens] == wanted == [*loaded.continued(context, 4).tokens]
-    assert table.continued([9, 9], 4) == ([], 0) and table.continued([9, text[5]], 4).n_matched == 1
+    assert [*table.continued([9, 9], 4).tokens] == [] and table.continued([9, text[5]], 4).n_matched == 1
 
 
 def guesses(drafter: HostDrafter, shown: RowUpdate) -> list[int]:
