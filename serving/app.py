@@ -308,7 +308,7 @@ def _reason(answer: Answer) -> str:
 
 def _usage(answer: Answer) -> dict[str, Any]:
     n_prompt, n_new = len(answer.request.prompt), len(answer.tokens)
-    usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
     if answer.request.prediction:
         accepted, rejected = answer.predicted_accepted, answer.predicted - answer.predicted_accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
