@@ -119,12 +119,13 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     assert guesses(Markov(tiny_runner(3), 3, table), first._replace(draws=None)) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["cache", "combined"])
+@pytest.mark.parametrize("kind", ["cache", "combined", "another text"])
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
-    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens."""
+    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens. Or it drafts by a text
+    that no request drew."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
-    drafter = NGramCache(runner, 2, max_ngram=6)
+    drafter = NGramCache(runner, 2, max_ngram=6) if kind != "another text" else Suffix(runner, 2, PROMPTS[1] * 4)
     if kind == "combined":
         cache = StreamingKVCache(TARGET.config, runner.max_batch, 4, 1, dtype=TARGET.dtype)
         drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)
