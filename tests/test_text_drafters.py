@@ -121,8 +121,8 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
 
 @pytest.mark.parametrize("kind", ["cache", "combined", "another text"])
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
-    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens. Or it drafts by a text
-    that no request drew."""
+    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens; or it drafts by a
+    text that no request drew."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
     drafter = NGramCache(runner, 2, max_ngram=6) if kind != "another text" else Suffix(runner, 2, PROMPTS[1] * 4)
