@@ -116,7 +116,9 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
     if target.compile and device == "cpu":
         note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
         target = replace(target, compile=False)
-    if not has_text and (unused := [name for name in ("prompts", "stop_at_eos") if getattr(rows, name)]):
+    read = {"draft_text": [config.draft, *getattr(config.draft, "texts", ())], "prompts": [rows], "stop_at_eos": [rows]}
+    unused = [name for name, options in read.items() if any(getattr(each, name, None) for each in options)]
+    if unused and not has_text:
         note_without_effect(unused, "random weights have no text")
         rows = replace(rows, prompts=None, stop_at_eos=False)
     given = {"prefix_len": config.sizes.prefix_len, "num_prompts": rows.num_prompts}

@@ -206,7 +206,7 @@ class Session:
             return RemoteRunner(draft.source.config, draft.dtype, self.runner.max_batch, self.ranks, self.draft_ranks)
 
         model = self.models.get(draft.weights)
-        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.plan.chooses)
+        parts = Parts(self.runner, draft.gamma, model, new_cache, remote, texts, self.plan.chooses, self.tokenizer)
         drafter = draft.config.build(parts)
         if draft.inner:
             assert isinstance(drafter, SelfSpeculation)

@@ -298,8 +298,9 @@ class Decoder:
             n_emitted += (n_kept := request.commit(outcome))
             if request.logprobs is not None:
                 request.logprobs += of_block[:n_kept]
-            self._progress.decoded(request, outcome, n_kept)
             if drafter is not None:
                 self._following.lengths[row][drafter] = request.length
+                request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
+            self._progress.decoded(request, outcome, n_kept)
             self._leave_if_done(row, request)
         return n_emitted

@@ -40,7 +40,7 @@ class Following:
         for row, request, length in lengths:
             if (n_seen := self.lengths[row].get(drafter, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
-                updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(mode)))
+                updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(mode), request.prediction))
                 self.lengths[row][drafter] = length
         self._drafters[drafter].follow(updates)
         return sum(len(update.tokens) - update.n_seen for update in updates)

@@ -33,9 +33,10 @@ class Request:
     messages. logprobs: a list to get each token's log-probability, the model's at temperature 1 and without filters, on
     the rank that decides; or None. prompt_logprobs: a list to get those of the prompt's tokens behind the first; then
     the whole prompt runs. n_top: likeliest ids in each of them. speculate: False for plain rounds while it decodes.
-    group: requests of a group have the same prompt, which runs once if they decode at the same time. n_reused: tokens
-    of the prompt that its row held. text: the prompt and `tokens` once it is submitted, a list that grows, so that a
-    round copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
+    group: requests of a group have the same prompt, which runs once if they decode at the same time. prediction: tokens
+    that drafters may look matches up in. n_predicted: draft tokens of its last draft that were copied from there.
+    n_reused: tokens of the prompt that its row held. text: the prompt and `tokens` once it is submitted, a list that
+    grows, so that a round copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
     """
 
     prompt: Sequence[int]
@@ -54,12 +55,15 @@ class Request:
     n_top: int = 0
     speculate: bool = True
     group: int | None = None
+    prediction: Sequence[int] = ()
+    n_predicted: int = field(default=0, init=False)
     n_reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.index = self._integers("index", [self.index])[0]
         self.limit, self.id = self._integers("limit", [self.limit])[0], self._integers("id", [self.id])[0]
         self.prompt = self._integers("prompt", self.prompt)
+        self.prediction = self._integers("prediction", self.prediction)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
             raise _refuse("a request id is out of range", f"prompt {self.index}: id", self.id, "0 <= id < 2**32")

@@ -110,7 +110,8 @@ class Answer:
     """The answer to a request, for the event loop alone. specials: the names of control tokens. changed: an event that
     all answers to a body share. has_logprobs: whether the client gets log-probabilities. prompt: the tokens of the
     prompt, where the client gets them. received, first, ended: seconds of `time.perf_counter`; `first` is the first
-    token's. tool_calls: takes calls of tools out of the text."""
+    token's. predicted: draft tokens that were copied from the request's prediction; of these `predicted_accepted` were
+    accepted. tool_calls: takes calls of tools out of the text."""
 
     request: ServedRequest
     tokenizer: Tokenizer
@@ -125,6 +126,8 @@ class Answer:
     ended: float | None = None
     finish: str | None = None
     failure: Failure | None = None
+    predicted: int = 0
+    predicted_accepted: int = 0
     tokens: list[Token] = field(default_factory=list)
     watcher: "asyncio.Task[None] | None" = None  # ends the answer when its client leaves
     tool_calls: ToolCallParser = field(default_factory=ToolCallParser)
@@ -165,6 +168,8 @@ class Answer:
                 break
         if update.round > 0:
             self.counts.add_round(update.drafted, update.accepted, len(self.tokens) - n_before)
+            self.predicted += update.predicted
+            self.predicted_accepted += min(update.predicted, update.accepted, len(self.tokens) - n_before)
         if self.finish is None and update.finish is not None:
             self.finish = REASONS.get(update.finish, "error")
             self._add_rest()

@@ -360,5 +360,10 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the number of tokens, with each prompt counted once."""
     prompts = [answer.request for answer in answers if answer.request.index == answer.request.group]
     n_prompt, n_new = sum(len(request.prompt) for request in prompts), sum(len(answer.tokens) for answer in answers)
-    usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    usage: dict[str, Any] = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    if prompts and prompts[0].prediction:
+        accepted = sum(answer.predicted_accepted for answer in answers)
+        predicted = sum(answer.predicted for answer in answers)
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+        usage["completion_tokens_details"] = details
     return usage | {"prompt_tokens_details": {"cached_tokens": sum(request.n_reused for request in prompts)}}

@@ -66,7 +66,8 @@ class ServedRequest(Request):
 
 class Update(NamedTuple):
     """The tokens of a request from its prefill (round 0) or from a round; the first `accepted` were drafted. time:
-    seconds of `time.perf_counter`. finish: the request's finish reason, or None if it continues."""
+    seconds of `time.perf_counter`. finish: the request's finish reason, or None if it continues. predicted: how many of
+    the first drafts were copied from the request's prediction."""
 
     request: ServedRequest
     tokens: list[int]
@@ -76,6 +77,7 @@ class Update(NamedTuple):
     round: int
     time: float
     finish: FinishReason
+    predicted: int = 0
 
 
 class Scheduler(Progress):
@@ -174,8 +176,8 @@ class Scheduler(Progress):
         request.n_published, request.drafted, request.accepted = len(request.tokens), counts.drafted, counts.accepted
         if request.finish_reason is not None:
             del self.running[request.index]
-        reason, now = request.finish_reason, time.perf_counter()
-        return Update(request, tokens, logprobs, drafted, accepted, counts.rounds, now, reason)
+        reason, now, n = request.finish_reason, time.perf_counter(), min(request.n_predicted, drafted)
+        return Update(request, tokens, logprobs, drafted, accepted, counts.rounds, now, reason, n)
 
 
 def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:

@@ -165,6 +165,15 @@ class TextPart(Body):
     text: Text
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Function(Body):
     """A function that answers may call, or with arguments its call."""
 
@@ -215,6 +224,7 @@ class ChatCompletion(OpenAISpec):
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
     logprobs: Switch = False  # of the chosen tokens
     top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
+    prediction: Prediction | None = None  # a text like the answer, if a `suffix` drafter reads it
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
     tool_choice: Literal["none", "auto"] = "auto"  # none: the model does not see the tools

@@ -28,7 +28,7 @@ from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import GenerationSpec
+from serving.schemas import ChatCompletion, GenerationSpec, Prediction
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
@@ -204,6 +204,10 @@ class Service(Collector):
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
+        if isinstance(spec, ChatCompletion) and spec.prediction is not None:
+            predicted = await run(self._predicted, spec, spec.prediction)
+            for sample in samples:
+                sample.request.prediction = predicted
         ids = ids[-(spec.truncate or 0) :]
         limit, group = self._limit(spec, ids), first.index
         # The first sample runs the prompt, and the others copy its row.
@@ -232,6 +236,20 @@ class Service(Collector):
         if self.template is not None and isinstance(prompt[0], dict):
             return self.template.encode(prompt, variables, tools)
         return list(prompt)
+
+    def _predicted(self, spec: ChatCompletion, prediction: Prediction) -> list[int]:
+        """Return the tokens of a predicted text. Raises Failure."""
+        draft = self.plan.draft and self.plan.draft.config
+        if not any(getattr(each, "reads_predictions", False) for each in (draft, *getattr(draft, "texts", ()))):
+            fix = "start the server with --draft suffix or --text_drafts suffix"
+            raise invalid("prediction", f"this server's draft does not read it: {fix}")
+        if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:
+            # It may be an earlier answer, and guesses must not depend on the request's random numbers.
+            raise invalid("prediction", "is not taken with a seed by a server with --verification rejection")
+        tokens = self.tokenizer.encode(prediction.text, add_bos=False)
+        if len(tokens) > self.max_total:
+            raise invalid("prediction", f"has {len(tokens)} tokens; this server takes {self.max_total}")
+        return tokens
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""

@@ -153,16 +153,16 @@ def test_tokens_wear_their_origin_however_the_bytes_are_cut(fake, page):
     classes = page.locator(".text span").evaluate_all("all => all.map((token) => token.className)")
     assert classes == ["prefill", "draft", "draft", "target", "draft", "target break"]
     assert page.locator(".text").evaluate("text => text.textContent") == "Héllo <b>🙂\n"
-    assert (found := figures(page)).pop("first token").endswith(" s")
+    assert (found := figures(page)).pop("first token, 3 of 4 prompt tokens cached").endswith(" s")
     assert found == {"tokens/s": "100.0", "tokens per round": "2.50", "acceptance rate": "0.67", "tokens": "6"}
-    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens, 3 of them found in")
+    expect(page, "#columns").to_contain_text("ended at the limit of new tokens; prompt: 4 tokens")
 
 
 def test_the_page_sends_the_chosen_parameters(fake, page):
     fake.answers = [list(events(ANSWER)) for _ in range(3)]
     page.fill("#prompt", "<img src=x onerror=alert(1)>")
     page.click("#send")
-    expect(page, "#sampling").to_have_text("greedy")
+    expect(page, "#sampling").to_have_text("sampling: greedy")
     expect(page, "#send").to_be_enabled()
     for label, value in (("Temperature", "0.8"), ("Top p", "0.9"), ("New tokens", "7"), ("API key", "secret")):
         page.get_by_label(label).fill(value)
@@ -171,7 +171,7 @@ def test_the_page_sends_the_chosen_parameters(fake, page):
     expect(page, "#send").to_be_enabled()
     page.get_by_label("Seed").fill("42")
     page.click("#send")
-    expect(page, "#sampling").to_have_text("temperature 0.8, top p 0.9, seed 42")
+    expect(page, "#sampling").to_have_text("sampling: temperature 0.8, top p 0.9, seed 42")
     greedy, drawn, given = fake.bodies
     chosen = {"max_new_tokens": 128, "do_sample": False, "details": True, "chat": True, "speculate": True}
     assert greedy == {"inputs": "<img src=x onerror=alert(1)>", "parameters": chosen}
@@ -224,11 +224,44 @@ def test_stopping_closes_the_connection(fake, page, way):
     page.check("#beside")
     page.click("#send")
     expect(page, "#columns > div:first-child dl div:last-child dd").to_have_text("4")
+    expect(page, "#columns > div:last-child > p").to_have_text("queued")
     page.click("#stop") if way == "click" else page.keyboard.press("Escape")
     expect(page, "#state").to_have_text("stopped")
-    expect(page, "#columns").to_contain_text("stopped after 4 tokens")
+    expect(page, "#columns > div:first-child > p").to_have_text("stopped after 4 tokens")
+    expect(page, "#columns > div:last-child > p").to_have_text("not decoded")
     assert fake.gone.wait(PATIENCE / 1000)
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
+
+
+def test_a_column_waits_for_its_first_token_and_a_wrong_field_clears_the_answer(fake, page):
+    first, *rest = events(ANSWER)
+    fake.answers = [[0.5, first, 0.5, *rest]]
+    page.click("#send")
+    expect(page, "#columns p").to_have_text("waiting for the first token")
+    expect(page, "#columns p").to_have_text("")
+    expect(page, "#columns p").to_contain_text("ended")
+    for wrong in ("", "-1"):
+        page.fill("#new", wrong)
+        page.click("#send") if wrong else page.keyboard.press("Control+Enter")
+        expect(page, "#answer").to_be_hidden()
+        expect(page, "#state").to_be_empty()
+        page.fill("#new", "5")
+        send(fake, page, list(events(ANSWER)))
+        expect(page, "#answer").to_be_visible()
+    assert len(fake.bodies) == 3
+
+
+def test_a_screen_that_is_touched_has_no_hints_of_keys(fake, browser):
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(fake.url)
+    send(fake, page, list(events(ANSWER)))
+    assert not any(hint.is_visible() for hint in page.locator("kbd").all())
+    assert page.inner_text("#keys").startswith("Tap: a token's id")
+    page.tap(".text span:nth-child(2)")
+    expect(page, "#tip").to_contain_text("token 2, id 1")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    context.close()
 
 
 def test_side_by_side_of_the_same_tokens(fake, page):

@@ -1,7 +1,8 @@
 """Drafter: the interface between a decoder and the proposals that its target verifies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ class RowUpdate(NamedTuple):
     """The tokens of a row of the target that a drafter has to catch up on.
 
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
-    drafter has followed; 0 for the prompt of a new request, `request_id`. draws: see `Request.draws`.
+    drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`.
     """
 
     row: int
@@ -26,19 +27,22 @@ class RowUpdate(NamedTuple):
     tokens: Sequence[int]
     n_seen: int
     draws: tuple[int, int] | None = None
+    prediction: Sequence[int] = ()
 
 
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
-    Optional: `schedule`, which limits how many tokens of a round each row drafts; `verify`; and `refresh`, which begins
-    every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none).
+    Optional: `schedule`, which limits how many tokens of a round each row drafts; `verify`; `refresh`, which begins
+    every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); and `n_predicted`, by
+    row: how many of the first draft tokens were copied from the request's prediction.
     """
 
     gamma: int
     schedule: Schedule = Schedule()
     refresh_every: int = 0
     n_rounds: int = 0
+    n_predicted: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def check(self, target: ModelRunner, length: int) -> None:

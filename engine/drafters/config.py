@@ -18,6 +18,7 @@ from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
 from models import ModelConfig
 from models.checkpoints.model_source import ModelSource
+from models.checkpoints.tokenizer import Tokenizer
 from models.heads.loading import find_head
 from models.names import Dtype, KVDtype, Scheme
 
@@ -28,7 +29,8 @@ class Parts:
 
     gamma: the most tokens that a round drafts. model: a Transformer or a head that drafts, None where other ranks hold
     it. new_cache: makes an empty cache of the draft's policy. remote: makes a stand-in for a model of other ranks.
-    texts: the outputs of plain decoding. rehearses: True if prompts are decoded before, to measure costs.
+    texts: the outputs of plain decoding. rehearses: True if prompts are decoded before, to measure costs. tokenizer:
+    the leader's; None without text.
     """
 
     runner: ModelRunner
@@ -38,6 +40,7 @@ class Parts:
     remote: Callable[[], RemoteRunner]
     texts: Sequence[Sequence[int]] | None = None
     rehearses: bool = False
+    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class DrafterConfig(ABC):
     needs_baseline: ClassVar[bool] = False
     # True if it drafts by the texts of other requests, so that acceptance depends on them.
     shares_texts: ClassVar[bool] = False
+    # True if it looks matches up in a request's prediction, too.
+    reads_predictions: ClassVar[bool] = False
     # The option that it cannot draft without.
     needs_option: ClassVar[str | None] = None
 

@@ -63,7 +63,7 @@ class SelfSpeculation(ModelDrafter):
                 self._ops = TritonSelectionOps()
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
-        for row, _, text, n_seen, _ in rows:
+        for row, _, text, n_seen, *_ in rows:
             queries = None
             if self.cache.selects and n_seen <= self.cache.capacity:  # nothing was selected yet
                 n_seen = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
+from common.errors import ConfigError, flag
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.text_drafter import Guess, HostDrafter
@@ -18,47 +21,52 @@ N_RECORDED = 16
 class _State:
     """Substrings that end at the same positions; the longest has `length` tokens.
 
-    end: the text's length where they last ended. link: the state of the longest suffix that ends elsewhere, too.
-    following: states by the next token.
+    first, end: the text's length where they first and last ended. link: the state of the longest suffix that ends
+    elsewhere, too. following: states by the next token.
     """
 
     length: int = 0
+    first: int = 0
     end: int = 0
     link: _State | None = None
     following: dict[int, _State] = field(default_factory=dict)
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text (Blumer et al. 1985), in O(1) a token, amortised.
+    """All substrings of a text that grows behind `begin` (Blumer et al. 1985), in O(1) a token, amortised.
 
     repeated: the length of the text's longest suffix that occurs in it before, and the text's length where that last
-    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 if no suffix occurs before.
+    ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 if no suffix occurs before. first: the
+    text's length where it first ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Iterable[int] = ()) -> None:
         self.text: list[int] = []
-        self.repeated = 0, 0
+        self.repeated, self.first = (0, 0), 0
         self._root = self._last = _State()
+        for token in begin:
+            self.append(token)
+        self.n_begin = len(self.text)
 
     def append(self, token: int) -> None:
         self.text.append(token)
         self._last = self._added(token, self._last)
         state = self._last.link or self._root
-        self.repeated = state.length, state.end
+        self.repeated, self.first = (state.length, state.end), state.first
         for _ in range(N_RECORDED):
             if state.link is None:
                 break
             state.end, state = len(self.text), state.link
 
     def _added(self, token: int, state: _State | None) -> _State:
-        whole = _State(len(self.text), len(self.text), self._root)
+        whole = _State(len(self.text), len(self.text), len(self.text), self._root)
         while state and token not in state.following:
             state.following[token], state = whole, state.link
         if state is None:
             return whole
         found = state.following[token]
         if found.length > state.length + 1:  # its shorter substrings end here, too: they get a new state
-            longer, found = found, _State(state.length + 1, found.end, found.link, dict(found.following))
+            longer, found = found, _State(state.length + 1, found.first, found.end, found.link, dict(found.following))
             longer.link = found
             while state and state.following.get(token) is longer:
                 state.following[token], state = found, state.link
@@ -67,19 +75,27 @@ class SuffixAutomaton:
 
 
 class Suffix(HostDrafter):
-    """Copies from where the suffix occurred last; at the end of the text, the copy begins again."""
+    """Copies from where the suffix occurred last; at the end of the text, the copy begins again.
 
-    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+    The request's prediction, or else `text`, stands before the row's text; it is preferred if the suffix occurs in it,
+    too. In rejection mode neither may depend on the request's random numbers.
+    """
+
+    def __init__(self, runner: ModelRunner, gamma: int, text: Sequence[int] = ()) -> None:
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
+        self._text, self._n_ids = text, runner.vocab_size
 
     def continued(self, update: RowUpdate) -> Guess:
         if update.n_seen == 0:
-            self._rows[update.row] = SuffixAutomaton()
+            before = update.prediction or self._text
+            self._rows[update.row] = SuffixAutomaton(token for token in before if 0 <= token < self._n_ids)
         known = self._rows[update.row]
-        for token in update.tokens[len(known.text) :]:
+        for token in update.tokens[len(known.text) - known.n_begin :]:
             known.append(token)
         (n_matched, end), n_text = known.repeated, len(known.text)
+        if n_matched and known.first < known.n_begin:
+            return Guess(known.text[known.first : known.n_begin][: self.gamma], n_matched, is_predicted=True)
         return Guess([known.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
 
 
@@ -88,6 +104,17 @@ class SuffixConfig(HostDrafterConfig):
     """Copies from the row's text, behind the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
+    reads_predictions: ClassVar[bool] = True
+    draft_text: str | None = None
+    """file of a text in which matches are looked up, too, such as a text that the answer repeats with changes"""
+
+    def check(self) -> None:
+        super().check()
+        if self.draft_text is not None and not Path(self.draft_text).is_file():
+            fix = "correct its name, or leave it out"
+            raise ConfigError("no text to draft from", flag("draft_text"), self.draft_text, "a file of text", fix)
 
     def build(self, parts: Parts) -> Suffix:
-        return Suffix(parts.runner, parts.gamma)
+        text = Path(self.draft_text).read_text("utf-8-sig", "replace") if self.draft_text else ""
+        tokens = parts.tokenizer.encode(text, add_bos=False) if text and parts.tokenizer else ()
+        return Suffix(parts.runner, parts.gamma, tokens)

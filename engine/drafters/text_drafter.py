@@ -38,10 +38,12 @@ class TextDrafter(Drafter):
 
 
 class Guess(NamedTuple):
-    """Tokens that may follow a text, and how many of its last tokens matched where they were found."""
+    """Tokens that may follow a text, and how many of its last tokens matched where they were found. is_predicted: True
+    if that was in the request's prediction."""
 
     tokens: Sequence[int] = ()
     n_matched: int = 0
+    is_predicted: bool = False
 
 
 class HostDrafter(TextDrafter):
@@ -58,8 +60,9 @@ class HostDrafter(TextDrafter):
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         if rows and self._ranks.leads:
-            found = [self.continued(update).tokens for update in rows]
-            packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens in found]
+            found = {update.row: self.continued(update) for update in rows}
+            self.n_predicted = {row: len(guess.tokens) for row, guess in found.items() if guess.is_predicted}
+            packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens, *_ in found.values()]
             self._guesses[[update.row for update in rows]] = torch.tensor(packed, device=self._guesses.device)
 
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
