@@ -130,12 +130,10 @@ class StreamOptions(Body):
 
 
 class OpenAISpec(GenerationSpec):
-    """Fields of both routes of OpenAI. `model` and `user` have no effect: a server has one model. prompt_cache_key: for
-    a proxy, which keeps requests with the same key on a replica."""
+    """Fields of both routes of OpenAI. `model` and `user` have no effect: a server has one model."""
 
     model: Text = ""
     user: Text = ""
-    prompt_cache_key: Text = ""
     stream: Switch = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 

@@ -131,7 +131,7 @@ def test_requests_with_a_key_stay_together(proxy: Served, kind):
     def replica(body: dict[str, Any], headers: dict[str, str]) -> str:
         stop = ["a"] * 99
         answer = proxy.ask(path, body | ({"parameters": {"stop": stop}} if path == TGI else {"stop": stop}), headers)
-        assert answer.status == 422 and b"stop" in answer.body
+        assert answer.status == 422
         return answer.headers["x-replica"]
 
     chosen = [(replica(*first(i)), replica(*later(i))) for i in range(8)]

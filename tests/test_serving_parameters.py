@@ -62,7 +62,7 @@ PARAMETERS: dict[str, Parameter] = {
     "chat_template_kwargs": {CHATS: {"chat_template_kwargs": {"add_generation_prompt": False}}},
     "chat": {TGI: {"chat": True}},
     "return_full_text": {TGI: {"return_full_text": True}},
-    "neutral": openai(n=1, model="m", user="u", prompt_cache_key="k") | {TGI: {"typical_p": 1, "watermark": False}},
+    "neutral": openai(n=1, model="m", user="u") | {TGI: {"typical_p": 1, "watermark": False}},
 }
 WITHOUT_EFFECT = ("neutral", "chat_template_kwargs")
 
