@@ -77,9 +77,8 @@ def test_the_next_turn_of_a_conversation_is_fast(proxy: Served, served: Served, 
     """Conversations that begin with the same message of the system are spread over the replicas."""
     both = {"a": served, "b": second}
     reused = {name: server.metrics()["foretoken_reused_prompt_tokens_total"] for name, server in both.items()}
-    texts = [
-        [{"role": "system", "content": "Be\tbrief."}, {"role": "user", "content": f'"{i}" é why?'}] for i in range(6)
-    ]
+    system = {"role": "system", "content": "Be\tbrief."}
+    texts = [[system, {"role": "user", "content": f'"{i}" é why?' * 5}] for i in range(6)]
     used: list[list[str]] = [[] for _ in texts]
     for turn in range(3):
         for text, names in zip(texts, used, strict=True):

@@ -25,7 +25,7 @@ ROUTES: dict[str, tuple[str, str, Fields]] = {
     "generate": ("/generate", TGI, {}),
     "generate stream": ("/generate", TGI, {"stream": True}),
 }
-MODES: dict[str, Fields] = {"greedy": {"temperature": 0}, "coupled": {"temperature": 0.9, "seed": 5}}
+MODES: dict[str, Fields] = {"greedy": {"temperature": 0, "seed": 5}, "coupled": {"temperature": 0.9, "seed": 5}}
 Cell = tuple[str, str]  # a route and a mode
 CELLS: list[Cell] = [(route, mode) for route in ROUTES for mode in MODES]
 N_LEAVING = 4  # of 16 requests in flight
@@ -59,7 +59,7 @@ PARAMETERS: dict[str, Parameter] = {
     "messages": {
         CHATS: {"messages": [{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant", "user")]}
     },
-    "chat_template_kwargs": {CHATS: {"chat_template_kwargs": {"add_generation_prompt": False}}},
+    "chat_template_kwargs": {CHATS: {"chat_template_kwargs": {"enable_thinking": False}}},
     "chat": {TGI: {"chat": True}},
     "return_full_text": {TGI: {"return_full_text": True}},
     "neutral": openai(n=1, model="m", user="u") | {TGI: {"typical_p": 1, "watermark": False}},
@@ -188,8 +188,8 @@ def check(given: dict[Cell, tuple[Any, Any]]) -> None:
 def test_answers_without_parameters_are_those_of_plain_rounds(usual):
     check(usual)
     for drafted, plain in usual.values():
-        assert total(drafted, "accepted") > 0 and total(drafted, "drafted") > total(drafted, "accepted")
-        assert total(plain, "drafted") == 0
+        assert total(drafted, "drafted") > total(drafted, "accepted") and total(plain, "drafted") == 0
+    assert sum(total(drafted, "accepted") for drafted, _ in usual.values()) > len(usual)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
