@@ -5,13 +5,15 @@ reasons. With rejection, samples depend on the load; tests of the joint law chec
 """
 
 import math
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import Served, serving
+from serving_cases import TEMPLATE, Served, serving
 
 Fields = dict[str, Any]
 TGI, V1, V1_CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -66,12 +68,17 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "return_full_text": on(*GENERATE, return_full_text=True),
     "neutral": on(*OPENAI, n=1, model="m", user="u") | on(*GENERATE, typical_p=1, watermark=False),
 }
-WITHOUT_EFFECT = ("neutral", "chat_template_kwargs")  # on answers of this model
+WITHOUT_EFFECT = ("neutral",)
 
 
 @pytest.fixture(scope="module")
-def loaded(chat_checkpoint) -> Iterator[Served]:
-    with serving(chat_checkpoint, "--max_batch 8") as server:
+def loaded(chat_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose chat template reads tools and a variable, and that drafts by texts, too."""
+    folder = tmp_path_factory.mktemp("loaded") / "model"
+    shutil.copytree(chat_checkpoint, folder)
+    reads = "{% if tools %}{{ tools | tojson }}{% endif %}{% if enable_thinking is false %}!{% endif %}"
+    (folder / "chat_template.jinja").write_text(reads + TEMPLATE)
+    with serving(folder, "--max_batch 8 --max_length 399 --text_drafts suffix --text_match 2") as server:
         yield server
 
 
@@ -154,7 +161,7 @@ def total(answer: Any, key: str) -> int:
 
 def leave(served: Served, cell: Cell, fields: Fields) -> None:
     """Send a long request, read the beginning of its stream, and leave."""
-    length = {"max_new_tokens" if cell[0] in GENERATE else "max_tokens": 200}
+    length = {"max_new_tokens" if cell[0] in GENERATE else "max_tokens": 100}
     with closing(served.begin(*request_of(cell, fields, **length))) as connection:
         if cell[0].endswith("stream"):
             connection.getresponse().readline()
