@@ -201,8 +201,9 @@ def test_answers_without_parameters_are_those_of_plain_rounds(usual):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_answers_are_those_of_plain_rounds(loaded: Served, usual, name):
+def test_answers_are_those_of_plain_rounds(loaded: Served, usual, name, record_property):
     given = answers(loaded, PARAMETERS[name])
     check(given)
+    record_property("count: served answers equal to those of plain rounds", len(given))
     changed = [cell for cell, (_, plain) in given.items() if not alike(steady(plain), steady(usual[cell][1]))]
     assert changed or name in WITHOUT_EFFECT
