@@ -154,17 +154,17 @@ def test_streams_come_as_they_are_made_and_clients_leave(proxy: Served, served: 
 def test_a_replica_dies_under_load(served: Served, chat_checkpoint, alone: Alone, tmp_path):
     """Only requests that it runs fail, and OpenAI's client repeats its request: a seed has the same answer anywhere."""
 
-    def ask(path: str, header: dict[str, str], n_new: int = 200) -> Answer:
+    def ask(path: str, header: dict[str, str], n_new: int = 300) -> Answer:
         plain = {"speculate": False, "temperature": 0}
         of_tgi = {"inputs": "a b c", "parameters": {"max_new_tokens": n_new, **plain}}
         return proxy.ask(path, {"prompt": "a b c", "max_tokens": n_new, **plain} if path == V1 else of_tgi, header)
 
     def client(header: dict[str, str]) -> str:
         openai = OpenAI(base_url=f"{proxy.url}/v1", api_key="any")
-        how = {"max_tokens": 200, "temperature": 0, "extra_headers": header}
+        how = {"max_tokens": 300, "temperature": 0, "extra_headers": header}
         return openai.completions.create(model="m", prompt="a b c", **how).choices[0].text
 
-    text = alone.text("a b c", 200)
+    text = alone.text("a b c", 300)
     with (
         serving_process(tmp_path, chat_checkpoint, 1) as (job, dying),
         proxied(tmp_path, dying.url, served.url) as proxy,
