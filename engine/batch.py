@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.edits import Edits
+from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -31,7 +32,7 @@ class Batch:
         self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True, n_ids: int = 0
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
-        self.edits = Edits.of_rows(n_rows, n_ids, device) if filters.any_edits else None
+        self.edits = Edits(n_rows, n_ids, device) if filters.any_edits else None
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -46,7 +47,6 @@ class Batch:
         if n not in self._firsts:
             fewer = self._firsts[n] = copy.copy(self)
             fewer.distribution, fewer._is_whole = self.distribution.first(n), False
-            fewer.edits = self.edits and self.edits.first(n)
             fewer._set_tensors(self._state[:, :n])
         return self._firsts[n]
 
@@ -95,7 +95,11 @@ class Batch:
         seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
-    def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
-        """Set each row's length and last two tokens."""
+    def set_state(
+        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Request] = ()
+    ) -> None:
+        """Set each row's length and last two tokens. requests: each row's, for edits."""
+        if self.edits:
+            self.edits.follow([*requests])
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))
         self._longest = max(lengths)

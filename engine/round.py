@@ -197,9 +197,7 @@ def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor
     """Choose the token that follows a prompt, by the prompt's last `logits [V]`, as a round without drafts does."""
     batch = Batch(1, Filters.of([request.sampling]), runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
-    if batch.edits:
-        batch.edits.begin([request])
-    batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
+    batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:], [request])
     first = verification_in(mode, batch, 0, runner.model)
 
     def next_token() -> Tensor:

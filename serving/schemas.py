@@ -8,18 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
+from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
+FILTERS = "top_k", "top_p", "min_p", "typical_p"
+EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Fields that some clients always send and this server lacks, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_n_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("top_n_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("watermark", "decoder_input_details", "include_obfuscation", "echo", "store"), (False,)),
-    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    "metadata": ({},),
     **dict.fromkeys(("tools", "functions", "tool_calls", "annotations"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
@@ -34,6 +36,9 @@ Text = Annotated[str, Field(min_length=0)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
+Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 def _single(prompt: Any) -> Any:
@@ -71,13 +76,22 @@ class GenerationSpec(Body):
     max_tokens: Count | None = None  # the most new tokens
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    top_p: Share = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
+    typical_p: Share = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100, strict=True)]] = {}
+    bad_words: Annotated[list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)] = []  # each in two forms
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    ignore_eos: Switch = False
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
     )
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+        list[Word],
         Field(max_length=LONGEST_STOP, fail_fast=True),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
@@ -93,15 +107,15 @@ class GenerationSpec(Body):
         return {}
 
     def sampling(self) -> SamplingParams:
-        """Return the distribution of the next token; greedy decoding has no filters."""
-        if not self.samples:
-            return SamplingParams(seed=self.seed)
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
+        """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
+        filters = (*FILTERS, "temperature") if self.samples else ()
+        values = {name: getattr(self, name) for name in (*EDITS, *filters)}
+        return SamplingParams(seed=self.seed, **values)
 
 
 class Parameters(GenerationSpec):
-    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p`
-    means sampling. chat: put the inputs into the model's chat template."""
+    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1 or a filter means
+    sampling. chat: put the inputs into the model's chat template."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
 
@@ -113,7 +127,7 @@ class Parameters(GenerationSpec):
 
     @property
     def samples(self) -> bool:
-        is_filtered = self.temperature != 1 or self.top_k > 0 or self.top_p < 1
+        is_filtered = self.temperature != 1 or SamplingParams(**{name: getattr(self, name) for name in FILTERS}).filters
         return super().samples and (is_filtered if self.do_sample is None else self.do_sample)
 
 
