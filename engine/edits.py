@@ -51,14 +51,14 @@ class Edits:
         self.numbers[: len(last)] = torch.tensor(numbers)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        for tensor in (self.seen, self.ends):
+        for tensor in (self.bias, self.seen, self.ends):
             tensor.zero_()
-        biases, bans = torch.zeros(self.bias.shape), torch.full(self.bans.shape, NEVER)
+        bans = torch.full(self.bans.shape, NEVER)
         bans[..., -1] = 0  # an id, whose logit such a sequence does not change
         for row, request in enumerate(requests):
             sampling = request.sampling
-            for id_, bias in sampling.logit_bias:
-                biases[row, id_] = bias
+            if biases := dict(sampling.logit_bias):
+                self.bias[row, [*biases]] = torch.tensor([*biases.values()], device=self.bias.device)
             if sampling.repetition_penalty != 1:
                 self.seen[row, request.prompt] = IN_PROMPT
             if sampling.min_tokens:
@@ -67,7 +67,6 @@ class Edits:
                 bans[row, i] = torch.tensor([ANY] * (LONGEST_BAN - len(ids)) + [*ids])
             scales = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
             self.scales[row] = torch.tensor(scales, dtype=torch.float64)
-        self.bias.copy_(biases)
         self.bans.copy_(bans)
 
     def edited(self, logits: Tensor, drafts: Tensor, ahead: int) -> Tensor:
