@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.edits import Edits
-from engine.requests import Request
+from engine.edits import Edited, Edits
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -96,7 +95,7 @@ class Batch:
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(
-        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Request] = ()
+        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Edited] = ()
     ) -> None:
         """Set each row's length and last two tokens. requests: each row's, for edits."""
         if self.edits:
