@@ -87,15 +87,16 @@ class Decoder:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
 
         Requests of the same id and seed share their random numbers. Errors: ConfigError, and the request is not queued,
-        if its prompt is empty or has ids outside the vocabulary, if prompt + limit + gamma + 1 exceeds the model's
-        context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was submitted before.
+        if its prompt is empty, if prompt or sampling have ids outside the vocabulary, if prompt + limit + gamma + 1
+        exceeds the model's context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was
+        submitted before.
         """
         if request.text:
             seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
         limit = request.limit or (request.prompt_logprobs is not None)
-        check_prompt(self._runner, request.index, request.prompt, limit, gamma)
+        check_prompt(self._runner, request.index, request.prompt, limit, gamma, request.sampling.ids)
         for drafter in self._pacing.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
         self.expect(request.sampling)

@@ -94,7 +94,8 @@ class Rows:
         """Set the lengths and last tokens of the computed rows in their batch."""
         for row, request in self.busy():
             self._state[row] = _state_of(request)
-        batch.set_state(*zip(*(self._state[row] for row, _ in self.computed), strict=True))
+        lengths, previous, current = zip(*(self._state[row] for row, _ in self.computed), strict=True)
+        batch.set_state(lengths, previous, current, [request or IDLE for _, request in self.computed])
 
 
 def _state_of(request: Request) -> RowState:

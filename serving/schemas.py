@@ -9,19 +9,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json, to_json
 
-from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
+from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
+FILTERS = "top_k", "top_p", "min_p", "typical_p"
+EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Fields that some clients always send and this server lacks, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_n_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("top_n_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("watermark", "decoder_input_details", "include_obfuscation", "echo", "store"), (False,)),
-    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    "metadata": ({},),
     **dict.fromkeys(("tools", "functions", "tool_calls", "annotations"), ([],)),
     "function_call": ("none", "auto"),
     "suffix": ("",),
@@ -29,12 +31,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "top_k": (-1,),
-    **dict.fromkeys(("min_p", "min_tokens", "priority", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("priority", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
     **dict.fromkeys(("length_penalty", "repeat_penalty"), (1,)),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "strict"), (False,)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "strict"), (False,)),
     **dict.fromkeys(("return_token_ids", "continue_final_message", "continuous_usage_stats"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("stop_token_ids", "bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("stop_token_ids", "documents", "logits_processors"), ([],)),
     **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)),
     "prompt_cache_retention": ("in-memory", "in_memory"),
 }
@@ -48,6 +50,9 @@ Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_jso
 Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
 Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
+Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class Body(BaseModel):
@@ -76,13 +81,24 @@ class GenerationSpec(Body):
     max_tokens: Count | None = None  # the most new tokens; default: 16
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0  # 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0  # probability of the tokens to sample among
+    top_p: Share = 1.0  # probability of the tokens to sample among
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # tokens to sample among; 0 or -1: all
+    min_p: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0  # least probability, in that of the likeliest token
+    typical_p: Share = 1.0  # probability of the most typical tokens, to sample among
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] = 1.0  # of tokens of prompt and answer
+    presence_penalty: Penalty = 0.0  # of tokens of the answer
+    frequency_penalty: Penalty = 0.0  # of each occurrence in the answer
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100, strict=True)]] = {}  # by id
+    bad_words: Annotated[
+        list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)
+    ] = []  # not in the answer, as tokenised alone and behind a space
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # the first that are no end token
+    ignore_eos: Switch = False  # end tokens do not end the answer
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
     )  # drawn if it is not given, and part of the answer
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+        list[Word],
         Field(max_length=LONGEST_STOP, fail_fast=True),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's behind it
@@ -98,10 +114,10 @@ class GenerationSpec(Body):
         return {}, None, ToolCallParser()
 
     def sampling(self) -> SamplingParams:
-        """Return the distribution of the next token; greedy decoding has no filters."""
-        if not self.samples:
-            return SamplingParams(seed=self.seed)
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
+        """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
+        filters = (*FILTERS, "temperature") if self.samples else ()
+        values = {name: getattr(self, name) for name in (*EDITS, *filters)}
+        return SamplingParams(seed=self.seed, **values)
 
 
 class Parameters(GenerationSpec):
@@ -110,7 +126,7 @@ class Parameters(GenerationSpec):
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
 
     max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: a row's room
-    do_sample: Switch | None = None  # if not given: a temperature other than 1, `top_k` or `top_p` means sampling
+    do_sample: Switch | None = None  # if not given: a temperature other than 1 or a filter means sampling
     best_of: Count = 1  # samples, of which the likeliest is answered
     details: Switch = False  # tokens, `timings` and `speculation`
     decoder_input_details: Switch = False  # log-probabilities of the prompt, not in streams
@@ -120,7 +136,7 @@ class Parameters(GenerationSpec):
 
     @property
     def samples(self) -> bool:
-        is_filtered = self.temperature != 1 or self.top_k > 0 or self.top_p < 1
+        is_filtered = self.temperature != 1 or SamplingParams(**{name: getattr(self, name) for name in FILTERS}).filters
         return super().samples and (is_filtered if self.do_sample is None else self.do_sample)
 
 

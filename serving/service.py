@@ -24,6 +24,7 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
+from engine.sampling import LONGEST_BAN
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens
@@ -177,10 +178,11 @@ class Service(Collector):
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         for prompt in prompts:
             self._check(spec, prompt)
+        ends = () if spec.ignore_eos else self.plan.target.config.eos_tokens
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         for i in range(n_all):
             sampling = replace(first, seed=(first.seed + i) % 2**63)
-            request = ServedRequest([], 0, self.plan.target.config.eos_tokens, sampling, speculate=spec.speculate)
+            request = ServedRequest([], 0, ends, sampling, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
             request.logprobs = None if n_top is None and n_samples == 1 else []  # those of several samples rank them
             given = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma), changed, n_top is not None
@@ -208,6 +210,10 @@ class Service(Collector):
             predicted = await run(self._predicted, spec, spec.prediction)
             for sample in samples:
                 sample.request.prediction = predicted
+        if spec.bad_words:
+            bans = await run(self._bans, spec)
+            for sample in samples:
+                sample.request.sampling = replace(sample.request.sampling, bad_words=bans)
         ids = ids[-(spec.truncate or 0) :]
         limit, group = self._limit(spec, ids), first.index
         # The first sample runs the prompt, and the others copy its row.
@@ -225,6 +231,8 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}stop", f"has {n_stops} strings; this server takes {limits.max_stop_sequences}")
         if limits.no_plain_requests and not spec.speculate:
             raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
+        if (highest := max(spec.logit_bias, default=0)) >= (n_ids := self.plan.target.config.vocab_size):
+            raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
         if isinstance(prompt[0], dict) and self.template is None:
@@ -251,6 +259,14 @@ class Service(Collector):
             raise invalid("prediction", f"has {len(tokens)} tokens; this server takes {self.max_total}")
         return tokens
 
+    def _bans(self, spec: GenerationSpec) -> list[list[int]]:
+        """Return the token ids of `bad_words`, at the begin of a word and within. Raises Failure."""
+        forms = [form for word in spec.bad_words for form in (word, f" {word.lstrip()}")]
+        bans = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys(forms)]
+        if (longest := max(map(len, bans))) > LONGEST_BAN:
+            raise invalid(f"{spec.WITHIN}bad_words", f"has a string of {longest} tokens; at most {LONGEST_BAN} fit")
+        return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
+
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""
         n, room, n_ids = len(prompt), self.max_total - len(prompt), self.plan.target.config.vocab_size
@@ -262,6 +278,8 @@ class Service(Collector):
         limit = longest if spec.max_tokens is None else spec.max_tokens
         if limit > room:
             raise invalid(spec.LENGTH, f"is {limit}; behind {n} prompt tokens there is room for {room}", TOO_LONG)
+        if spec.min_tokens > limit:
+            raise invalid(f"{spec.WITHIN}min_tokens", f"is {spec.min_tokens}; the answer has at most {limit} tokens")
         return limit
 
     def _watch(self, http: Request, answers: Sequence[Answer]) -> None:

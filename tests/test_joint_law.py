@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edit_cases import edited
 from pacings import Scripted, scheduled
 from published_heads import random_eagle, random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
@@ -34,6 +35,9 @@ N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 1_000
 PROMPTS = ([2], [1, 0, 3, 1, 1, 2], [0, 1, 0])
 PLAIN = SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)
+TYPICAL = SamplingParams(temperature=1.5, min_p=0.1, typical_p=0.8)
+EDITS = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1.5, "logit_bias": {2: 1.0}}
+EDITED = SamplingParams(temperature=0.9, **EDITS, min_tokens=2, bad_words=[[0, 1], [2, 2, 0], [1, 3]])
 
 
 class TableModel(FakeModel):
@@ -75,10 +79,11 @@ INNER = TableModel(seed=3, near=DRAFT)
 
 def enumerate_sequences(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
     """Every output that decoding can give, with its probability."""
+    next_logits = edited(TARGET.logits_after, prompt, params, [STOP])
     complete, open_ends = {}, {(): 1.0}
     while open_ends:
         tokens, mass = open_ends.popitem()
-        law = logits_to_probs(TARGET.logits_after([*prompt, *tokens]), params).tolist()
+        law = logits_to_probs(next_logits([*prompt, *tokens]), params).tolist()
         for token, probability in enumerate(law):
             longer = (*tokens, token)
             ended = token == STOP or len(longer) == N_NEW
@@ -89,7 +94,8 @@ def enumerate_sequences(prompt: list[int], params: SamplingParams) -> dict[tuple
 @pytest.fixture(scope="module")
 def laws():
     """The enumerated law of each prompt and each way to sample."""
-    return {(i, s): enumerate_sequences(p, s) for i, p in enumerate(PROMPTS) for s in (PLAIN, FILTERED)}
+    ways = PLAIN, FILTERED, TYPICAL, EDITED
+    return {(i, s): enumerate_sequences(p, s) for i, p in enumerate(PROMPTS) for s in ways}
 
 
 def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
@@ -188,6 +194,10 @@ CONFIGURATIONS = [
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
+    ("rejection", "full", 3, 3, (PLAIN, EDITED), 131),
+    ("rejection", "ngram", 3, 3, (TYPICAL, EDITED), 133),
+    ("rejection", "speculated, streaming", 3, 3, (PLAIN, EDITED), 135),
+    ("coupled", "full", 3, 1, (TYPICAL, EDITED), 137),
     ("rejection", "ngram: heuristic", 2, 3, (PLAIN, FILTERED), 112),
     ("rejection", "full: confidence", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "streaming: confidence, auto", 3, 25, (PLAIN,), 116),
