@@ -46,6 +46,9 @@ def on(*routes: str, **fields: Any) -> dict[str, Fields]:
     return dict.fromkeys(routes or ROUTES, fields)
 
 
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
 # The fields of each parameter by route; a route that is absent lacks the parameter.
 PARAMETERS: dict[str, dict[str, Fields]] = {
     "temperature": on(temperature=0.5),
@@ -67,8 +70,40 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "chat": on(*GENERATE, chat=True),
     "return_full_text": on(*GENERATE, return_full_text=True),
     "neutral": on(*OPENAI, n=1, model="m", user="u") | on(*GENERATE, typical_p=1, watermark=False),
+    "min_p": on(min_p=0.4),
+    "typical_p": on(typical_p=0.3),
+    "repetition_penalty": on(repetition_penalty=1.7),
+    "presence_penalty": on(presence_penalty=1.5),
+    "frequency_penalty": on(frequency_penalty=1.5),
+    "logit_bias": on(logit_bias={"40": 3, "50": -100, "60": 2.5}),
+    "bad_words": on(bad_words=["I", "Z"]),
+    "min_tokens": on(min_tokens=9, logit_bias={"2": 6}),
+    "ignore_eos": on(ignore_eos=True, logit_bias={"2": 6}),
+    "edits": on(
+        **{"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 5},
+        **{"logit_bias": {"2": 2, "40": 2}, "bad_words": ["I"], "min_p": 0.05, "top_k": 60, "stop": ["q"]},
+    ),
+    "n": on(*OPENAI, n=3),
+    "best_of": on("completion", n=2, best_of=3) | on("generate", best_of=3),
+    "prompts": on(*COMPLETIONS, prompt=["a b c", "tea for two", "of the cat and the hat" * 3], n=2),
+    "top_logprobs": on(*COMPLETIONS, logprobs=20, n=2) | on(*CHATS, top_logprobs=20) | on(*GENERATE, top_n_tokens=4),
+    "echo": on(*COMPLETIONS, echo=True, logprobs=2, stop=["e", "7"]),
+    "scores": on(*COMPLETIONS, echo=True, logprobs=1, max_tokens=0, prompt=["a b c", "tea"]),
+    "decoder_input_details": on("generate", decoder_input_details=True),
+    "roles": on(
+        *CHATS,
+        tools=[{"type": "function", "function": FUNCTION}],
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+            {"role": "user", "content": "How warm is it?", "name": "ann"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "4 degrees", "tool_call_id": "c"},
+        ],
+    ),
+    "tools": on(*CHATS, tools=[{"type": "function", "function": FUNCTION}], parallel_tool_calls=False),
+    "prediction": on(*CHATS, prediction={"type": "content", "content": "IZZ|oIj7 the cat and the hat"}),
 }
-WITHOUT_EFFECT = ("neutral",)
+WITHOUT_EFFECT = ("neutral", "prediction")
 
 
 @pytest.fixture(scope="module")
