@@ -7,6 +7,7 @@ from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError, flag
+from engine.grammars import Grammar
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.stats import Counts, RoundStats
@@ -31,7 +32,8 @@ class Request:
 
     id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in messages. logprobs: a list to get
     each token's log-probability, the model's at temperature 1 and without filters, on the rank that decides; or None.
-    speculate: False for plain rounds while it decodes. n_reused: tokens of the prompt that its row held. text: the
+    speculate: False for plain rounds while it decodes. grammar: what the answer has to follow, at its beginning, or
+    None. n_reused: tokens of the prompt that its row held. text: the
     prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. Errors: ConfigError
     naming a field that is not of integers, or out of range.
     """
@@ -49,6 +51,7 @@ class Request:
     error: str | None = field(default=None, init=False)
     logprobs: list[float] | None = None
     speculate: bool = True
+    grammar: Grammar | None = None
     n_reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,10 @@ class Request:
             self.finish_reason = "length"
         self.tokens += kept
         self.text += kept
+        if self.grammar is not None:
+            self.grammar.advance(kept)
+            if self.grammar.error and self.finish_reason is None:
+                self.finish_reason, self.error = "error", f"the grammar cannot go on: {self.grammar.error}"
         return len(kept)
 
     def commit(self, outcome: Outcome) -> int:

@@ -6,14 +6,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
+from engine.drafters.combined import Combined
+from engine.drafters.model_drafter import ModelDrafter
+from engine.grammars import MaskedDraws, Masks
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
@@ -64,18 +68,45 @@ class Round:
         return self._captured(name, kind, part, verifies)
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh"."""
-        assert self.drafter is not None
-        self.drafter.n_rounds += 1
-        if self.drafter.is_due():
-            with phase("refresh"):
-                self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
+        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh". Tokens that a grammar forces
+        take the place of drafts; without a drafter, they are all drafts."""
+        if self.drafter is not None:
+            self.drafter.n_rounds += 1
+            if self.drafter.is_due():
+                with phase("refresh"):
+                    self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
+        masks = self.batch.masks
+        if masks is not None:
+            masks.fill([()] * len(self.batch.rows) if self._draws else None)
         self.proposed = self._part("draft", self._draft)
+        if masks is not None:
+            self._draft_forced(masks)
+
+    @property
+    def _draws(self) -> bool:
+        """True if the drafter draws each draft once, behind those before it."""
+        return isinstance(self.drafter, ModelDrafter | Combined)
 
     def _draft(self) -> tuple[Drafts, Verification]:
-        assert self.drafter is not None
-        verification = self._new_verification()
-        return self.drafter.propose(self.batch, verification, self.gamma), verification
+        verification, current, masks = self._new_verification(), self.batch.current, self.batch.masks
+        if self.drafter is None:
+            none = current.new_zeros(len(current), self.gamma)
+            return Drafts(none, lengths=torch.zeros_like(current)), verification
+        reads_drafts = masks is not None and self._draws and self._captured is None
+        drawing = cast(Verification, MaskedDraws(verification, masks)) if reads_drafts else verification
+        return self.drafter.propose(self.batch, drawing, self.gamma), verification
+
+    def _draft_forced(self, masks: Masks) -> None:
+        """Put the tokens that each row's grammar forces in the place of its first drafts."""
+        tokens, probs, lengths = self.proposed[0]
+        for row, grammar in enumerate(masks.grammars):
+            forced = [] if grammar is None else grammar.forced()[: self.n_drafts]
+            if n := len(forced):
+                tokens[row, :n] = torch.tensor(forced, device=tokens.device)
+                if probs is not None:
+                    probs[row, :n] = one_hot(tokens[row, :n], probs.shape[-1]).to(probs.dtype)
+                if lengths is not None:
+                    lengths[row].clamp_(min=n)
 
     @property
     def observes(self) -> bool:
@@ -97,6 +128,8 @@ class Round:
 
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
+        if self.batch.masks is not None:
+            self.batch.masks.fill(self.proposed[0].tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
         self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
 
@@ -183,7 +216,7 @@ class Rounds:
     def make_round(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Return a round over that batch. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
-        most = 0 if drafter is None else drafter.gamma
+        most = choice.gamma if drafter is None else drafter.gamma
         if not 0 <= choice.gamma <= most:
             required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
             raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)

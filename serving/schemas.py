@@ -3,11 +3,13 @@
 A list is checked up to its first wrong value, since checks run on the event loop.
 """
 
+import json
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from engine.grammars import GrammarSpec
 from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
@@ -59,11 +61,13 @@ class Body(BaseModel):
 
 
 class GenerationSpec(Body):
-    """How to continue a prompt. PROMPT, LENGTH: names of the fields in errors. WITHIN: prefix of all other fields.
-    DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop string."""
+    """How to continue a prompt. PROMPT, LENGTH, GRAMMAR: names of the fields in errors. WITHIN: prefix of all other
+    fields. DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop
+    string."""
 
     PROMPT: ClassVar[str]
     LENGTH: ClassVar[str]
+    GRAMMAR: ClassVar[str]
     WITHIN: ClassVar[str] = ""
     DEFAULT_LENGTH: ClassVar[int] = 2**31
     KEEPS_STOP: ClassVar[bool] = False
@@ -92,6 +96,11 @@ class GenerationSpec(Body):
         """Variables for the chat template."""
         return {}
 
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The grammar that the answer has to follow, or None."""
+        return None
+
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token; greedy decoding has no filters."""
         if not self.samples:
@@ -99,17 +108,44 @@ class GenerationSpec(Body):
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
 
 
+class TgiGrammar(Body):
+    """A grammar of text-generation-inference."""
+
+    type: Literal["json", "regex"]
+    value: dict[str, Any] | Text
+
+    @model_validator(mode="after")
+    def _require_kind(self) -> "TgiGrammar":
+        if isinstance(self.value, str) != (self.type == "regex"):
+            raise ValueError("the value is an object for json, a text for regex")
+        return self
+
+    @property
+    def spec(self) -> GrammarSpec:
+        return GrammarSpec("regex", self.value) if isinstance(self.value, str) else _json_of(self.value)
+
+
+def _json_of(schema: dict[str, Any]) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(schema))
+
+
 class Parameters(GenerationSpec):
     """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p`
     means sampling. chat: put the inputs into the model's chat template."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
+    GRAMMAR = "parameters.grammar"
 
     max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None
     do_sample: Switch | None = None
     details: Switch = False
     return_full_text: Switch = False
     chat: Switch = False
+    grammar: TgiGrammar | None = None
+
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        return self.grammar and self.grammar.spec
 
     @property
     def samples(self) -> bool:
@@ -129,13 +165,46 @@ class StreamOptions(Body):
     include_usage: Switch = False
 
 
+class JsonSchema(Body):
+    """A schema of OpenAI's `response_format`. The answer always follows it, `strict` or not."""
+
+    name: Text = ""
+    description: Text = ""
+    strict: Switch = True
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """The answer is JSON: an object, or what a schema describes."""
+
+    type: Literal["json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _require_schema(self) -> "ResponseFormat":
+        if (self.json_schema is None) != (self.type == "json_object"):
+            raise ValueError("json_schema is given with the type json_schema, and only then")
+        return self
+
+    @property
+    def spec(self) -> GrammarSpec:
+        return _json_of({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
+
+
 class OpenAISpec(GenerationSpec):
     """Fields of both routes of OpenAI. `model` and `user` have no effect: a server has one model."""
+
+    GRAMMAR = "response_format"
 
     model: Text = ""
     user: Text = ""
     stream: Switch = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    response_format: ResponseFormat | None = None
+
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        return self.response_format and self.response_format.spec
 
 
 class Completion(OpenAISpec):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
+from engine.grammars import Grammar, Grammars, GrammarSpec
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
@@ -182,6 +183,8 @@ class Service(Collector):
             )
         except UserError as error:
             raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
+        if (grammar := spec.grammar_spec) is not None:
+            request.grammar = await self.loop.run_in_executor(self._thread, self._start, grammar, spec.GRAMMAR)
         request.prompt = request.prompt[-(spec.truncate or 0) :]
         request.limit = self._limit(spec, request.prompt)
         if answer.finish is None:
@@ -199,6 +202,8 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
+        if spec.grammar_spec is not None and self.session.ranks.size > 1:
+            raise invalid(spec.GRAMMAR, "this server runs on several ranks, which follow no grammar")
         if isinstance(prompt[0], dict) and self.template is None:
             raise invalid(spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
@@ -208,6 +213,17 @@ class Service(Collector):
         if self.template is not None and isinstance(prompt[0], dict):
             return self.template.encode(prompt, variables)
         return list(prompt)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        config = self.plan.target.config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_tokens)
+
+    def _start(self, grammar: GrammarSpec, field: str) -> Grammar:
+        try:
+            return self._grammars.start(grammar)
+        except UserError as error:
+            raise invalid(field, f"{error.what}: {error.seen}") from None
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""
