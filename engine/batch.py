@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.edits import Edits
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -23,11 +24,14 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead.
+    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows.
     """
 
-    def __init__(self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True) -> None:
+    def __init__(
+        self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True, n_ids: int = 0
+    ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
+        self.edits = Edits.of_rows(n_rows, n_ids, device) if filters.any_edits else None
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -42,6 +46,7 @@ class Batch:
         if n not in self._firsts:
             fewer = self._firsts[n] = copy.copy(self)
             fewer.distribution, fewer._is_whole = self.distribution.first(n), False
+            fewer.edits = self.edits and self.edits.first(n)
             fewer._set_tensors(self._state[:, :n])
         return self._firsts[n]
 
@@ -51,6 +56,15 @@ class Batch:
         further.lengths, further.previous, further.current = self.lengths + n, previous, current
         further._longest = self._longest + most
         return further
+
+    def edited(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
+        """Return `logits [B, T, V]` after the edits of each row, where step t follows t of `drafts [B, T - 1]`; without
+        edits, the logits themselves. ahead: tokens of this round before step 0, of which only the number counts."""
+        return logits if self.edits is None else self.edits.edited(logits, drafts, ahead)
+
+    def edited_draft(self, logits: Tensor, i: int) -> Tensor:
+        """Return the i-th draft's `logits [B, V]` after the edits, of which texts count up to the round's start."""
+        return self.edited(logits[:, None], self.current[:, None][:, :0], i)[:, 0]
 
     def view_of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
         """Return the batch's rows of a cache; with gamma, only the slots that a round of `gamma` drafts can take."""

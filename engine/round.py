@@ -180,16 +180,19 @@ class Rounds:
     def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
         """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
 
-        mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and the
-        filters are none or all. A row's result does not depend on either: a greedy row is a distribution with a single
-        token, and filters that a row does not have exclude nothing.
+        mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and top-k
+        and top-p are none or both; rounds with and without edits are captured apart. A row's result does not depend on
+        either: a greedy row is a distribution with a single token, and filters that a row does not have exclude
+        nothing.
         """
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
-        elif filters.any_top_k or filters.any_top_p:
-            filters = Filters(True, True, True, ALL)
+        else:
+            if filters.any_top_k or filters.any_top_p:
+                filters |= Filters(True, True, True, ALL)
+            filters = filters._replace(any_edits=any(row.edits for row in busy))
         if self._kind != (mode, filters):
-            if self._kind is not None:
+            if self._kind not in (None, (mode, filters._replace(any_edits=not filters.any_edits))):
                 self._runner.drop_graphs()  # those of fewer filters are never used again
             self._kind = mode, filters
             self._batch, self._captured = self._batch_and_parts(mode, filters)
@@ -199,7 +202,7 @@ class Rounds:
         """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
         of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
@@ -225,8 +228,10 @@ class Rounds:
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:
     """Choose the token that follows a prompt, by the prompt's last `logits [V]`, as a round without drafts does."""
-    batch = Batch(1, Filters.of([request.sampling]), runner.device)
+    batch = Batch(1, Filters.of([request.sampling]), runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
+    if batch.edits:
+        batch.edits.begin([request])
     batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
     first = verification_in(mode, batch, 0, runner.model)
 

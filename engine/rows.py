@@ -87,6 +87,8 @@ class Rows:
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
             batch.set_rows(sampling, ids, [row for row, _ in computed])
             batch.idle.copy_(torch.tensor([request is None for _, request in computed]))
+            if batch.edits:
+                batch.edits.begin(requests)
             self.set_state(batch)
         return batch
 
@@ -95,6 +97,8 @@ class Rows:
         for row, request in self.busy():
             self._state[row] = _state_of(request)
         batch.set_state(*zip(*(self._state[row] for row, _ in self.computed), strict=True))
+        if batch.edits:
+            batch.edits.advance()
 
 
 def _state_of(request: Request) -> RowState:

@@ -1,4 +1,4 @@
-"""The distribution of the next token: logits -> temperature -> joint top-k and top-p -> probabilities.
+"""The distribution of the next token: edited logits -> temperature -> min-p -> joint top-k and top-p -> typical-p.
 
 Target and draft go through the same functions. Greedy is a separate mode, not a small temperature:
 its distribution is a point mass on the lowest id among the largest logits.
@@ -7,10 +7,11 @@ its distribution is a point mass on the lowest id among the largest logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
+from operator import index as as_integer
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from engine.noise import triton_kernels
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # the number of ids that pass where there is no top-k
 WHOLE = 2.0**62  # the mass of all ids
+MOST_BANS, LONGEST_BAN = 128, 16  # sequences that a request may exclude, and the tokens of each
 DIGIT = 11  # bits that each step of the search for the last kept value looks at
 
 
@@ -32,14 +34,34 @@ class SamplingParams:
     temperature: divides the logits; 0 is greedy. top_k: keep the k likeliest ids; 0 keeps all. top_p: keep the
     likeliest ids until their mass reaches top_p; 1 keeps all. The two filters are joint: both look at the unfiltered
     distribution at that temperature, and an id has to pass both; ties go to the lowest id. seed: keys the random
-    numbers, equally on every machine, in every batch and with every drafter. Errors: ConfigError naming a field that is
-    out of range.
+    numbers, equally on every machine, in every batch and with every drafter.
+
+    min_p: exclude ids less likely than this share of the likeliest, before the other filters. typical_p: of what these
+    keep, keep the ids whose surprise is closest to the entropy until their mass reaches typical_p (Meister et al. 2023,
+    arXiv 2202.00666); 1 keeps all.
+
+    The other fields edit the logits before the temperature, greedy decoding included. logit_bias: a mapping of ids to
+    numbers that are added. repetition_penalty: divides positive and multiplies negative logits of ids of prompt and
+    answer (Keskar et al. 2019, arXiv 1909.05858). frequency_penalty, presence_penalty: subtracted for each occurrence
+    of an id in the answer, and once for an id that occurs. min_tokens: the answer's first tokens, which are no stop
+    token. bad_words: sequences of ids that the answer does not contain. An excluded id is drawn only where all others
+    are excluded, too.
+
+    Errors: ConfigError naming a field that is out of range.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # kept as pairs
+    bad_words: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         temperatures = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
@@ -48,7 +70,18 @@ class SamplingParams:
             ("top_k", Integral, lambda k: 0 <= k < 2**63, "an integer, 0 (every token) <= top_k < 2**63"),
             ("top_p", Real, lambda p: 0 < p <= 1, "0 < top_p <= 1 (every token)"),
             ("seed", Integral, lambda seed: 0 <= seed < 2**63, "an integer, 0 <= seed < 2**63"),
+            ("min_p", Real, lambda p: 0 <= p <= 1, "0 (every token) <= min_p <= 1"),
+            ("typical_p", Real, lambda p: 0 < p <= 1, "0 < typical_p <= 1 (every token)"),
+            ("repetition_penalty", Real, lambda x: 0.01 <= x <= 100, "0.01 to 100; 1 changes nothing"),
+            ("presence_penalty", Real, lambda x: -2 <= x <= 2, "-2 to 2"),
+            ("frequency_penalty", Real, lambda x: -2 <= x <= 2, "-2 to 2"),
+            ("min_tokens", Integral, lambda n: 0 <= n < 2**31, "an integer, 0 <= min_tokens < 2**31"),
+            ("logit_bias", tuple, lambda bias: all(i >= 0 and abs(x) <= 100 for i, x in bias), "-100 to 100 by id"),
+            ("bad_words", tuple, _are_bans, f"at most {MOST_BANS} sequences of 1 to {LONGEST_BAN} ids"),
         )
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((as_integer(id_), float(x)) for id_, x in bias))
+        object.__setattr__(self, "bad_words", tuple(tuple(map(as_integer, ids)) for ids in self.bad_words))
         for name, kind, fits, required in checks:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
@@ -63,13 +96,29 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
+
+    @property
+    def edits(self) -> bool:
+        """True if the logits are edited before the temperature."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or self.min_tokens > 0 or bool(self.logit_bias or self.bad_words)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that a bias or a ban names; -1 if none does."""
+        return max([-1, *(id_ for id_, _ in self.logit_bias), *(id_ for ids in self.bad_words for id_ in ids)])
 
     @cached_property
     def needs(self) -> Filters:
         """The filtering steps that this distribution needs."""
         most_kept = self.top_k or (1 if self.greedy else ALL)
-        return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept)
+        others = self.min_p > 0, self.typical_p < 1, self.edits
+        return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept, *others)
+
+
+def _are_bans(bans: tuple[tuple[int, ...], ...]) -> bool:
+    return len(bans) <= MOST_BANS and all(1 <= len(ids) <= LONGEST_BAN and min(ids) >= 0 for ids in bans)
 
 
 class Filters(NamedTuple):
@@ -82,6 +131,9 @@ class Filters(NamedTuple):
     any_top_p: bool = False
     any_greedy: bool = False
     most_kept: int = 0
+    any_min_p: bool = False
+    any_typical_p: bool = False
+    any_edits: bool = False
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
@@ -98,6 +150,8 @@ class Distribution:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
+    typical_p: Tensor
     filters: Filters
 
     @classmethod
@@ -106,20 +160,24 @@ class Distribution:
     ) -> Distribution:
         """Return the distribution of some rows; `filters` may be those of further rows, too."""
         top_p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
+        typical_p = [row.typical_p if row.typical_p < 1 else math.inf for row in rows]
         return cls(
             torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
             torch.tensor([row.top_k or ALL for row in rows], device=device),
             torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor([row.min_p for row in rows], dtype=torch.float64, device=device),
+            torch.tensor(typical_p, dtype=torch.float64, device=device),
             filters or Filters.of(rows),
         )
 
     def first(self, n: int) -> Distribution:
         """Return the first n rows, in the same tensors."""
-        return Distribution(self.temperature[:n], self.top_k[:n], self.top_p[:n], self.filters)
+        each = self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
+        return Distribution(*(values[:n] for values in each), self.filters)
 
     def copy_(self, other: Distribution) -> None:
         """Copy the values of other rows with the same filters, in place."""
-        for name in ("temperature", "top_k", "top_p"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
             getattr(self, name).copy_(getattr(other, name))
 
     def logprobs(self, logits: Tensor) -> Tensor:
@@ -132,16 +190,24 @@ class Distribution:
         return self._filtered(logits).softmax(dim=-1)
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """Return scaled logits, the largest of each row 0, with -inf where a filter excludes an id."""
+        """Return scaled logits with -inf where a filter excludes an id."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature = _like(self.temperature, logits)
         # The largest is subtracted first: any temperature then scales towards -inf, never to inf - inf.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)
+        if self.filters.any_min_p:
+            scaled = scaled.masked_fill(scaled < _like(self.min_p, scaled).log(), -math.inf)
         if self.filters.any_top_k or self.filters.any_top_p:
             if not scaled.is_cpu and (kernels := triton_kernels()):
                 scaled = kernels.run(kernels.plan_filter(scaled, self.top_k, self.top_p))
             else:
                 scaled = scaled.masked_fill(~self.kept(scaled), -math.inf)
+        if self.filters.any_typical_p:
+            logprobs = scaled.log_softmax(dim=-1)
+            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1, keepdim=True)
+            limit = _like(self.typical_p, scaled, torch.float64) * WHOLE
+            typical = _before(-(logprobs + entropy).abs(), _masses(scaled, scaled), limit)
+            scaled = scaled.masked_fill(~typical, -math.inf)
         if self.filters.any_greedy:
             point = torch.full_like(scaled, -math.inf).scatter_(-1, greedy(logits)[..., None], 0.0)
             scaled = torch.where(temperature == 0, point, scaled)
@@ -151,25 +217,27 @@ class Distribution:
         """Return which ids pass both filters: the likeliest, and among equals the lowest. `scaled [B, ..., V]` are
         scaled logits, the largest of each row 0."""
         top_k, top_p = _like(self.top_k, scaled, torch.int64), _like(self.top_p, scaled, torch.float64) * WHOLE
-
-        def masses(values: Tensor) -> Tensor:
-            """Return each id's mass as an integer, so that sums do not depend on their order."""
-            log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
-            return ((values.double() - log_sum).exp_() * WHOLE).long()
-
         if self.filters.most_kept == ALL:
-            kept = _before(scaled, masses(scaled), top_p) if self.filters.any_top_p else torch.ones_like(scaled).bool()
+            kept = torch.ones_like(scaled).bool()
+            if self.filters.any_top_p:
+                kept = _before(scaled, _masses(scaled, scaled), top_p)
             return kept & _before(scaled, torch.ones_like(scaled).long(), top_k) if self.filters.any_top_k else kept
         descending = scaled.topk(min(self.filters.most_kept, scaled.shape[-1]), dim=-1).values
         kept = (torch.arange(descending.shape[-1], device=scaled.device) < top_k).expand_as(descending)
         if self.filters.any_top_p:
-            mass = masses(descending)
+            mass = _masses(descending, scaled)
             kept = kept & (mass.cumsum(dim=-1) - mass < top_p)
         n = kept.sum(dim=-1, keepdim=True)
         threshold = descending.gather(-1, n - 1)
         above = scaled > threshold
         tied = scaled == threshold
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
+
+
+def _masses(values: Tensor, scaled: Tensor) -> Tensor:
+    """Return the mass of each of some scaled `values` of a row as an integer: sums do not depend on their order."""
+    log_sum = scaled.double().logsumexp(dim=-1, keepdim=True)
+    return ((values.double() - log_sum).exp_() * WHOLE).long()
 
 
 def _before(scaled: Tensor, mass: Tensor, limit: Tensor) -> Tensor:

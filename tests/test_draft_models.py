@@ -149,7 +149,7 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
         if POLICIES[policy].is_exact:
             held = caches[0].positions[None, None, :, None, :, None] != EMPTY
             torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
-        drafts = [drafter.propose(batch, Greedy(), 3).tokens for drafter in (late, steady)]
+        drafts = [drafter.propose(batch, Greedy(batch), 3).tokens for drafter in (late, steady)]
         assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
     else:
         assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]

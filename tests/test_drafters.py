@@ -92,14 +92,14 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
     # The first token of each text (from the prefill) sits at the prompt's length.
     drafter.follow([RowUpdate(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
     drafter.follow([RowUpdate(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
-    drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(), 3)
+    drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(batch_at([0], [0])), 3)
     assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
     drafter.follow([RowUpdate(0, 7, [1, 2, 10, 11, 99], 3), RowUpdate(1, 9, [3, 20, *[0] * 8], 2)])
-    drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(), 3)
+    drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(batch_at([0], [0])), 3)
     assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
     drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
     drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4, 20], 4)])
-    drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(), 3)
+    drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(batch_at([0], [0])), 3)
     assert drafts.lengths.tolist() == [0, 0, 0]
 
 

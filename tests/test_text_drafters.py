@@ -49,13 +49,13 @@ def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
     drafter = Suffix(tiny_runner(3), gamma=3)
     drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5], 0), RowUpdate(2, 1, [1, 2, 1], 0)])
     drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5, 6], 8)])
-    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(), 3)
+    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 3)
     assert drafts.lengths.tolist() == [3, 0, 3]
     assert drafts.tokens[0].tolist() == [7, 8, 5] and drafts.tokens[2].tolist() == [2, 1, 2]
-    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(), 1)
+    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 1)
     assert drafts.lengths.tolist() == [1, 0, 1] and drafts.tokens.tolist() == [[7], [0], [2]]
     drafter.follow([RowUpdate(0, 2, [6], 0)])
-    assert drafter.propose(batch_at([0, 9, 2], [6, 0, 1]), Greedy(), 3).lengths.tolist() == [0, 0, 3]
+    assert drafter.propose(batch_at([0, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 3).lengths.tolist() == [0, 0, 3]
 
 
 def plainly_counted(text: list[int], order: int, context: list[int]) -> int | None:

@@ -123,13 +123,13 @@ def replay(
     Each step runs the emitted token, so that behind a difference the comparison goes on from the emitted prefix.
 
     sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b. Errors:
-    ConfigError if it filters (whether an id passes is a near-tie of another kind); UserError if a score is not finite.
+    ConfigError if it filters (whether an id passes is a near-tie of another kind) or edits logits; UserError if a score
+    is not finite.
     """
     sampling = sampling or SamplingParams()
-    if sampling.filters:
-        what, seen = "the certificate does not cover filters", f"top_k {sampling.top_k}, top_p {sampling.top_p}"
-        fix = "certify with a temperature alone"
-        raise ConfigError(what, "certificate: sampling", seen, "top_k 0 and top_p 1", fix)
+    if sampling.filters or sampling.edits:
+        what, required = "the certificate covers neither filters nor edits", "a temperature and a seed"
+        raise ConfigError(what, "certificate: sampling", sampling, required, "certify with a temperature alone")
     runner = ModelRunner(model, cache)
     lengths, first = _prefill_anew(runner, prompts)
     columns = []

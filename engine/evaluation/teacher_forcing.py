@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.modes import resolve_mode
-from engine.requests import check_prompt
+from engine.requests import Request, check_prompt
 from engine.round import Round
 from engine.runner import ModelRunner, not_finite
 from engine.sampling import Filters, SamplingParams
@@ -50,7 +50,8 @@ def forced_acceptance(
         drafter.follow([RowUpdate(row, row, prompt, 0)])
         if reads_current:
             drafter.follow([RowUpdate(row, row, [*prompt, continuations[row][0]], len(prompt))])
-    batch = Batch(n_rows, Filters.of(params), runner.device)
+    requests = [Request(prompt, n_token, sampling=params[0]) for prompt in prompts]
+    batch = Batch(n_rows, Filters.of(params), runner.device, n_ids=runner.vocab_size)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, mode)
     books = torch.tensor(continuations, device=runner.device)
@@ -59,6 +60,10 @@ def forced_acceptance(
     for start in range(0, n_token - gamma - 1, gamma + 1):
         known = [(text, len(prompt) + start) for text, prompt in zip(texts, prompts, strict=True)]
         batch.set_state([n for _, n in known], [text[n - 1] for text, n in known], [text[n] for text, n in known])
+        if batch.edits:
+            for request, book in zip(requests, continuations, strict=True):
+                request.tokens = [*book[: start + 1]]
+            batch.edits.begin(requests)
         round_.propose()
         round_.verify()
         round_.accept()
