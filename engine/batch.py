@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.edits import Edits
+from engine.grammars import Masks
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -24,14 +25,22 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows.
+    captured rounds keep the same shape instead. n_ids: the vocabulary, and n_drafts: the most of a round, for `edits`
+    and `masks`, which are None without such rows.
     """
 
     def __init__(
-        self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True, n_ids: int = 0
+        self,
+        n_rows: int,
+        filters: Filters,
+        device: Device = "cpu",
+        narrows: bool = True,
+        n_ids: int = 0,
+        n_drafts: int = 0,
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.edits = Edits.of_rows(n_rows, n_ids, device) if filters.any_edits else None
+        self.masks = Masks(n_rows, 1 + n_drafts, n_ids, device) if filters.any_grammar else None
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -47,6 +56,7 @@ class Batch:
             fewer = self._firsts[n] = copy.copy(self)
             fewer.distribution, fewer._is_whole = self.distribution.first(n), False
             fewer.edits = self.edits and self.edits.first(n)
+            fewer.masks = self.masks and self.masks.first(n)
             fewer._set_tensors(self._state[:, :n])
         return self._firsts[n]
 
@@ -59,8 +69,11 @@ class Batch:
 
     def edited(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
         """Return `logits [B, T, V]` after the edits of each row, where step t follows t of `drafts [B, T - 1]`; without
-        edits, the logits themselves. ahead: tokens of this round before step 0, of which only the number counts."""
-        return logits if self.edits is None else self.edits.edited(logits, drafts, ahead)
+        edits, the logits themselves. Grammars come last. ahead: tokens of this round before step 0, of which only the
+        number counts."""
+        if self.edits is not None:
+            logits = self.edits.edited(logits, drafts, ahead)
+        return logits if self.masks is None else self.masks.masked(logits, ahead)
 
     def edited_draft(self, logits: Tensor, i: int) -> Tensor:
         """Return the i-th draft's `logits [B, V]` after the edits, of which texts count up to the round's start."""

@@ -34,11 +34,13 @@ class Grammar:
     @property
     def error(self) -> str:
         """Why the grammar cannot go on, such as a limit of the library; empty if it can."""
-        return self._matcher.get_error()
+        return " ".join(self._matcher.get_error().partition("<state>")[0].split())
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Move behind tokens of the answer. Behind its end, tokens change nothing."""
-        self._matcher.try_consume_tokens([*tokens])
+        """Move behind tokens of the answer. Behind an end token, further ones change nothing."""
+        for token in tokens:
+            if self._matcher.stop_reason() != "EndOfSentence":
+                self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
         """Return the tokens that follow in any case, as the tokenizer would split their text."""
@@ -47,13 +49,11 @@ class Grammar:
     def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
         """Set the bits of `masks [T, n_bytes]` uint8, on the host, where mask i is of the tokens that may follow i
         drafts. Masks behind a draft that the grammar excludes stay as they are: verification rejects that draft."""
-        n_ahead = 0
+        ahead = self._matcher.deep_copy()  # microseconds; an error behind a draft that is rejected goes with it
         for mask, draft in zip_longest(masks, drafts[: len(masks) - 1]):
-            self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-            if draft is None or not self._matcher.try_consume_tokens([draft]):
-                break
-            n_ahead += 1
-        self._matcher.rollback(n_ahead)
+            ahead.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+            if draft is None or not ahead.try_consume_tokens([draft]):
+                return
 
 
 class Grammars:
@@ -88,8 +88,10 @@ class Grammars:
 class Masks:
     """The tokens that may follow the rows of a batch and their drafts, as bits in tensors that stay in place.
 
-    grammars: of each row, or None for a row without.
+    grammars: of each row, or None for a row without. applies: False while drafts are drawn that the masks do not follow.
     """
+
+    applies = True
 
     def __init__(self, n_rows: int, n_positions: int, n_ids: int, device: str | torch.device) -> None:
         n_bytes = -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
@@ -104,21 +106,21 @@ class Masks:
         fewer._host, fewer._masks = self._host[:n], self._masks[:n]
         return fewer
 
-    def fill(self, drafts: Sequence[Sequence[int]] | None) -> None:
-        """Set the masks behind each row's text and drafts; without drafts, allow everything."""
+    def fill(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Set the masks behind each row's text and drafts."""
         self._host.fill_(255)
-        if drafts is not None:
-            for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=True):
-                if grammar is not None:
-                    grammar.fill(masks, of_row)
+        for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=True):
+            if grammar is not None:
+                grammar.fill(masks, of_row)
         self._masks.copy_(self._host)
 
     def masked(self, logits: Tensor, start: int) -> Tensor:
-        """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts. Tokens
-        that are excluded for another reason stay above these."""
+        """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
+        if not self.applies:
+            return logits
         masks = self._masks[:, start : start + logits.shape[1], :, None]
         excluded = ((masks & self._bits) == 0).flatten(2)[..., : logits.shape[-1]]
-        return logits.clamp(min=torch.finfo(logits.dtype).min).masked_fill(excluded, -math.inf)
+        return logits.masked_fill(excluded, -math.inf)
 
 
 class MaskedDraws:

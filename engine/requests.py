@@ -91,7 +91,7 @@ class Request:
         self.text += kept
         if self.grammar is not None:
             self.grammar.advance(kept)
-            if self.grammar.error and self.finish_reason is None:
+            if self.grammar.error:
                 self.finish_reason, self.error = "error", f"the grammar cannot go on: {self.grammar.error}"
         return len(kept)
 

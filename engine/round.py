@@ -23,7 +23,7 @@ from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.requests import Outcome, Request
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import ALL, Filters, SamplingParams
+from engine.sampling import ALL, Filters
 from engine.timing import synchronize
 
 Result = TypeVar("Result")
@@ -77,24 +77,25 @@ class Round:
                     self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
         masks = self.batch.masks
         if masks is not None:
-            masks.fill([()] * len(self.batch.rows) if self._draws else None)
+            masks.fill([()] * len(self.batch.rows))
         self.proposed = self._part("draft", self._draft)
         if masks is not None:
             self._draft_forced(masks)
-
-    @property
-    def _draws(self) -> bool:
-        """True if the drafter draws each draft once, behind those before it."""
-        return isinstance(self.drafter, ModelDrafter | Combined)
 
     def _draft(self) -> tuple[Drafts, Verification]:
         verification, current, masks = self._new_verification(), self.batch.current, self.batch.masks
         if self.drafter is None:
             none = current.new_zeros(len(current), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(current)), verification
-        reads_drafts = masks is not None and self._draws and self._captured is None
-        drawing = cast(Verification, MaskedDraws(verification, masks)) if reads_drafts else verification
-        return self.drafter.propose(self.batch, drawing, self.gamma), verification
+        drawing = verification
+        if masks is not None:
+            masks.applies = isinstance(self.drafter, ModelDrafter | Combined)
+            if masks.applies and self._captured is None:
+                drawing = cast(Verification, MaskedDraws(verification, masks))
+        drafts = self.drafter.propose(self.batch, drawing, self.gamma)
+        if masks is not None:
+            masks.applies = True
+        return drafts, verification
 
     def _draft_forced(self, masks: Masks) -> None:
         """Put the tokens that each row's grammar forces in the place of its first drafts."""
@@ -177,22 +178,25 @@ class Rounds:
         self._runner, self._drafters = runner, drafters
         self._kind: tuple[str, Filters] | None = None
 
-    def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
+    def batch_of_kind(self, requests: Sequence[Request], mode: str, filters: Filters) -> tuple[str, Batch]:
+        """Return the mode of a round of these requests, and a batch of all rows with their filters.
 
         mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and top-k
-        and top-p are none or both; rounds with and without edits are captured apart. A row's result does not depend on
-        either: a greedy row is a distribution with a single token, and filters that a row does not have exclude
-        nothing.
+        and top-p are none or both; rounds with and without edits or grammars are captured apart. A row's result does
+        not depend on either: a greedy row is a distribution with a single token, and filters that a row does not have
+        exclude nothing.
         """
+        busy = [request.sampling for request in requests]
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
         else:
             if filters.any_top_k or filters.any_top_p:
                 filters |= Filters(True, True, True, ALL)
             filters = filters._replace(any_edits=any(row.edits for row in busy))
+        filters = filters._replace(any_grammar=any(request.grammar for request in requests))
         if self._kind != (mode, filters):
-            if self._kind not in (None, (mode, filters._replace(any_edits=not filters.any_edits))):
+            apart = {"any_edits": filters.any_edits, "any_grammar": filters.any_grammar}
+            if self._kind and (self._kind[0], self._kind[1]._replace(**apart)) != (mode, filters):
                 self._runner.drop_graphs()  # those of fewer filters are never used again
             self._kind = mode, filters
             self._batch, self._captured = self._batch_and_parts(mode, filters)
@@ -202,7 +206,8 @@ class Rounds:
         """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
         of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size)
+        n_drafts = max((drafter.gamma for drafter in self._drafters), default=0)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size, n_drafts)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
@@ -228,10 +233,14 @@ class Rounds:
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:
     """Choose the token that follows a prompt, by the prompt's last `logits [V]`, as a round without drafts does."""
-    batch = Batch(1, Filters.of([request.sampling]), runner.device, n_ids=runner.vocab_size)
+    filters = Filters.of([request.sampling])._replace(any_grammar=request.grammar is not None)
+    batch = Batch(1, filters, runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
     if batch.edits:
         batch.edits.begin([request])
+    if batch.masks:
+        batch.masks.grammars = [request.grammar]
+        batch.masks.fill([()])
     batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
     first = verification_in(mode, batch, 0, runner.model)
 

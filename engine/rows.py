@@ -89,6 +89,8 @@ class Rows:
             batch.idle.copy_(torch.tensor([request is None for _, request in computed]))
             if batch.edits:
                 batch.edits.begin(requests)
+            if batch.masks:
+                batch.masks.grammars = [request.grammar for request in requests]
             self.set_state(batch)
         return batch
 
