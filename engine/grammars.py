@@ -6,23 +6,17 @@ import copy
 import math
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import ConfigError
 from models.checkpoints.tokenizer import JsonTokenizer, Tokenizer
 
 # JSON as Python's json.dumps writes it. With free whitespace no token would be certain, and some models never stop.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class GrammarSpec(NamedTuple):
-    """The text of a grammar: a JSON schema, a regular expression of Rust, or llguidance's Lark."""
-
-    kind: Literal["json_schema", "regex", "lark"]
-    text: str
 
 
 class Grammar:
@@ -43,12 +37,12 @@ class Grammar:
                 self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
-        """Return the tokens that follow in any case, as the tokenizer would split their text."""
+        """Return the tokens of the text that follows in any case; the grammar may allow other splits of it."""
         return self._matcher.compute_ff_tokens()
 
     def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
-        """Set the bits of `masks [T, n_bytes]` uint8, on the host, where mask i is of the tokens that may follow i
-        drafts. Masks behind a draft that the grammar excludes stay as they are: verification rejects that draft."""
+        """Set in `masks [T, n_bytes]` uint8, on the host, a bit for each token that may follow 0, 1, ... of the drafts,
+        up to a draft that the grammar excludes, which verification rejects."""
         ahead = self._matcher.deep_copy()  # microseconds; an error behind a draft that is rejected goes with it
         for mask, draft in zip_longest(masks, drafts[: len(masks) - 1]):
             ahead.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
@@ -57,48 +51,43 @@ class Grammar:
 
 
 class Grammars:
-    """Starts grammars over the tokens of a model with `n_ids` ids, whose answers end with one of `ends`. Errors:
-    ConfigError without the library; CheckpointError for a SentencePiece tokenizer."""
+    """Starts grammars over the tokens of a model with `n_ids` ids, whose answers end with one of `ends`."""
 
     def __init__(self, tokenizer: Tokenizer, n_ids: int, ends: Collection[int]) -> None:
+        what, fix = "a grammar needs llguidance and a tokenizer.json", "pip install -r requirements-grammar.txt"
         try:
-            import llguidance
+            from llguidance import LLMatcher, LLTokenizer
         except ImportError:
-            what, fix = "grammars need the package llguidance", "pip install -r requirements-grammar.txt"
-            raise ConfigError(what, "this Python", f"not installed: {fix}", "llguidance", fix) from None
+            raise ConfigError(what, "this Python", f"no llguidance: {fix}", "llguidance", fix) from None
         if not isinstance(tokenizer, JsonTokenizer):
-            what, fix = "grammars need a tokenizer.json", "add the model's tokenizer.json to the checkpoint"
-            raise CheckpointError(what, "the checkpoint", "a SentencePiece tokenizer.model", "tokenizer.json", fix)
-        self._matcher = llguidance.LLMatcher
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.definition(), n_ids, [*ends])
+            raise ConfigError(what, "the checkpoint", "a tokenizer.model", "a tokenizer.json", "add it")
+        self._matcher, self._tokenizer = LLMatcher, LLTokenizer(tokenizer.definition(), n_ids, [*ends])
 
-    def start(self, spec: GrammarSpec) -> Grammar:
-        """Return the grammar at the beginning of an answer. Errors: ConfigError with what the library says."""
-        if spec.kind == "json_schema":
-            text = self._matcher.grammar_from_json_schema(spec.text, overrides=JSON_FORM)
-        else:
-            text = getattr(self._matcher, f"grammar_from_{spec.kind}")(spec.text)
-        grammar = Grammar(self._matcher(self._tokenizer, text, log_level=0))
+    def start(self, kind: str, text: str) -> Grammar:
+        """Return a grammar at the beginning of an answer. kind: "json_schema", "regex", or "lark" as llguidance has it.
+        Errors: ConfigError with what the library says."""
+        form = {"overrides": JSON_FORM} if kind == "json_schema" else {}
+        made = getattr(self._matcher, f"grammar_from_{kind}")(text, **form)
+        grammar = Grammar(self._matcher(self._tokenizer, made, log_level=0))
         if grammar.error:
-            fix = "correct it, or write it in the parts that llguidance has"
-            raise ConfigError("a grammar cannot be used", spec.kind, grammar.error, "a grammar of llguidance", fix)
+            raise ConfigError(
+                f"llguidance cannot use the {kind}", "the grammar", grammar.error, "its syntax", "mend it"
+            )
         return grammar
 
 
 class Masks:
     """The tokens that may follow the rows of a batch and their drafts, as bits in tensors that stay in place.
 
-    grammars: of each row, or None for a row without. applies: False while drafts are drawn that the masks do not follow.
+    grammars: of each row, or None. applies: False while drafts are drawn that the masks do not follow.
     """
-
-    applies = True
 
     def __init__(self, n_rows: int, n_positions: int, n_ids: int, device: str | torch.device) -> None:
         n_bytes = -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
-        self._host = torch.full((n_rows, n_positions, n_bytes), 255, dtype=torch.uint8)
-        self._masks = self._host.to(device)
-        self._bits = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-        self.grammars: Sequence[Grammar | None] = [None] * n_rows
+        self._host = torch.empty(n_rows, n_positions, n_bytes, dtype=torch.uint8)
+        self._masks, self._bits = self._host.to(device), 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+        self.grammars: Sequence[Grammar | None] = ()
+        self.applies = False
 
     def first(self, n: int) -> Masks:
         """Return the masks of the first n rows, in the same tensors."""
@@ -107,12 +96,13 @@ class Masks:
         return fewer
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Set the masks behind each row's text and drafts."""
+        """Set the masks behind each row's text and drafts, and apply them from now on."""
         self._host.fill_(255)
         for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=True):
             if grammar is not None:
                 grammar.fill(masks, of_row)
         self._masks.copy_(self._host)
+        self.applies = True
 
     def masked(self, logits: Tensor, start: int) -> Tensor:
         """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
@@ -122,6 +112,17 @@ class Masks:
         excluded = ((masks & self._bits) == 0).flatten(2)[..., : logits.shape[-1]]
         return logits.masked_fill(excluded, -math.inf)
 
+    def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> None:
+        """Put the tokens that grammars force in the place of each row's first drafts."""
+        for row, grammar in enumerate(self.grammars):
+            if grammar is not None and (forced := grammar.forced()[: tokens.shape[1]]):
+                n = len(forced)
+                tokens[row, :n] = torch.tensor(forced, device=tokens.device)
+                if probs is not None:
+                    probs[row, :n] = one_hot(tokens[row, :n], probs.shape[-1]).to(probs.dtype)
+                if lengths is not None:
+                    lengths[row].clamp_(min=n)
+
 
 class MaskedDraws:
     """Draws by a verification, with masks that follow the drafts; these are read from the device."""
@@ -130,8 +131,7 @@ class MaskedDraws:
         self._verification, self._masks, self._drafts = verification, masks, list[Tensor]()
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        if i > 0:
-            self._masks.fill(torch.stack(self._drafts, dim=1).tolist())
+        self._masks.fill(torch.stack(self._drafts, dim=1).tolist() if i else [()] * len(logits))
         token, probs = self._verification.draw(logits, i)
         self._drafts.append(token)
         return token, probs
