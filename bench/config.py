@@ -129,6 +129,12 @@ class Sampling:
     """keep the k likeliest tokens; 0 keeps all"""
     top_p: float = 1.0
     """keep the likeliest tokens until their mass reaches this"""
+    min_p: float = 0.0
+    """before these filters, drop tokens less likely than this share of the likeliest"""
+    repetition_penalty: float = 1.0
+    """divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1 changes nothing"""
+    min_tokens: int = 0
+    """with --stop_at_eos: no end token among the first tokens of a row"""
     seed: int | None = None
     """key of the random numbers (default: 0)"""
     verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"

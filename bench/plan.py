@@ -47,7 +47,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     params, verification = resolve_sampling(config.sampling)
     draft_source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
     groups = _rank_groups(config, target, draft_source)
-    config = _without_unused(config, device, target.has_text, texts is not None)
+    config = _without_unused(config, device, target.has_text, texts is not None or max_length is not None)
     prompts = _given_prompts(config.rows.prompts, target, texts) if max_length is None else []
     dataset = resolve_dataset(config.text.dataset, target) if prompts is None else None
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
@@ -101,12 +101,15 @@ def resolve_several(
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
     """Return how tokens are drawn, and the verification mode. Errors: ConfigError for a mode that cannot verify it."""
-    params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0)
+    filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
+    edits = {"repetition_penalty": sampling.repetition_penalty, "min_tokens": sampling.min_tokens}
+    params = SamplingParams(*filters, **edits)
     if params.greedy:
         given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "seed": sampling.seed is not None}
+        given["min_p"] = params.min_p > 0
         if unused := [name for name, is_given in given.items() if is_given]:
             note_without_effect(unused, "temperature 0 is greedy")
-        params = SamplingParams()
+        params = SamplingParams(**edits)
     return params, resolve_mode(sampling.mode, [params])
 
 
@@ -119,6 +122,8 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
     if not has_text and (unused := [name for name in ("prompts", "stop_at_eos") if getattr(rows, name)]):
         note_without_effect(unused, "random weights have no text")
         rows = replace(rows, prompts=None, stop_at_eos=False)
+    if config.sampling.min_tokens and not (rows.stop_at_eos or has_prompts):
+        note_without_effect(["min_tokens"], f"rows have a fixed length without {flag('stop_at_eos')}")
     given = {"prefix_len": config.sizes.prefix_len, "num_prompts": rows.num_prompts}
     if (has_prompts or rows.prompts) and (unused := [name for name, value in given.items() if value]):
         note_without_effect(unused, "prompts are taken whole, and all of them")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.edits import Edits
 from engine.grammars import Masks
+from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -25,8 +26,8 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead. n_ids: the vocabulary, and n_drafts: the most of a round, for `edits`
-    and `masks`, which are None without such rows.
+    captured rounds keep the same shape instead. n_ids, gamma: the vocabulary and the largest gamma, for
+    `edits` and `masks`, which are None without such rows.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class Batch:
         device: Device = "cpu",
         narrows: bool = True,
         n_ids: int = 0,
-        n_drafts: int = 0,
+        gamma: int = 0,
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
-        self.edits = Edits.of_rows(n_rows, n_ids, device) if filters.any_edits else None
-        self.masks = Masks(n_rows, 1 + n_drafts, n_ids, device) if filters.any_grammar else None
+        self.edits = Edits(n_rows, n_ids, device) if filters.any_edits else None
+        self.masks = Masks(n_rows, gamma + 1, n_ids, device) if filters.any_grammar else None
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -55,8 +56,6 @@ class Batch:
         if n not in self._firsts:
             fewer = self._firsts[n] = copy.copy(self)
             fewer.distribution, fewer._is_whole = self.distribution.first(n), False
-            fewer.edits = self.edits and self.edits.first(n)
-            fewer.masks = self.masks and self.masks.first(n)
             fewer._set_tensors(self._state[:, :n])
         return self._firsts[n]
 
@@ -71,8 +70,7 @@ class Batch:
         """Return `logits [B, T, V]` after the edits of each row, where step t follows t of `drafts [B, T - 1]`; without
         edits, the logits themselves. Grammars come last. ahead: tokens of this round before step 0, of which only the
         number counts."""
-        if self.edits is not None:
-            logits = self.edits.edited(logits, drafts, ahead)
+        logits = logits if self.edits is None else self.edits.edited(logits, drafts, ahead)
         return logits if self.masks is None else self.masks.masked(logits, ahead)
 
     def edited_draft(self, logits: Tensor, i: int) -> Tensor:
@@ -108,7 +106,13 @@ class Batch:
         seeds, rows = [row.seed for row in sampling], range(len(sampling)) if rows is None else rows
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
-    def set_state(self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int]) -> None:
-        """Set each row's length and last two tokens."""
+    def set_state(
+        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Request] = ()
+    ) -> None:
+        """Set each row's length and last two tokens. requests: each row's, for edits and masks."""
+        if self.edits:
+            self.edits.follow([*requests])
+        if self.masks:
+            self.masks.grammars = [request.grammar for request in requests]
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))
         self._longest = max(lengths)

@@ -85,7 +85,7 @@ class Decoder:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
 
         Requests of the same id and seed share their random numbers. Errors: ConfigError, and the request is not queued,
-        if its prompt is empty, if it or the sampling has ids outside the vocabulary, if prompt + limit + gamma + 1
+        if its prompt is empty, if prompt or sampling have ids outside the vocabulary, if prompt + limit + gamma + 1
         exceeds the model's context, the cache or a draft's cache, if the mode cannot verify its sampling, or if it was
         submitted before.
         """
@@ -93,10 +93,7 @@ class Decoder:
             seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
-        check_prompt(self._runner, request.index, request.prompt, request.limit, gamma)
-        if (largest := request.sampling.largest_id) >= (n_ids := self._runner.vocab_size):
-            what, where = "a bias or ban is outside the vocabulary", f"prompt {request.index}: sampling"
-            raise ConfigError(what, where, largest, f"ids below {n_ids}", "use ids of the model's tokenizer")
+        check_prompt(self._runner, request.index, request.prompt, request.limit, gamma, request.sampling.ids)
         for drafter in self._pacing.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
         self.expect(request.sampling)

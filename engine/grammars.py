@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -77,9 +76,9 @@ class Grammars:
 
 
 class Masks:
-    """The tokens that may follow the rows of a batch and their drafts, as bits in tensors that stay in place.
+    """The tokens that may follow each row of a batch and its drafts, as bits in tensors that stay in place.
 
-    grammars: of each row, or None. applies: False while drafts are drawn that the masks do not follow.
+    grammars: of the first rows, or None. applies: False while drafts are drawn that the masks do not follow.
     """
 
     def __init__(self, n_rows: int, n_positions: int, n_ids: int, device: str | torch.device) -> None:
@@ -89,16 +88,10 @@ class Masks:
         self.grammars: Sequence[Grammar | None] = ()
         self.applies = False
 
-    def first(self, n: int) -> Masks:
-        """Return the masks of the first n rows, in the same tensors."""
-        fewer = copy.copy(self)
-        fewer._host, fewer._masks = self._host[:n], self._masks[:n]
-        return fewer
-
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
         """Set the masks behind each row's text and drafts, and apply them from now on."""
         self._host.fill_(255)
-        for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=True):
+        for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=False):
             if grammar is not None:
                 grammar.fill(masks, of_row)
         self._masks.copy_(self._host)
@@ -108,7 +101,7 @@ class Masks:
         """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
         if not self.applies:
             return logits
-        masks = self._masks[:, start : start + logits.shape[1], :, None]
+        masks = self._masks[: len(logits), start : start + logits.shape[1], :, None]
         excluded = ((masks & self._bits) == 0).flatten(2)[..., : logits.shape[-1]]
         return logits.masked_fill(excluded, -math.inf)
 

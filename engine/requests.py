@@ -157,14 +157,17 @@ def make_requests(
     return requests
 
 
-def check_prompt(runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int) -> None:
-    """Raise ConfigError unless `prompt` can be continued by `limit` tokens at that gamma."""
+def check_prompt(
+    runner: ModelRunner, index: int, prompt: Sequence[int], limit: int, gamma: int, others: Sequence[int] = ()
+) -> None:
+    """Raise ConfigError unless `prompt` can be continued by `limit` tokens at that gamma. others: further ids, which
+    have to be in the vocabulary."""
     where, vocab_size = f"prompt {index}", runner.model.config.vocab_size
     if not prompt:
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        outside = next(token for token in prompt if not 0 <= token < vocab_size)
-        fix = "encode the prompt with the model's tokenizer"
+    if min(*prompt, *others, 0) < 0 or max(*prompt, *others, 0) >= vocab_size:
+        outside = next(token for token in (*prompt, *others) if not 0 <= token < vocab_size)
+        fix = "encode texts with the model's tokenizer"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")

@@ -6,18 +6,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.drafters.combined import Combined
 from engine.drafters.model_drafter import ModelDrafter
-from engine.grammars import MaskedDraws, Masks
+from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
@@ -68,7 +67,7 @@ class Round:
         return self._captured(name, kind, part, verifies)
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh". Tokens that a grammar forces
+        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh". Tokens that grammars force
         take the place of drafts; without a drafter, they are all drafts."""
         if self.drafter is not None:
             self.drafter.n_rounds += 1
@@ -77,37 +76,20 @@ class Round:
                     self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
         masks = self.batch.masks
         if masks is not None:
-            masks.fill([()] * len(self.batch.rows))
+            masks.applies = False
         self.proposed = self._part("draft", self._draft)
         if masks is not None:
-            self._draft_forced(masks)
+            masks.force(*self.proposed[0])
 
     def _draft(self) -> tuple[Drafts, Verification]:
-        verification, current, masks = self._new_verification(), self.batch.current, self.batch.masks
+        verification, batch = self._new_verification(), self.batch
         if self.drafter is None:
-            none = current.new_zeros(len(current), self.gamma)
-            return Drafts(none, lengths=torch.zeros_like(current)), verification
-        drawing = verification
-        if masks is not None:
-            masks.applies = isinstance(self.drafter, ModelDrafter | Combined)
-            if masks.applies and self._captured is None:
-                drawing = cast(Verification, MaskedDraws(verification, masks))
-        drafts = self.drafter.propose(self.batch, drawing, self.gamma)
-        if masks is not None:
-            masks.applies = True
-        return drafts, verification
-
-    def _draft_forced(self, masks: Masks) -> None:
-        """Put the tokens that each row's grammar forces in the place of its first drafts."""
-        tokens, probs, lengths = self.proposed[0]
-        for row, grammar in enumerate(masks.grammars):
-            forced = [] if grammar is None else grammar.forced()[: self.n_drafts]
-            if n := len(forced):
-                tokens[row, :n] = torch.tensor(forced, device=tokens.device)
-                if probs is not None:
-                    probs[row, :n] = one_hot(tokens[row, :n], probs.shape[-1]).to(probs.dtype)
-                if lengths is not None:
-                    lengths[row].clamp_(min=n)
+            none = batch.current.new_zeros(len(batch.rows), self.gamma)
+            return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
+        drawing: Any = verification
+        if batch.masks is not None and self._captured is None and isinstance(self.drafter, ModelDrafter | Combined):
+            drawing = MaskedDraws(verification, batch.masks)
+        return self.drafter.propose(batch, drawing, self.gamma), verification
 
     @property
     def observes(self) -> bool:
@@ -206,8 +188,8 @@ class Rounds:
         """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
         of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        n_drafts = max((drafter.gamma for drafter in self._drafters), default=0)
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size, n_drafts)
+        gamma = max((drafter.gamma for drafter in self._drafters), default=0)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size, gamma)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
@@ -236,12 +218,9 @@ def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor
     filters = Filters.of([request.sampling])._replace(any_grammar=request.grammar is not None)
     batch = Batch(1, filters, runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
-    if batch.edits:
-        batch.edits.begin([request])
-    if batch.masks:
-        batch.masks.grammars = [request.grammar]
+    batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:], [request])
+    if batch.masks is not None:
         batch.masks.fill([()])
-    batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:])
     first = verification_in(mode, batch, 0, runner.model)
 
     def next_token() -> Tensor:

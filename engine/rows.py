@@ -87,10 +87,6 @@ class Rows:
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
             batch.set_rows(sampling, ids, [row for row, _ in computed])
             batch.idle.copy_(torch.tensor([request is None for _, request in computed]))
-            if batch.edits:
-                batch.edits.begin(requests)
-            if batch.masks:
-                batch.masks.grammars = [request.grammar for request in requests]
             self.set_state(batch)
         return batch
 
@@ -98,9 +94,8 @@ class Rows:
         """Set the lengths and last tokens of the computed rows in their batch."""
         for row, request in self.busy():
             self._state[row] = _state_of(request)
-        batch.set_state(*zip(*(self._state[row] for row, _ in self.computed), strict=True))
-        if batch.edits:
-            batch.edits.advance()
+        lengths, previous, current = zip(*(self._state[row] for row, _ in self.computed), strict=True)
+        batch.set_state(lengths, previous, current, [request or IDLE for _, request in self.computed])
 
 
 def _state_of(request: Request) -> RowState:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from numbers import Integral, Real
 from operator import index as as_integer
 from typing import NamedTuple
@@ -65,6 +66,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         temperatures = f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+        lengths, sequences = range(1, LONGEST_BAN + 1), f"at most {MOST_BANS} sequences of 1 to {LONGEST_BAN} ids"
         checks = (
             ("temperature", Real, lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, temperatures),
             ("top_k", Integral, lambda k: 0 <= k < 2**63, "an integer, 0 (every token) <= top_k < 2**63"),
@@ -76,8 +78,8 @@ class SamplingParams:
             ("presence_penalty", Real, lambda x: -2 <= x <= 2, "-2 to 2"),
             ("frequency_penalty", Real, lambda x: -2 <= x <= 2, "-2 to 2"),
             ("min_tokens", Integral, lambda n: 0 <= n < 2**31, "an integer, 0 <= min_tokens < 2**31"),
-            ("logit_bias", tuple, lambda bias: all(i >= 0 and abs(x) <= 100 for i, x in bias), "-100 to 100 by id"),
-            ("bad_words", tuple, _are_bans, f"at most {MOST_BANS} sequences of 1 to {LONGEST_BAN} ids"),
+            ("logit_bias", tuple, lambda bias: all(abs(x) <= 100 for _, x in bias), "-100 to 100 by id"),
+            ("bad_words", tuple, lambda bans: len(bans) <= MOST_BANS and {*map(len, bans)} <= {*lengths}, sequences),
         )
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         object.__setattr__(self, "logit_bias", tuple((as_integer(id_), float(x)) for id_, x in bias))
@@ -105,9 +107,9 @@ class SamplingParams:
         return penalties or self.min_tokens > 0 or bool(self.logit_bias or self.bad_words)
 
     @property
-    def largest_id(self) -> int:
-        """The largest id that a bias or a ban names; -1 if none does."""
-        return max([-1, *(id_ for id_, _ in self.logit_bias), *(id_ for ids in self.bad_words for id_ in ids)])
+    def ids(self) -> list[int]:
+        """The ids that biases and bans name."""
+        return [*dict(self.logit_bias), *chain(*self.bad_words)]
 
     @cached_property
     def needs(self) -> Filters:
@@ -115,10 +117,6 @@ class SamplingParams:
         most_kept = self.top_k or (1 if self.greedy else ALL)
         others = self.min_p > 0, self.typical_p < 1, self.edits
         return Filters(self.top_k > 0, self.top_p < 1, self.greedy, most_kept, *others)
-
-
-def _are_bans(bans: tuple[tuple[int, ...], ...]) -> bool:
-    return len(bans) <= MOST_BANS and all(1 <= len(ids) <= LONGEST_BAN and min(ids) >= 0 for ids in bans)
 
 
 class Filters(NamedTuple):

@@ -9,19 +9,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from engine.grammars import GrammarSpec
-from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingParams
+from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
 LONGEST_STOP = 256
+FILTERS = "top_k", "top_p", "min_p", "typical_p"
+EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Fields that some clients always send and this server lacks, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_n_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("top_n_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("watermark", "decoder_input_details", "include_obfuscation", "echo", "store"), (False,)),
-    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    "metadata": ({},),
     **dict.fromkeys(("tools", "functions", "tool_calls", "annotations"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
@@ -36,6 +37,9 @@ Text = Annotated[str, Field(min_length=0)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
+Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 def _single(prompt: Any) -> Any:
@@ -45,6 +49,23 @@ def _single(prompt: Any) -> Any:
     if len(prompt) > 1:
         raise ValueError("has several prompts; this server takes a single prompt")
     return prompt[0]
+
+
+def _grammar(given: Any) -> tuple[str, str]:
+    """Return the arguments of `Grammars.start` for OpenAI's form or text-generation-inference's. Errors: ValueError."""
+    match given:
+        case {"type": "json_object"}:
+            given = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json", "value": dict(schema)}:
+            given = schema
+        case {"type": "regex", "value": str(text)}:
+            return "regex", text
+        case _:
+            raise ValueError("has to be json_object, json_schema with its schema, or json or regex with its value")
+    return "json_schema", json.dumps(given)
+
+
+Constraint = Annotated[Any, BeforeValidator(_grammar)]
 
 
 class Body(BaseModel):
@@ -61,13 +82,12 @@ class Body(BaseModel):
 
 
 class GenerationSpec(Body):
-    """How to continue a prompt. PROMPT, LENGTH, GRAMMAR: names of the fields in errors. WITHIN: prefix of all other
-    fields. DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop
-    string."""
+    """How to continue a prompt. PROMPT, LENGTH, GRAMMAR: names of fields in errors. WITHIN: prefix of all other fields.
+    DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop string."""
 
     PROMPT: ClassVar[str]
     LENGTH: ClassVar[str]
-    GRAMMAR: ClassVar[str]
+    GRAMMAR: ClassVar[str] = "response_format"
     WITHIN: ClassVar[str] = ""
     DEFAULT_LENGTH: ClassVar[int] = 2**31
     KEEPS_STOP: ClassVar[bool] = False
@@ -75,17 +95,27 @@ class GenerationSpec(Body):
     max_tokens: Count | None = None  # the most new tokens
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    top_p: Share = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
+    typical_p: Share = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100, strict=True)]] = {}
+    bad_words: Annotated[list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)] = []  # each in two forms
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    ignore_eos: Switch = False
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
     )
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+        list[Word],
         Field(max_length=LONGEST_STOP, fail_fast=True),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
     speculate: Switch = True
+    grammar: Constraint = None
 
     @property
     def samples(self) -> bool:
@@ -96,42 +126,16 @@ class GenerationSpec(Body):
         """Variables for the chat template."""
         return {}
 
-    @property
-    def grammar_spec(self) -> GrammarSpec | None:
-        """The grammar that the answer has to follow, or None."""
-        return None
-
     def sampling(self) -> SamplingParams:
-        """Return the distribution of the next token; greedy decoding has no filters."""
-        if not self.samples:
-            return SamplingParams(seed=self.seed)
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.seed)
-
-
-class TgiGrammar(Body):
-    """A grammar of text-generation-inference."""
-
-    type: Literal["json", "regex"]
-    value: dict[str, Any] | Text
-
-    @model_validator(mode="after")
-    def _require_kind(self) -> "TgiGrammar":
-        if isinstance(self.value, str) != (self.type == "regex"):
-            raise ValueError("the value is an object for json, a text for regex")
-        return self
-
-    @property
-    def spec(self) -> GrammarSpec:
-        return GrammarSpec("regex", self.value) if isinstance(self.value, str) else _json_of(self.value)
-
-
-def _json_of(schema: dict[str, Any]) -> GrammarSpec:
-    return GrammarSpec("json_schema", json.dumps(schema))
+        """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
+        filters = (*FILTERS, "temperature") if self.samples else ()
+        values = {name: getattr(self, name) for name in (*EDITS, *filters)}
+        return SamplingParams(seed=self.seed, **values)
 
 
 class Parameters(GenerationSpec):
-    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1, `top_k` or `top_p`
-    means sampling. chat: put the inputs into the model's chat template."""
+    """Parameters of text-generation-inference. Without `do_sample`, a temperature other than 1 or a filter means
+    sampling. chat: put the inputs into the model's chat template."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
     GRAMMAR = "parameters.grammar"
@@ -141,15 +145,10 @@ class Parameters(GenerationSpec):
     details: Switch = False
     return_full_text: Switch = False
     chat: Switch = False
-    grammar: TgiGrammar | None = None
-
-    @property
-    def grammar_spec(self) -> GrammarSpec | None:
-        return self.grammar and self.grammar.spec
 
     @property
     def samples(self) -> bool:
-        is_filtered = self.temperature != 1 or self.top_k > 0 or self.top_p < 1
+        is_filtered = self.temperature != 1 or SamplingParams(**{name: getattr(self, name) for name in FILTERS}).filters
         return super().samples and (is_filtered if self.do_sample is None else self.do_sample)
 
 
@@ -165,46 +164,14 @@ class StreamOptions(Body):
     include_usage: Switch = False
 
 
-class JsonSchema(Body):
-    """A schema of OpenAI's `response_format`. The answer always follows it, `strict` or not."""
-
-    name: Text = ""
-    description: Text = ""
-    strict: Switch = True
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class ResponseFormat(Body):
-    """The answer is JSON: an object, or what a schema describes."""
-
-    type: Literal["json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _require_schema(self) -> "ResponseFormat":
-        if (self.json_schema is None) != (self.type == "json_object"):
-            raise ValueError("json_schema is given with the type json_schema, and only then")
-        return self
-
-    @property
-    def spec(self) -> GrammarSpec:
-        return _json_of({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
-
-
 class OpenAISpec(GenerationSpec):
     """Fields of both routes of OpenAI. `model` and `user` have no effect: a server has one model."""
-
-    GRAMMAR = "response_format"
 
     model: Text = ""
     user: Text = ""
     stream: Switch = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    response_format: ResponseFormat | None = None
-
-    @property
-    def grammar_spec(self) -> GrammarSpec | None:
-        return self.response_format and self.response_format.spec
+    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = None
 
 
 class Completion(OpenAISpec):

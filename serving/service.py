@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
@@ -24,7 +24,8 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
-from engine.grammars import Grammar, Grammars, GrammarSpec
+from engine.grammars import Grammars
+from engine.sampling import LONGEST_BAN
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid
@@ -170,21 +171,24 @@ class Service(Collector):
         if len(self.answers) >= self._n_rows + self.limits.max_queue:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         self._check(spec, prompt)
-        ends, index = self.plan.target.config.eos_tokens, next(self._numbers)
+        ends, index = () if spec.ignore_eos else self.plan.target.config.eos_tokens, next(self._numbers)
         request = ServedRequest([], 0, ends, spec.sampling(), index=index, speculate=spec.speculate)
         request.logprobs = [] if logprobs else None
         counts, stops = Counts.of_gamma(self.plan.gamma), Stops(spec.stop, spec.KEEPS_STOP)
         answer = Answer(request, self.tokenizer, self._specials, stops, counts)
         self.answers[index] = http.scope["state"]["answer"] = answer
         self._watch(http, answer)
+        run, field = partial(self.loop.run_in_executor, self._thread), spec.PROMPT
         try:
-            request.prompt = await self.loop.run_in_executor(
-                self._thread, self._encode, prompt, spec.template_variables
-            )
+            request.prompt = await run(self._encode, prompt, spec.template_variables)
+            if spec.grammar is not None:
+                field = spec.GRAMMAR
+                request.grammar = await run(lambda: self._grammars.start(*spec.grammar))
         except UserError as error:
-            raise invalid(spec.PROMPT, f"{error.what}: {error.seen}") from None
-        if (grammar := spec.grammar_spec) is not None:
-            request.grammar = await self.loop.run_in_executor(self._thread, self._start, grammar, spec.GRAMMAR)
+            raise invalid(field, f"{error.what}: {error.seen}") from None
+        if spec.bad_words:
+            bans = await self.loop.run_in_executor(self._thread, self._bans, spec)
+            request.sampling = replace(request.sampling, bad_words=bans)
         request.prompt = request.prompt[-(spec.truncate or 0) :]
         request.limit = self._limit(spec, request.prompt)
         if answer.finish is None:
@@ -200,10 +204,12 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}stop", f"has {n_stops} strings; this server takes {limits.max_stop_sequences}")
         if limits.no_plain_requests and not spec.speculate:
             raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
+        if (highest := max(spec.logit_bias, default=0)) >= (n_ids := self.plan.target.config.vocab_size):
+            raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
+        if spec.grammar is not None and self.session.ranks.size > 1:
+            raise invalid(spec.GRAMMAR, "needs a server on a single rank")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
-        if spec.grammar_spec is not None and self.session.ranks.size > 1:
-            raise invalid(spec.GRAMMAR, "this server runs on several ranks, which follow no grammar")
         if isinstance(prompt[0], dict) and self.template is None:
             raise invalid(spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
@@ -214,16 +220,20 @@ class Service(Collector):
             return self.template.encode(prompt, variables)
         return list(prompt)
 
+    def _bans(self, spec: GenerationSpec) -> list[list[int]]:
+        """Return the token ids of `bad_words`, at the begin of a word and within. Raises Failure."""
+        bans = []
+        for text in spec.bad_words:
+            each = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys((text, f" {text.lstrip()}"))]
+            if (longest := max(map(len, each))) > LONGEST_BAN:
+                raise invalid(f"{spec.WITHIN}bad_words", f"has {text!r} of {longest} tokens; at most {LONGEST_BAN} fit")
+            bans += [ids for ids in each if ids and max(ids) < self.plan.target.config.vocab_size]
+        return bans
+
     @cached_property
     def _grammars(self) -> Grammars:
         config = self.plan.target.config
         return Grammars(self.tokenizer, config.vocab_size, config.eos_tokens)
-
-    def _start(self, grammar: GrammarSpec, field: str) -> Grammar:
-        try:
-            return self._grammars.start(grammar)
-        except UserError as error:
-            raise invalid(field, f"{error.what}: {error.seen}") from None
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""
@@ -235,6 +245,8 @@ class Service(Collector):
         limit = spec.max_tokens or min(room, self.limits.max_new_tokens, spec.DEFAULT_LENGTH)
         if limit > room:
             raise invalid(spec.LENGTH, f"is {limit}; behind {n} prompt tokens there is room for {room}", TOO_LONG)
+        if spec.min_tokens > limit:
+            raise invalid(f"{spec.WITHIN}min_tokens", f"is {spec.min_tokens}; the answer has at most {limit} tokens")
         return limit
 
     def _watch(self, http: Request, answer: Answer) -> None:

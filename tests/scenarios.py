@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from edit_cases import edited, random_edits
 from pacings import SCHEDULES, scheduled
 from policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from published_heads import random_eagle, random_medusa
@@ -138,7 +139,7 @@ class Scenario:
         mode = rng.choice(["greedy", "greedy", "coupled", "coupled" if drafter in BY_BATCH else "rejection"])
         n_prompts = rng.randint(1, 5)
         gamma, n_sink = rng.randint(0, 6), rng.randint(0, 4)
-        return cls(
+        scenario = cls(
             mode=mode,
             drafter=drafter,
             gamma=gamma,
@@ -154,16 +155,26 @@ class Scenario:
             # How far others draft changes what a row draws in rejection mode, too.
             schedule="" if mode == "rejection" else rng.choice(["", *SCHEDULES]),
         )
+        if rng.random() < 0.5:
+            return scenario
+        # A full draft has the target's distribution, except for what its tokens of this round change.
+        edits = [random_edits(rng, vocab_size, by_text=not drafter.endswith("full")) for _ in range(n_prompts)]
+        each = zip(scenario.samplings, edits, strict=True)
+        return replace(scenario, samplings=[replace(one, **rng.choice([more, {}])) for one, more in each])
 
     def futures(self, world: World) -> list[list[int]]:
         """Return what the reference emits behind each prompt, stops aside: in rejection mode for drafters that see all
         that the target sees, so that q is p, else by plain decoding."""
-        draft = world.next_logits if self.drafter in SEE_ALL and self.mode == "rejection" else None
+        sees_all = self.drafter in SEE_ALL and self.mode == "rejection"
         mode = "coupled" if self.mode == "rejection" and self.drafter not in REFERENCED else self.mode
-        each = zip(self.prompts, self.limits, self.samplings, self.ids, strict=True)
+        laws = [
+            edited(world.next_logits, *how) if how[1].edits else world.next_logits
+            for how in zip(self.prompts, self.samplings, self.stops, strict=True)
+        ]
+        each = zip(laws, self.prompts, self.limits, self.samplings, self.ids, strict=True)
         return [
-            decode(world.next_logits, prompt, limit, sampling, mode, request, draft, self.gamma)
-            for prompt, limit, sampling, request in each
+            decode(law, prompt, limit, sampling, mode, request, law if sees_all else None, self.gamma)
+            for law, prompt, limit, sampling, request in each
         ]
 
     def run(
@@ -253,6 +264,8 @@ def random_sampling(rng: random.Random) -> SamplingParams:
         temperature=rng.choice([0.0, 0.7, 2.0, 5.0]),
         top_k=rng.choice([0, 0, 1, 4, 100]),
         top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+        min_p=rng.choice([0.0, 0.0, 0.1]),
+        typical_p=rng.choice([1.0, 1.0, 0.8]),
         seed=rng.randrange(2**63),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from edit_cases import edited
 from pacings import Scripted, scheduled
 from published_heads import random_eagle, random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
@@ -36,6 +37,9 @@ N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 1_000
 PROMPTS = ([2], [1, 0, 3, 1, 1, 2], [0, 1, 0])
 PLAIN = SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)
+TYPICAL = SamplingParams(temperature=1.5, min_p=0.1, typical_p=0.8)
+EDITS = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1.5, "logit_bias": {2: 1.0}}
+EDITED = SamplingParams(temperature=0.9, **EDITS, min_tokens=2, bad_words=[[0, 1], [2, 2, 0], [1, 3]])
 
 
 class TableModel(FakeModel):
@@ -104,14 +108,14 @@ class Automaton:
 
 def enumerate_sequences(prompt: list[int], params: SamplingParams, masked=False) -> dict[tuple[int, ...], float]:
     """Every output that decoding can give, with its probability."""
+    next_logits = edited(TARGET.logits_after, prompt, params, [STOP])
     complete, open_ends = {}, {(): 1.0}
     while open_ends:
         tokens, mass = open_ends.popitem()
-        logits = TARGET.logits_after([*prompt, *tokens])
+        logits = next_logits([*prompt, *tokens])
         if masked:
-            logits = torch.full_like(logits, -math.inf).index_copy(
-                0, at := torch.tensor(Automaton.allowed(tokens)), logits[at]
-            )
+            excluded = [token for token in range(VOCAB) if token not in Automaton.allowed(tokens)]
+            logits = logits.index_fill(0, torch.tensor(excluded), -math.inf)
         law = logits_to_probs(logits, params).tolist()
         for token, probability in enumerate(law):
             longer = (*tokens, token)
@@ -123,7 +127,8 @@ def enumerate_sequences(prompt: list[int], params: SamplingParams, masked=False)
 @pytest.fixture(scope="module")
 def laws():
     """The enumerated law of each prompt and each way to sample."""
-    return {(i, s): enumerate_sequences(p, s) for i, p in enumerate(PROMPTS) for s in (PLAIN, FILTERED)}
+    ways = PLAIN, FILTERED, TYPICAL, EDITED
+    return {(i, s): enumerate_sequences(p, s) for i, p in enumerate(PROMPTS) for s in ways}
 
 
 def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
@@ -222,6 +227,10 @@ CONFIGURATIONS = [
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
     ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
+    ("rejection", "full", 3, 3, (PLAIN, EDITED), 131),
+    ("rejection", "ngram", 3, 3, (TYPICAL, EDITED), 133),
+    ("rejection", "speculated, streaming", 3, 3, (PLAIN, EDITED), 135),
+    ("coupled", "full", 3, 1, (TYPICAL, EDITED), 137),
     ("rejection", "ngram: heuristic", 2, 3, (PLAIN, FILTERED), 112),
     ("rejection", "full: confidence", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "streaming: confidence, auto", 3, 25, (PLAIN,), 116),

@@ -20,6 +20,8 @@ PARAMS = st.builds(
     temperature=st.sampled_from([0.0, 1e-5, 0.01, 0.3, 0.7, 1.0, 1.5, 20.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 3, 5, 8, 100]),
     top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.05, 0.31, 0.5, 0.77, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.1, 0.6, 0.95]),
 )
 
 
@@ -32,14 +34,16 @@ def logit_rows(draw) -> list[float]:
 
 
 def reference(logits: list[float], params: SamplingParams) -> tuple[list[float], float]:
-    """Return the distribution, and the least distance of a mass from `top_p`."""
+    """Return the distribution, and the least distance of a value from a filter's edge."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.temperature == 0:
         return [float(token == order[0]) for token in range(len(logits))], math.inf
     top = logits[order[0]]
     weight = [math.exp((logit - top) / params.temperature) for logit in logits]
-    whole = math.fsum(weight)
-    kept, closest = [], math.inf
+    closest = min((abs(w - params.min_p) for w in weight if 0 < w < 1 and params.min_p), default=math.inf)
+    order = [token for token in order if weight[token] >= params.min_p]
+    whole = math.fsum(weight[token] for token in order)
+    kept = []
     for rank, token in enumerate(order):
         before = math.fsum(weight[other] for other in order[:rank]) / whole
         if rank and params.top_p < 1:
@@ -47,6 +51,18 @@ def reference(logits: list[float], params: SamplingParams) -> tuple[list[float],
         if (params.top_k == 0 or rank < params.top_k) and (params.top_p == 1 or before < params.top_p or rank == 0):
             kept.append(token)
     mass = math.fsum(weight[token] for token in kept)
+    if params.typical_p < 1:
+        law = {token: weight[token] / mass for token in kept if weight[token] / mass > 0}
+        entropy = -math.fsum(p * math.log(p) for p in law.values())
+        apart = {token: abs(-math.log(p) - entropy) for token, p in law.items()}
+        kept, before = [], 0.0
+        for token in sorted(law, key=lambda token: (apart[token], token)):
+            unlike = [abs(apart[token] - apart[other]) for other in law if logits[other] != logits[token]]
+            closest = min([closest, abs(before - params.typical_p), *unlike])
+            if before < params.typical_p:
+                kept.append(token)
+            before += law[token]
+        mass = math.fsum(weight[token] for token in kept)
     return [weight[token] / mass if token in kept else 0.0 for token in range(len(logits))], closest
 
 
@@ -141,6 +157,14 @@ def test_a_greedy_tie_goes_to_the_lowest_id():
         ("top_k", [-1, 2**63, 2.5, True, "3"]),
         ("top_p", [0.0, -0.1, 1.01, math.nan, True, "0.5"]),
         ("seed", [-1, 2**63, 1.7e9, False]),
+        ("min_p", [-0.1, 1.01, math.nan, True]),
+        ("typical_p", [0.0, 1.01, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 101.0, math.nan, "2"]),
+        ("frequency_penalty", [-2.1, 2.1, math.nan]),
+        ("presence_penalty", [-2.1, 2.1]),
+        ("min_tokens", [-1, 1.5, True]),
+        ("logit_bias", [{3: 101.0}, {3: math.nan}]),
+        ("bad_words", [[[]], [[1] * 17], [[1]] * 129]),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field, values):

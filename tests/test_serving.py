@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 from openai import BadRequestError, OpenAI, UnprocessableEntityError
-from serving_cases import PLAIN, Alone, Served, serving
+from serving_cases import END, PLAIN, Alone, Served, serving
 
 from engine.sampling import SamplingParams
 
@@ -145,9 +145,30 @@ def test_chat(openai, served: Served, alone: Alone):
     assert answer["generated_text"] == expected
 
 
+def test_edits_and_filters_are_those_of_plain_decoding(hub, openai, served: Served, alone: Alone):
+    prompt, seed = PROMPTS[3], {"temperature": 0.9, "seed": 3}
+    expected = alone.text(prompt, 20, SamplingParams(**seed, repetition_penalty=1.5, typical_p=0.9))
+    assert hub.text_generation(prompt, max_new_tokens=20, **seed, repetition_penalty=1.5, typical_p=0.9) == expected
+    expected = alone.text(prompt, 20, SamplingParams(frequency_penalty=1.5))
+    assert hub.text_generation(prompt, max_new_tokens=20, do_sample=False, frequency_penalty=1.5) == expected
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {"70": 4.0, "71": -100}}
+    filters = {"min_p": 0.05, "min_tokens": 9, "bad_words": ["a", "bc"]}
+    bans = [alone.tokenizer.encode(word, add_bos=False) for word in ("a", " a", "bc", " bc")]
+    rules = penalties | filters | {"logit_bias": {70: 4.0, 71: -100.0}, "bad_words": bans}
+    for speculate in (True, False):
+        extra = filters | {"speculate": speculate}
+        how = {"model": "m", "prompt": prompt, "max_tokens": 30, "extra_body": extra}
+        answer = openai.completions.create(**how, **seed, **penalties)
+        assert answer.choices[0].text == alone.text(prompt, 30, SamplingParams(**seed, **rules))
+    likes_to_end = {"max_new_tokens": 12, "logit_bias": {END: 100}}
+    lengths = ({}, 1), ({"min_tokens": 5}, 6), ({"ignore_eos": True}, 12)
+    for fields, n_tokens in lengths:
+        assert served.generate(prompt, **likes_to_end, **fields)["details"]["generated_tokens"] == n_tokens
+
+
 def test_clients_raise_what_is_refused(hub, openai):
     with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: "):
-        hub.text_generation("a", repetition_penalty=1.2)
+        hub.text_generation("a", repetition_penalty=-1.2)
     with pytest.raises(UnprocessableEntityError) as caught:
         openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
     assert caught.value.param == "n"

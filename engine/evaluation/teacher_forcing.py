@@ -59,11 +59,10 @@ def forced_acceptance(
     counts = [Counts.of_gamma(gamma) for _ in range(n_rows)]
     for start in range(0, n_token - gamma - 1, gamma + 1):
         known = [(text, len(prompt) + start) for text, prompt in zip(texts, prompts, strict=True)]
-        batch.set_state([n for _, n in known], [text[n - 1] for text, n in known], [text[n] for text, n in known])
-        if batch.edits:
-            for request, book in zip(requests, continuations, strict=True):
-                request.tokens = [*book[: start + 1]]
-            batch.edits.begin(requests)
+        for request, book in zip(requests, continuations, strict=True):
+            request.tokens = [*book[: start + 1]]
+        last_two = [text[n - 1] for text, n in known], [text[n] for text, n in known]
+        batch.set_state([n for _, n in known], *last_two, requests)
         round_.propose()
         round_.verify()
         round_.accept()
