@@ -26,22 +26,16 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead. n_ids, gamma: the vocabulary and the largest gamma, for
-    `edits` and `masks`, which are None without such rows.
+    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows,
+    and `masks`.
     """
 
     def __init__(
-        self,
-        n_rows: int,
-        filters: Filters,
-        device: Device = "cpu",
-        narrows: bool = True,
-        n_ids: int = 0,
-        gamma: int = 0,
+        self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True, n_ids: int = 0
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.edits = Edits(n_rows, n_ids, device) if filters.any_edits else None
-        self.masks = Masks(n_rows, gamma + 1, n_ids, device) if filters.any_grammar else None
+        self.masks = Masks(n_rows, n_ids, device)
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -67,11 +61,10 @@ class Batch:
         return further
 
     def edited(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
-        """Return `logits [B, T, V]` after the edits of each row, where step t follows t of `drafts [B, T - 1]`; without
-        edits, the logits themselves. Grammars come last. ahead: tokens of this round before step 0, of which only the
-        number counts."""
-        logits = logits if self.edits is None else self.edits.edited(logits, drafts, ahead)
-        return logits if self.masks is None else self.masks.masked(logits, ahead)
+        """Return `logits [B, T, V]` after the edits of each row and its grammar's mask, where step t follows t of
+        `drafts [B, T - 1]`; without these, the logits themselves. ahead: tokens of this round before step 0, of which
+        only the number counts."""
+        return self.masks.masked(logits if self.edits is None else self.edits.edited(logits, drafts, ahead), ahead)
 
     def edited_draft(self, logits: Tensor, i: int) -> Tensor:
         """Return the i-th draft's `logits [B, V]` after the edits, of which texts count up to the round's start."""
@@ -110,9 +103,8 @@ class Batch:
         self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Request] = ()
     ) -> None:
         """Set each row's length and last two tokens. requests: each row's, for edits and masks."""
+        self.masks.grammars, self.masks.applies = [request.grammar for request in requests], False
         if self.edits:
             self.edits.follow([*requests])
-        if self.masks:
-            self.masks.grammars = [request.grammar for request in requests]
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))
         self._longest = max(lengths)

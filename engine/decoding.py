@@ -243,7 +243,7 @@ class Decoder:
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
         busy, drafter = self._rows.busy(), choice.drafter
-        mode, whole = self._rounds.batch_of_kind([request for _, request in busy], self._mode, self._filters)
+        mode, whole = self._rounds.batch_of_kind([request.sampling for _, request in busy], self._mode, self._filters)
         batch = self._rows.gather(whole)
         round_ = self._rounds.make_round(choice, batch, mode)
         with self._phase("resume"):

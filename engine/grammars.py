@@ -39,11 +39,11 @@ class Grammar:
         """Return the tokens of the text that follows in any case; the grammar may allow other splits of it."""
         return self._matcher.compute_ff_tokens()
 
-    def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
-        """Set in `masks [T, n_bytes]` uint8, on the host, a bit for each token that may follow 0, 1, ... of the drafts,
-        up to a draft that the grammar excludes, which verification rejects."""
+    def fill(self, bits: Tensor, drafts: Sequence[int]) -> None:
+        """Set in `bits [T, n_bytes]`, on the host, those of the tokens that may follow 0, 1, ... of T - 1 drafts, up to
+        a draft that the grammar excludes, which verification rejects."""
         ahead = self._matcher.deep_copy()  # microseconds; an error behind a draft that is rejected goes with it
-        for mask, draft in zip_longest(masks, drafts[: len(masks) - 1]):
+        for mask, draft in zip_longest(bits, drafts):
             ahead.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
             if draft is None or not ahead.try_consume_tokens([draft]):
                 return
@@ -76,34 +76,39 @@ class Grammars:
 
 
 class Masks:
-    """The tokens that may follow each row of a batch and its drafts, as bits in tensors that stay in place.
+    """The tokens that may follow the rows of a batch and their drafts.
 
-    grammars: of the first rows, or None. applies: False while drafts are drawn that the masks do not follow.
+    grammars: of each row, or None. applies: True once the masks of this round, or of its drafts so far, are set.
     """
 
-    def __init__(self, n_rows: int, n_positions: int, n_ids: int, device: str | torch.device) -> None:
-        n_bytes = -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
-        self._host = torch.empty(n_rows, n_positions, n_bytes, dtype=torch.uint8)
-        self._masks, self._bits = self._host.to(device), 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+    def __init__(self, n_rows: int, n_ids: int, device: str | torch.device) -> None:
         self.grammars: Sequence[Grammar | None] = ()
-        self.applies = False
+        self.applies, self._device = False, device
+        self._shape = n_rows, -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
+        # By the number of positions: bits on the host, and on the device, where they stay in place.
+        self._bits: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Set the masks behind each row's text and drafts, and apply them from now on."""
-        self._host.fill_(255)
-        for masks, grammar, of_row in zip(self._host, self.grammars, drafts, strict=False):
+        """Set the masks behind each row's text and behind each of its drafts."""
+        self._n = len(drafts[0]) + 1
+        if self._n not in self._bits:
+            bits = torch.empty(self._shape[0], self._n, self._shape[1], dtype=torch.uint8)
+            self._bits[self._n] = bits, bits.to(self._device)
+        host, device = self._bits[self._n]
+        host.fill_(255)
+        for bits, grammar, of_row in zip(host, self.grammars, drafts, strict=False):
             if grammar is not None:
-                grammar.fill(masks, of_row)
-        self._masks.copy_(self._host)
+                grammar.fill(bits, of_row)
+        device.copy_(host)
         self.applies = True
 
     def masked(self, logits: Tensor, start: int) -> Tensor:
         """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
         if not self.applies:
             return logits
-        masks = self._masks[: len(logits), start : start + logits.shape[1], :, None]
-        excluded = ((masks & self._bits) == 0).flatten(2)[..., : logits.shape[-1]]
-        return logits.masked_fill(excluded, -math.inf)
+        bits = self._bits[self._n][1][: len(logits), start : start + logits.shape[1], :, None]
+        each = 2 ** torch.arange(8, dtype=torch.uint8, device=logits.device)
+        return logits.masked_fill(((bits & each) == 0).flatten(2)[..., : logits.shape[-1]], -math.inf)
 
     def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> None:
         """Put the tokens that grammars force in the place of each row's first drafts."""

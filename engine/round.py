@@ -22,7 +22,7 @@ from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.requests import Outcome, Request
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import ALL, Filters
+from engine.sampling import ALL, Filters, SamplingParams
 from engine.timing import synchronize
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class Round:
         so its first replay is compared with a call, and rounds in which the drafter observes are captured apart."""
         if self._captured is None:
             return part()
-        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes, self.batch.masks.applies
         return self._captured(name, kind, part, verifies)
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
@@ -74,12 +74,8 @@ class Round:
             if self.drafter.is_due():
                 with phase("refresh"):
                     self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
-        masks = self.batch.masks
-        if masks is not None:
-            masks.applies = False
         self.proposed = self._part("draft", self._draft)
-        if masks is not None:
-            masks.force(*self.proposed[0])
+        self.batch.masks.force(*self.proposed[0])
 
     def _draft(self) -> tuple[Drafts, Verification]:
         verification, batch = self._new_verification(), self.batch
@@ -87,7 +83,7 @@ class Round:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
         drawing: Any = verification
-        if batch.masks is not None and self._captured is None and isinstance(self.drafter, ModelDrafter | Combined):
+        if any(batch.masks.grammars) and self._captured is None and isinstance(self.drafter, ModelDrafter | Combined):
             drawing = MaskedDraws(verification, batch.masks)
         return self.drafter.propose(batch, drawing, self.gamma), verification
 
@@ -111,7 +107,7 @@ class Round:
 
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
-        if self.batch.masks is not None:
+        if any(self.batch.masks.grammars):
             self.batch.masks.fill(self.proposed[0].tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
         self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
@@ -160,25 +156,22 @@ class Rounds:
         self._runner, self._drafters = runner, drafters
         self._kind: tuple[str, Filters] | None = None
 
-    def batch_of_kind(self, requests: Sequence[Request], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """Return the mode of a round of these requests, and a batch of all rows with their filters.
+    def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
+        """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
 
         mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and top-k
-        and top-p are none or both; rounds with and without edits or grammars are captured apart. A row's result does
-        not depend on either: a greedy row is a distribution with a single token, and filters that a row does not have
-        exclude nothing.
+        and top-p are none or both; rounds with and without edits are captured apart. A row's result does not depend on
+        either: a greedy row is a distribution with a single token, and filters that a row does not have exclude
+        nothing.
         """
-        busy = [request.sampling for request in requests]
         if self._runner.graphs is None:
             mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
         else:
             if filters.any_top_k or filters.any_top_p:
                 filters |= Filters(True, True, True, ALL)
             filters = filters._replace(any_edits=any(row.edits for row in busy))
-        filters = filters._replace(any_grammar=any(request.grammar for request in requests))
         if self._kind != (mode, filters):
-            apart = {"any_edits": filters.any_edits, "any_grammar": filters.any_grammar}
-            if self._kind and (self._kind[0], self._kind[1]._replace(**apart)) != (mode, filters):
+            if self._kind not in (None, (mode, filters._replace(any_edits=not filters.any_edits))):
                 self._runner.drop_graphs()  # those of fewer filters are never used again
             self._kind = mode, filters
             self._batch, self._captured = self._batch_and_parts(mode, filters)
@@ -188,8 +181,7 @@ class Rounds:
         """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
         of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
         runner = self._runner
-        gamma = max((drafter.gamma for drafter in self._drafters), default=0)
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size, gamma)
+        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size)
         if runner.graphs is None:
             return batch(), None
         if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
@@ -215,11 +207,10 @@ class Rounds:
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:
     """Choose the token that follows a prompt, by the prompt's last `logits [V]`, as a round without drafts does."""
-    filters = Filters.of([request.sampling])._replace(any_grammar=request.grammar is not None)
-    batch = Batch(1, filters, runner.device, n_ids=runner.vocab_size)
+    batch = Batch(1, Filters.of([request.sampling]), runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
     batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:], [request])
-    if batch.masks is not None:
+    if request.grammar is not None:
         batch.masks.fill([()])
     first = verification_in(mode, batch, 0, runner.model)
 

@@ -132,7 +132,6 @@ class Filters(NamedTuple):
     any_min_p: bool = False
     any_typical_p: bool = False
     any_edits: bool = False
-    any_grammar: bool = False
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
