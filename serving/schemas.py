@@ -59,7 +59,7 @@ def _grammar(given: Any) -> tuple[str, str]:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json", "value": dict(schema)}:
             given = schema
         case {"type": "regex", "value": str(text)}:
-            return "regex", text
+            return "regex", text.encode().decode()  # half a character is a ValueError
         case _:
             raise ValueError("has to be json_object, json_schema with its schema, or json or regex with its value")
     return "json_schema", json.dumps(given)
