@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.edits import Edits
+from engine.edits import Edited, Edits
 from engine.grammars import Masks
-from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -100,7 +99,7 @@ class Batch:
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(
-        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Request] = ()
+        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Edited] = ()
     ) -> None:
         """Set each row's length and last two tokens. requests: each row's, for edits and masks."""
         self.masks.grammars, self.masks.applies = [request.grammar for request in requests], False

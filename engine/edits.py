@@ -3,19 +3,30 @@
 The order is vLLM's: bias, repetition penalty, frequency and presence penalties; bans outweigh all of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.requests import Request
-from engine.sampling import LONGEST_BAN, MOST_BANS
+from engine.grammars import Grammar
+from engine.sampling import LONGEST_BAN, MOST_BANS, SamplingParams
 from kv_cache.base import Device
 
 BAN = -1e30  # added to excluded logits; finite, so that a row whose ids are all excluded still has a distribution
 IN_PROMPT = 1 << 24  # added to the count of an id that the prompt has, and above all counts
 ANY, NEVER, NO_TOKEN = -1, -2, -3  # in the place of ids, in bans and before an answer
+
+
+class Edited(Protocol):
+    """The part of a request that edits and masks read; `tokens` are its answer, which grows."""
+
+    prompt: Sequence[int]
+    tokens: list[int]
+    stop_tokens: Collection[int]
+    sampling: SamplingParams
+    grammar: Grammar | None
 
 
 class Edits:
@@ -32,9 +43,9 @@ class Edits:
         self.bias, self.ends = new(n_rows, n_ids), new(n_rows, n_ids, dtype=torch.bool)
         self.seen, self.scales = new(n_rows, n_ids, dtype=torch.int32), new(n_rows, 3, dtype=torch.float64)
         self.bans, self.numbers = ints(n_rows, MOST_BANS, LONGEST_BAN), ints(n_rows, 2)
-        self.recent, self._requests, self._n_counted = ints(n_rows, LONGEST_BAN - 1), list[Request](), list[int]()
+        self.recent, self._requests, self._n_counted = ints(n_rows, LONGEST_BAN - 1), list[Edited](), list[int]()
 
-    def follow(self, requests: list[Request]) -> None:
+    def follow(self, requests: list[Edited]) -> None:
         """Update the state of the first rows by the texts of their requests. Runs eagerly, never in a CUDA graph."""
         if self._requests != requests:
             self._requests, self._n_counted = requests, [0] * len(requests)
@@ -50,7 +61,7 @@ class Edits:
         numbers = [(len(request.tokens), request.sampling.min_tokens) for request in requests]
         self.numbers[: len(last)] = torch.tensor(numbers)
 
-    def _begin(self, requests: Sequence[Request]) -> None:
+    def _begin(self, requests: list[Edited]) -> None:
         for tensor in (self.bias, self.seen, self.ends):
             tensor.zero_()
         bans = torch.full(self.bans.shape, NEVER)

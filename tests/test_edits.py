@@ -56,7 +56,7 @@ def test_every_position_counts_the_drafts_before_it():
                 text = [*request.tokens, *drafts[row, :i].tolist()]
                 expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
                 torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
-        torch.testing.assert_close(batch.edited(logits.bfloat16(), drafts).dtype, torch.float32)
+        assert batch.edited(logits.bfloat16(), drafts).dtype == torch.float32
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
