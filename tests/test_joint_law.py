@@ -115,7 +115,7 @@ def enumerate_sequences(prompt: list[int], params: SamplingParams, masked=False)
         logits = next_logits([*prompt, *tokens])
         if masked:
             excluded = [token for token in range(VOCAB) if token not in Automaton.allowed(tokens)]
-            logits = logits.index_fill(0, torch.tensor(excluded), -math.inf)
+            logits = logits.index_fill(0, torch.tensor(excluded, dtype=torch.int64), -math.inf)
         law = logits_to_probs(logits, params).tolist()
         for token, probability in enumerate(law):
             longer = (*tokens, token)
