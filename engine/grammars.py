@@ -68,10 +68,8 @@ class Grammars:
         form = {"overrides": JSON_FORM} if kind == "json_schema" else {}
         made = getattr(self._matcher, f"grammar_from_{kind}")(text, **form)
         grammar = Grammar(self._matcher(self._tokenizer, made, log_level=0))
-        if grammar.error:
-            raise ConfigError(
-                f"llguidance cannot use the {kind}", "the grammar", grammar.error, "its syntax", "mend it"
-            )
+        if error := grammar.error:
+            raise ConfigError(f"llguidance cannot use the {kind}", "a grammar", error, "what it can use", "correct it")
         return grammar
 
 
@@ -84,31 +82,26 @@ class Masks:
     def __init__(self, n_rows: int, n_ids: int, device: str | torch.device) -> None:
         self.grammars: Sequence[Grammar | None] = ()
         self.applies, self._device = False, device
-        self._shape = n_rows, -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
-        # By the number of positions: bits on the host, and on the device, where they stay in place.
-        self._bits: dict[int, tuple[Tensor, Tensor]] = {}
+        self._n_rows, self._n_bytes = n_rows, -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
+        self._masks: dict[int, Tensor] = {}  # `[B, T, n_bytes]` by T: they stay in place, for captured rounds
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
         """Set the masks behind each row's text and behind each of its drafts."""
-        self._n = len(drafts[0]) + 1
-        if self._n not in self._bits:
-            bits = torch.empty(self._shape[0], self._n, self._shape[1], dtype=torch.uint8)
-            self._bits[self._n] = bits, bits.to(self._device)
-        host, device = self._bits[self._n]
-        host.fill_(255)
-        for bits, grammar, of_row in zip(host, self.grammars, drafts, strict=False):
+        n_positions = len(drafts[0]) + 1
+        masks = torch.full((self._n_rows, n_positions, self._n_bytes), 255, dtype=torch.uint8)
+        for bits, grammar, of_row in zip(masks, self.grammars, drafts, strict=False):
             if grammar is not None:
                 grammar.fill(bits, of_row)
-        device.copy_(host)
+        self._current = self._masks.setdefault(n_positions, masks.to(self._device)).copy_(masks)
         self.applies = True
 
     def masked(self, logits: Tensor, start: int) -> Tensor:
         """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
         if not self.applies:
             return logits
-        bits = self._bits[self._n][1][: len(logits), start : start + logits.shape[1], :, None]
-        each = 2 ** torch.arange(8, dtype=torch.uint8, device=logits.device)
-        return logits.masked_fill(((bits & each) == 0).flatten(2)[..., : logits.shape[-1]], -math.inf)
+        masks = self._current[: len(logits), start : start + logits.shape[1], :, None]
+        bits = masks >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+        return logits.masked_fill((bits == 0).flatten(2)[..., : logits.shape[-1]], -math.inf)
 
     def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> None:
         """Put the tokens that grammars force in the place of each row's first drafts."""

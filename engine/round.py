@@ -14,8 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
-from engine.drafters.combined import Combined
-from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.speculated import Speculated
 from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
@@ -83,7 +82,7 @@ class Round:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
         drawing: Any = verification
-        if any(batch.masks.grammars) and self._captured is None and isinstance(self.drafter, ModelDrafter | Combined):
+        if any(batch.masks.grammars) and self._captured is None and not isinstance(self.drafter, Speculated):
             drawing = MaskedDraws(verification, batch.masks)
         return self.drafter.propose(batch, drawing, self.gamma), verification
 

@@ -54,11 +54,13 @@ def _single(prompt: Any) -> Any:
 def _grammar(given: Any) -> tuple[str, str]:
     """Return the arguments of `Grammars.start` for OpenAI's form or text-generation-inference's. Errors: ValueError."""
     match given:
-        case {"type": "json_object"}:
+        case {"type": "json_object", **rest} if not rest:
             given = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json", "value": dict(schema)}:
-            given = schema
-        case {"type": "regex", "value": str(text)}:
+        case {"type": "json_schema", "json_schema": {"schema": dict(given)}, **rest} if not rest:
+            pass
+        case {"type": "json", "value": dict(given), **rest} if not rest:
+            pass
+        case {"type": "regex", "value": str(text), **rest} if not rest:
             return "regex", text.encode().decode()  # half a character is a ValueError
         case _:
             raise ValueError("has to be json_object, json_schema with its schema, or json or regex with its value")
@@ -115,7 +117,7 @@ class GenerationSpec(Body):
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
     speculate: Switch = True
-    grammar: Constraint = None
+    grammar: Constraint = None  # `{"type": "json", "value": SCHEMA}`, or `"regex"` with a regular expression
 
     @property
     def samples(self) -> bool:
@@ -171,7 +173,7 @@ class OpenAISpec(GenerationSpec):
     user: Text = ""
     stream: Switch = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = None
+    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = None  # JSON: any object, or of a schema
 
 
 class Completion(OpenAISpec):

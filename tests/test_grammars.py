@@ -22,7 +22,7 @@ from engine.drafters.combined import Combined
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
-from engine.grammars import Grammars
+from engine.grammars import Grammar, Grammars
 from kv_cache.streaming import Streaming
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
@@ -173,6 +173,19 @@ def test_a_grammar_that_is_wrong_is_refused_in_the_librarys_words(grammars):
     for spec, says in [("regex", "(a"), "unclosed group"], [("json_schema", '{"type": "objekt"}'), "objekt"]:
         with pytest.raises(UserError, match=says):
             grammars.start(*spec)
+
+
+def test_an_answer_whose_grammar_cannot_go_on_is_an_error(model, tokenizer, grammars):
+    from llguidance import LLMatcher, LLParserLimits
+
+    text, limits = LLMatcher.grammar_from_json_schema({"enum": ["red", "green"]}), LLParserLimits(max_lexer_states=10)
+    matcher = LLMatcher(grammars._tokenizer, text, limits=limits, log_level=0)
+    runner = ModelRunner(model, full_cache(model, 2, 300))
+    failing = Request([5, 6], 20, [END], grammar=Grammar(matcher))
+    other = Request([5, 7], 150, [END], grammar=grammars.start(*JSON))
+    decode(Decoder(runner, drafter=NGram(runner, gamma=3)), failing, other)
+    assert failing.finish_reason == "error" and "grammar" in failing.error
+    require(tokenizer.decode(other.tokens))
 
 
 @pytest.fixture(scope="module")
