@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
 from bench.data import resolve_dataset
@@ -101,12 +102,12 @@ def resolve_several(
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
     """Return how tokens are drawn, and the verification mode. Errors: ConfigError for a mode that cannot verify it."""
+    edits: dict[str, Any] = {name: getattr(sampling, name) for name in ("repetition_penalty", "min_tokens")}
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
-    edits = {"repetition_penalty": sampling.repetition_penalty, "min_tokens": sampling.min_tokens}
     params = SamplingParams(*filters, **edits)
     if params.greedy:
-        given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "seed": sampling.seed is not None}
-        given["min_p"] = params.min_p > 0
+        given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+        given["seed"] = sampling.seed is not None
         if unused := [name for name, is_given in given.items() if is_given]:
             note_without_effect(unused, "temperature 0 is greedy")
         params = SamplingParams(**edits)

@@ -170,8 +170,8 @@ class Distribution:
 
     def first(self, n: int) -> Distribution:
         """Return the first n rows, in the same tensors."""
-        each = self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
-        return Distribution(*(values[:n] for values in each), self.filters)
+        filters = self.top_k[:n], self.top_p[:n], self.min_p[:n], self.typical_p[:n]
+        return Distribution(self.temperature[:n], *filters, self.filters)
 
     def copy_(self, other: Distribution) -> None:
         """Copy the values of other rows with the same filters, in place."""

@@ -260,14 +260,13 @@ class RandomPacing:
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
+    how = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 2.0, 5.0]),
         top_k=rng.choice([0, 0, 1, 4, 100]),
         top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
-        min_p=rng.choice([0.0, 0.0, 0.1]),
-        typical_p=rng.choice([1.0, 1.0, 0.8]),
         seed=rng.randrange(2**63),
     )
+    return replace(how, min_p=(0.0, 0.0, 0.1)[how.seed % 3], typical_p=(1.0, 1.0, 0.8)[how.seed // 3 % 3])
 
 
 def check_counts(scenario: Scenario, out: GenerateOutput) -> None:

@@ -21,14 +21,14 @@ from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.sampling import Distribution, Filters
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.75, "frequency_penalty": 0.3}
-BIAS, BANS = {3: 2.5, 17: -100.0}, [[5], [8, 9], [60, 1, 2]]
+BIAS, BANS = {3: 16.0, 17: -100.0}, [[5], [8, 9], [60, 1, 2]]
 # Rows with and without edits; of their temperatures, the greedy mode takes none.
 EDITED = [
     SamplingParams(0.7, seed=3, **PENALTIES, min_p=0.02),
     SamplingParams(1.1, seed=4),
     SamplingParams(logit_bias=BIAS, repetition_penalty=0.8, min_tokens=12),
     SamplingParams(0.9, seed=5, bad_words=[[token] for token in range(0, 60, 2)], typical_p=0.9),
-    SamplingParams(0.9, top_k=30, seed=6, frequency_penalty=-1.0, min_tokens=5, bad_words=BANS),
+    SamplingParams(0.9, top_k=30, seed=6, logit_bias={2: 8.0}, min_tokens=5, bad_words=BANS),
 ]
 STOPS = [[], [], [8, 11, 30], [], [*range(0, 61, 4)]]
 
