@@ -35,6 +35,7 @@ class Machine:
     tile: int = 16  # an operand of tensor cores has 16 rows (NVIDIA, PTX ISA: mma.m16n8k16)
     packs_group: bool = True
     unexplained: float = 0.0
+    memory: float = math.inf
 
     def collective_s(self, n_bytes: float, *, is_reduced: bool = True) -> float:
         """Return the seconds of an all-reduce (or a gather) by the quickest protocol: a ring, whose steps each move a
@@ -51,13 +52,13 @@ def _known() -> dict[str, Machine]:
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     protocols = {name: tuple(Collective(*numbers) for numbers in each) for name, each in known["protocols"].items()}
     return {
-        name: Machine(bandwidth, ops, ops_32, known["launch"], protocols[kind])
-        for name, (kind, bandwidth, ops, ops_32) in known["devices"].items()
+        name: Machine(bandwidth, ops, ops_32, known["launch"], protocols[kind], memory=memory)
+        for name, (kind, bandwidth, ops, ops_32, memory) in known["devices"].items()
     }
 
 
 MACHINES = _known()
-NUMBERS = ("bandwidth", "ops", "ops_32", "launch", "link", "latency")
+NUMBERS = ("bandwidth", "ops", "ops_32", "launch", "link", "latency", "memory")
 EXAMPLE = "8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"
 
 

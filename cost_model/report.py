@@ -63,7 +63,12 @@ def report_predicted(flags: CostFlags) -> None:
     acceptances = acceptances_of(source.name, flags)
     drafts = list(acceptances[contexts[0]])
     cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
-    sizes = itertools.product(flags.sorted("batches"), contexts)
+    sizes = list(itertools.product(flags.sorted("batches"), contexts))
+    for batch, context in sizes:
+        needed = target.resident_bytes(machine, batch * (context + max(flags.budgets)))
+        if needed > machine.memory:
+            each = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, which have {machine.memory / 1e9:.0f}"
+            say(f"note: {batch} rows behind {context} tokens do not fit: weights and KV entries take {each}")
     grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
     published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
     said = published if flags.alpha is None else "given"

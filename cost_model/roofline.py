@@ -35,6 +35,13 @@ class ModelStorage(NamedTuple):
         layer = config.n_linear_weights_per_layer - left_out * config.n_weights_of_expert
         return config.n_layer * layer + config.vocab_size * config.dim
 
+    def resident_bytes(self, machine: Machine, n_entries: int) -> float:
+        """Return the bytes of weights and of `n_entries` KV entries on each device, without activations."""
+        config, n = self.config, machine.devices
+        heads = math.ceil(config.n_kv_head / n) / config.n_kv_head
+        kv = config.kv_bytes_per_token(1) * ITEMSIZE[self.kv or self.dtype] * heads
+        return config.n_parameters * ITEMSIZE[self.weights or self.dtype] / n + n_entries * kv
+
 
 class Part(NamedTuple):
     """A part of a forward: bytes that it reads from memory, and operations."""

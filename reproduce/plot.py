@@ -3,6 +3,8 @@
     python -m reproduce.plot results.jsonl
     python -m reproduce.plot sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
 
+    python -m reproduce.plot long.jsonl --x generated_tokens    # the stretches of runs with --by_length
+
 Reads what benchmarks and reproduce/acceptance.py append to --output, and sweeps. Repeats are drawn as their median.
 Records without both numbers are left out.
 """
@@ -31,6 +33,7 @@ SETTINGS = (
     *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
     *AXES,
 )
+GENERATED = "generated_tokens"  # where a stretch of --by_length ends
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -124,7 +127,8 @@ def main(flags: Flags) -> None:
     records: list[Record] = []
     for path in flags.records:
         for record in read_records(path):
-            records += [record | row for row in record["rows"]] if "rows" in record else [record]
+            rows = record.get("by_length") or [] if flags.x == GENERATED else record.get("rows", [{}])
+            records += [record | row | {GENERATED: row.get("generated", [None])[-1]} for row in rows]
     measured = [record for record in records if any(is_number(record.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured), dict[str, Points]()
     for y in flags.y:

@@ -36,8 +36,11 @@ from reproduce.helpers.records import Record, grouped, read_records, rows_of
 from reproduce.spec_bench import table_rows
 
 RESULTS = ROOT / "reproduce" / "results"
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "gpu")), ROOT / "reproduce" / "README.md")
+PAGES = tuple(
+    ROOT / page for page in ("docs/performance.md", "docs/gpu.md", "docs/long_texts.md", "reproduce/README.md")
+)
 Table = tuple[Sequence[Record], Sequence[Column]]
+COST_NAMES = {"plain": "plain step", "verify": "verification", "draft": "draft step"}
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -179,9 +182,26 @@ def contexts(records: list[Record]) -> Table:
     return rows, [rope, *columns]
 
 
+def predictions(records: list[Record]) -> Table:
+    """Show the first predicted size of each record."""
+    rows = []
+    for record in records:
+        kinds = {"machine": record["predicted_for"], "acceptance": record["acceptance_rates_by_context"][0][0]}
+        (plain, *_), *others = (record[f"predicted_{name}_ms"][0] for name in COST_NAMES)
+        costs = dict(zip(COST_NAMES, (plain, *(each[0][0] for each in others)), strict=True))
+        rows.append(record | record["best"][0] | kinds | costs)
+    heads = [Column("machine", "machine", **TEXT), Column("model", "model", **TEXT)]
+    costs = [Column(name, f"{head}, ms", ".1f") for name, head in COST_NAMES.items()]
+    columns = [*of("B prefix_len draft_policy draft_budget gamma"), Column("acceptance", "acceptance assumed", ".2f")]
+    return rows, [*heads, *columns, *costs, Column("predicted_speedup", "speedup", ".2f")]
+
+
 def long_generations(records: list[Record]) -> Table:
-    """Show how each policy fares by the number of tokens generated."""
+    """Show how each policy fares by the number of tokens generated; no times of passes that others disturbed."""
     rows = [record | row for record in records for row in record["by_length"]]
+    for row in rows:
+        if row["contention"]["baseline"]["contended"] or row["contention"]["speculation"]["contended"]:
+            row |= dict.fromkeys(("baseline_step_ms", "round_ms", "speedup"))
     generated = Column(lambda row: "{} to {}".format(*row["generated"]), "generated tokens", align="<")
     costs = [Column(name, head, ".1f") for name, head in (("round_ms", "round, ms"), ("draft_ms", "drafts, ms"))]
     columns = [*of("draft_policy"), generated, Column("acceptance_rate", "acceptance", ".3f")]
@@ -261,6 +281,7 @@ TABLES = {
     "policies": Source("policies.jsonl", policies_acceptance),
     "policy_pairs": Source("policy_pairs.jsonl", policy_pairs),
     "contexts": Source("contexts.jsonl", contexts),
+    "predictions": Source("cost_prediction.jsonl", predictions),
     "long_generations": Source("long_generations.jsonl", long_generations),
     "serving": Source("serve_load.jsonl", serving),
     "gpu_speedups": Source("gpu_speedups.jsonl", speedups),
@@ -275,9 +296,11 @@ def provenance_line(records: Sequence[Record], file: str, page: Path) -> str:
     path = "../reproduce/results" if page.parent.name == "docs" else "results"
     commits = dict.fromkeys(f"`{str(record.get('git_commit'))[:12]}`" for record in records)
     machines = dict.fromkeys(
-        f"{record.get('gpu') or record.get('machine')}, PyTorch {record.get('torch_version')}" for record in records
+        f"; {record.get('gpu') or record['machine']}, PyTorch {record['torch_version']}"
+        for record in records
+        if "machine" in record  # nothing was measured for a prediction
     )
-    return f"Record: [{file}]({path}/{file}); commit {', '.join(commits)}; {'; '.join(machines)}."
+    return f"Record: [{file}]({path}/{file}); commit {', '.join(commits)}{''.join(machines)}."
 
 
 def filled(page: Path) -> str:

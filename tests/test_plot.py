@@ -48,6 +48,14 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
 
 
+def test_stretches_of_a_run_are_points_over_the_generated_tokens(draw):
+    runs = [record(8, 1.5, draft_policy=policy) for policy in ("streaming", "snapkv")]
+    for run_ in runs:
+        run_["by_length"] = [{"generated": [250 * i, 250 * i + 250], "speedup": 1 + i / 8} for i in range(4)]
+    ended = draw([*runs, record(2, 2.0)], "--x", "generated_tokens", "--y", "speedup")
+    assert ended.code == 0 and "speedup over generated_tokens: 8 of 8" in ended.out, ended.err
+
+
 def acceptance(policy: str, text: str, rate: float, budget: int = 64) -> Record:
     option = {"n_sink": 4} if policy == "streaming" else {"snapkv_window": 32}
     row = {"text": text, "draft_policy": policy, "draft_budget": budget, "acceptance_rate": rate, **option}

@@ -117,6 +117,18 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
 
 
+@pytest.mark.parametrize(
+    "machine,fits", [("8xA100", True), ("2xA100", False), ("2xbandwidth=2e12,ops=3e14,link=3e11", True)]
+)
+def test_sizes_that_do_not_fit_the_memory_are_named(machine, fits):
+    entries, weights = 64 * 32512 * LLAMA_3.kv_bytes_per_token(2), 2 * LLAMA_3.n_parameters
+    found = find_machine(machine)
+    assert ModelStorage(LLAMA_3).resident_bytes(found, 64 * 32512) == (entries + weights) / found.devices
+    assert (
+        "64 rows behind 32000 tokens do not fit" in run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split()).err
+    ) != fits
+
+
 def test_predictions_are_near_what_was_published():
     """Between published contexts acceptance is interpolated."""
     assert alpha_of({"prefix_len": 8000}) == 0.83 and alpha_of({"prefix_len": 24000}) == pytest.approx(0.815)

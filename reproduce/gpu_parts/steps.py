@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 def test(name: str, which: str, file: str = "gpu_correctness", run: str = "checks.tests", **more: Any) -> Step:
     given = {"words": [f"tests/test_{file}.py", "-k", which]}
-    return Step(name, run, given, shows={"n_passed": None, "failed": None}, **more)
+    return Step(name, run, given, shows={"n_passed": None, "failed": None}, seconds=240, **more)
 
 
 def rounds(name: str, size: str, more: str, shows: str = "", **estimates: float) -> Step:
