@@ -96,7 +96,8 @@ class Automaton:
         self.tokens += tokens
 
     def forced(self) -> list[int]:
-        return [1] if self.tokens[-1:] == [2] else []
+        """Return tokens that follow, or as behind 0 a split of what follows among others."""
+        return {2: [1], 0: [2, 1]}.get(self.tokens[-1], []) if self.tokens else []
 
     def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
         for n in range(len(drafts) + 1):
