@@ -58,7 +58,7 @@ def _grammar(given: Any) -> tuple[str, str]:
             given = {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(given)}, **rest} if not rest:
             pass
-        case {"type": "json", "value": dict(given), **rest} if not rest:
+        case {"type": "json" | "json_object", "value": dict(given), **rest} if not rest:
             pass
         case {"type": "regex", "value": str(text), **rest} if not rest:
             return "regex", text.encode().decode()  # half a character is a ValueError

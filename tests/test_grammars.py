@@ -4,12 +4,14 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from hf_tiny import SHAPE, random_model
 from huggingface_hub import InferenceClient
 from openai import OpenAI
+from pydantic import BaseModel, Field
 from recorded_graph import RecordedGraph, RecordedGraphs
 from serving_cases import TEMPLATE, Served, serving
 from tiny import decode, full_cache, self_draft
@@ -194,6 +196,13 @@ def structured(folder):
         yield server
 
 
+class Person(BaseModel):
+    """A person."""
+
+    likes: Literal["cats", "dogs"]
+    known: list[bool] = Field(max_length=2)
+
+
 FORMATS = {
     "json_schema": {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}},
     "json_object": {"type": "json_object"},
@@ -219,6 +228,10 @@ def test_clients_get_json_on_every_route(structured: Served):
             first = chat.message.content, text, generated["generated_text"]
     assert first == (chat.message.content, text, generated["generated_text"])
     require(hub.text_generation("q", max_new_tokens=150, grammar={"type": "json", "value": SCHEMA}))
+    parsed = openai.chat.completions.parse(messages=messages, **how | {"response_format": Person}).choices[0].message
+    assert isinstance(parsed.parsed, Person)
+    asked = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    require(hub.chat_completion(messages, max_tokens=150, response_format=asked).choices[0].message.content)
     chunks = openai.chat.completions.create(messages=messages, stream=True, **how)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == first[0]
     cut = openai.completions.create(
