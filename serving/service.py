@@ -222,13 +222,11 @@ class Service(Collector):
 
     def _bans(self, spec: GenerationSpec) -> list[list[int]]:
         """Return the token ids of `bad_words`, at the begin of a word and within. Raises Failure."""
-        bans = []
-        for text in spec.bad_words:
-            each = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys((text, f" {text.lstrip()}"))]
-            if (longest := max(map(len, each))) > LONGEST_BAN:
-                raise invalid(f"{spec.WITHIN}bad_words", f"has {text!r} of {longest} tokens; at most {LONGEST_BAN} fit")
-            bans += [ids for ids in each if ids and max(ids) < self.plan.target.config.vocab_size]
-        return bans
+        forms = [form for word in spec.bad_words for form in (word, f" {word.lstrip()}")]
+        bans = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys(forms)]
+        if (longest := max(map(len, bans))) > LONGEST_BAN:
+            raise invalid(f"{spec.WITHIN}bad_words", f"has a string of {longest} tokens; at most {LONGEST_BAN} fit")
+        return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
 
     @cached_property
     def _grammars(self) -> Grammars:
