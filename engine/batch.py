@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.edits import Edited, Edits
+from engine.grammars import Masks
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
@@ -24,7 +25,8 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows.
+    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows,
+    and `masks`.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Batch:
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
         self.edits = Edits(n_rows, n_ids, device) if filters.any_edits else None
+        self.masks = Masks(n_rows, n_ids, device)
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
         self._set_tensors(torch.zeros(7, n_rows, dtype=torch.int64, device=device))
@@ -57,9 +60,10 @@ class Batch:
         return further
 
     def edited(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
-        """Return `logits [B, T, V]` after the edits of each row, where step t follows t of `drafts [B, T - 1]`; without
-        edits, the logits themselves. ahead: tokens of this round before step 0, of which only the number counts."""
-        return logits if self.edits is None else self.edits.edited(logits, drafts, ahead)
+        """Return `logits [B, T, V]` after the edits of each row and its grammar's mask, where step t follows t of
+        `drafts [B, T - 1]`; without these, the logits themselves. ahead: tokens of this round before step 0, of which
+        only the number counts."""
+        return self.masks.masked(logits if self.edits is None else self.edits.edited(logits, drafts, ahead), ahead)
 
     def edited_draft(self, logits: Tensor, i: int) -> Tensor:
         """Return the i-th draft's `logits [B, V]` after the edits, of which texts count up to the round's start."""
@@ -97,7 +101,8 @@ class Batch:
     def set_state(
         self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Edited] = ()
     ) -> None:
-        """Set each row's length and last two tokens. requests: each row's, for edits."""
+        """Set each row's length and last two tokens. requests: each row's, for edits and masks."""
+        self.masks.grammars, self.masks.applies = [request.grammar for request in requests], False
         if self.edits:
             self.edits.follow([*requests])
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))

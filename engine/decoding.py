@@ -238,7 +238,12 @@ class Decoder:
             return None
         n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
         choice = self._pacing.choose(len(busy), n_joining, sum(request.length for request in busy) / len(busy))
-        return PLAIN if choice is not None and not all(request.speculate for request in busy) else choice
+        if choice is None or not all(request.speculate for request in busy):
+            return choice and PLAIN
+        forced = [len(request.grammar.forced()) if request.grammar else 0 for request in busy]
+        n_forced = min(max(forced), self._pacing.max_gamma)
+        # Where grammars force all that the drafter would draft, it does not run, and catches up later.
+        return Choice(None, n_forced) if n_forced and min(forced) >= choice.gamma else choice
 
     def _catch_up(self, drafter: int) -> bool:
         """Prefill the drafter with unseen prompts, then synchronise ranks; the time for this is no part of a round.
@@ -263,7 +268,7 @@ class Decoder:
             if drafter is not None:
                 self._following.follow_round(drafter, busy, self._mode)
         with self._phase("draft"):
-            if drafter is not None:
+            if choice != PLAIN:
                 round_.propose(self._phase)
         with self._phase("verify"):
             round_.verify()

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.grammars import Grammar
 from engine.sampling import LONGEST_BAN, MOST_BANS, SamplingParams
 from kv_cache.base import Device
 
@@ -19,12 +20,13 @@ ANY, NEVER, NO_TOKEN = -1, -2, -3  # in the place of ids, in bans and before an 
 
 
 class Edited(Protocol):
-    """The part of a request that edits read; `tokens` are its answer, which grows."""
+    """The part of a request that edits and masks read; `tokens` are its answer, which grows."""
 
     prompt: Sequence[int]
     tokens: list[int]
     stop_tokens: Collection[int]
     sampling: SamplingParams
+    grammar: Grammar | None
 
 
 class Edits:

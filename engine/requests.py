@@ -7,6 +7,7 @@ from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError, flag
+from engine.grammars import Grammar
 from engine.runner import ModelRunner
 from engine.sampling import Logprob, SamplingParams
 from engine.stats import Counts, RoundStats
@@ -35,8 +36,9 @@ class Request:
     the whole prompt runs. n_top: likeliest ids in each of them. speculate: False for plain rounds while it decodes.
     group: requests of a group have the same prompt, which runs once if they decode at the same time. prediction: tokens
     that drafters may look matches up in. n_predicted: draft tokens of its last draft that were copied from there.
-    n_reused: tokens of the prompt that its row held. text: the prompt and `tokens` once it is submitted, a list that
-    grows, so that a round copies neither. Errors: ConfigError naming a field that is not of integers, or out of range.
+    grammar: rules that the answer follows, in their first state, or None. n_reused: tokens of the prompt that its row
+    held. text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. Errors:
+    ConfigError naming a field that is not of integers, or out of range.
     """
 
     prompt: Sequence[int]
@@ -57,6 +59,7 @@ class Request:
     group: int | None = None
     prediction: Sequence[int] = ()
     n_predicted: int = field(default=0, init=False)
+    grammar: Grammar | None = None
     n_reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +98,10 @@ class Request:
             self.finish_reason = "length"
         self.tokens += kept
         self.text += kept
+        if self.grammar is not None:
+            self.grammar.advance(kept)
+            if self.grammar.error:
+                self.finish_reason, self.error = "error", f"the grammar cannot go on: {self.grammar.error}"
         return len(kept)
 
     def commit(self, outcome: Outcome) -> int:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
+from engine.drafters.speculated import Speculated
+from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
@@ -60,22 +62,29 @@ class Round:
         so its first replay is compared with a call, and rounds in which the drafter observes are captured apart."""
         if self._captured is None:
             return part()
-        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes
+        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes, self.batch.masks.applies
         return self._captured(name, kind, part, verifies)
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh"."""
-        assert self.drafter is not None
-        self.drafter.n_rounds += 1
-        if self.drafter.is_due():
-            with phase("refresh"):
-                self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
+        """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh". Tokens that grammars force
+        take the place of drafts; without a drafter, they are all drafts."""
+        if self.drafter is not None:
+            self.drafter.n_rounds += 1
+            if self.drafter.is_due():
+                with phase("refresh"):
+                    self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
         self.proposed = self._part("draft", self._draft)
+        self.batch.masks.force(*self.proposed[0])
 
     def _draft(self) -> tuple[Drafts, Verification]:
-        assert self.drafter is not None
-        verification = self._new_verification()
-        return self.drafter.propose(self.batch, verification, self.gamma), verification
+        verification, batch = self._new_verification(), self.batch
+        if self.drafter is None:
+            none = batch.current.new_zeros(len(batch.rows), self.gamma)
+            return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
+        drawing: Any = verification
+        if any(batch.masks.grammars) and self._captured is None and not isinstance(self.drafter, Speculated):
+            drawing = MaskedDraws(verification, batch.masks)
+        return self.drafter.propose(batch, drawing, self.gamma), verification
 
     @property
     def observes(self) -> bool:
@@ -97,6 +106,8 @@ class Round:
 
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
+        if any(self.batch.masks.grammars):
+            self.batch.masks.fill(self.proposed[0].tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
         self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
 
@@ -186,7 +197,7 @@ class Rounds:
     def make_round(self, choice: Choice, batch: Batch, mode: str) -> Round:
         """Return a round over that batch. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
-        most = 0 if drafter is None else drafter.gamma
+        most = choice.gamma if drafter is None else drafter.gamma
         if not 0 <= choice.gamma <= most:
             required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
             raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
@@ -198,6 +209,8 @@ def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor
     batch = Batch(1, Filters.of([request.sampling]), runner.device, n_ids=runner.vocab_size)
     batch.set_rows([request.sampling], [request.id])
     batch.set_state([len(request.prompt) - 1], [0], request.prompt[-1:], [request])
+    if request.grammar is not None:
+        batch.masks.fill([()])
     first = verification_in(mode, batch, 0, runner.model)
 
     def next_token() -> Tensor:

@@ -277,14 +277,15 @@ def parameters(_: list[Record]) -> Table:
             comments[node.name, ast.unparse(line.target)] = (re.findall("  # (.*)", of_field) or [""])[-1]
     kinds: dict[type[schemas.Body], str] = {schemas.Completion: "completions", schemas.ChatCompletion: "chats"}
     kinds |= dict.fromkeys((schemas.Generate, schemas.Parameters), "text-generation-inference")
+    known = set[object]()
     for kind, route in kinds.items():
         for name, field in kind.model_fields.items():
-            alias = field.validation_alias or name
-            names = ", ".join(f"`{each}`" for each in getattr(alias, "choices", [alias]))
+            aliases = getattr(field.validation_alias, "choices", [field.validation_alias or name])
+            names, known = ", ".join(f"`{each}`" for each in aliases), known.union(aliases)
             about = next(comments[key] for parent in kind.__mro__ if (key := (parent.__name__, name)) in comments)
             rows.setdefault((names, about), {"names": names, "about": about})[route] = "yes"
     neutral: dict[str, list[str]] = {}
-    for name in schemas.NEUTRAL.keys() - {name for kind in kinds for name in kind.model_fields}:
+    for name in schemas.NEUTRAL.keys() - known:
         values = " or ".join(f"`{json.dumps(value)}`" for value in schemas.NEUTRAL[name])
         neutral.setdefault(f"only {values}, without effect", []).append(f"`{name}`")
     more = [{"names": ", ".join(sorted(names)), "about": about} for about, names in sorted(neutral.items())]

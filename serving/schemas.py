@@ -3,6 +3,7 @@
 A list is checked up to its first wrong value, since checks run on the event loop.
 """
 
+import json
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,6 +56,25 @@ Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
+def _grammar(given: Any) -> tuple[str, str]:
+    """Return the arguments of `Grammars.start` for OpenAI's form or text-generation-inference's. Errors: ValueError."""
+    match given:
+        case {"type": "json_object", **rest} if not rest:
+            given = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(given)}, **rest} if not rest:
+            pass
+        case {"type": "json" | "json_object", "value": dict(given), **rest} if not rest:
+            pass
+        case {"type": "regex", "value": str(text), **rest} if not rest:
+            return "regex", text.encode().decode()  # half a character is a ValueError
+        case _:
+            raise ValueError("has to be json_object, json_schema with its schema, or json or regex with its value")
+    return "json_schema", json.dumps(given)
+
+
+Constraint = Annotated[Any, BeforeValidator(_grammar)]
+
+
 class Body(BaseModel):
     """A JSON object. Fields that this server lacks are refused, unless their value has no effect."""
 
@@ -69,11 +89,12 @@ class Body(BaseModel):
 
 
 class GenerationSpec(Body):
-    """How to continue a prompt. PROMPT, LENGTH: names of the fields in errors. WITHIN: prefix of all other fields.
+    """How to continue a prompt. PROMPT, LENGTH, GRAMMAR: names of fields in errors. WITHIN: prefix of all other fields.
     DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop string."""
 
     PROMPT: ClassVar[str]
     LENGTH: ClassVar[str]
+    GRAMMAR: ClassVar[str] = "response_format"
     WITHIN: ClassVar[str] = ""
     DEFAULT_LENGTH: ClassVar[int] = 2**31
     KEEPS_STOP: ClassVar[bool] = False
@@ -103,6 +124,7 @@ class GenerationSpec(Body):
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's behind it
     speculate: Switch = True  # false: plain rounds for all requests while this one runs, unless `--no_plain_requests`
+    grammar: Constraint = None  # `{"type": "json", "value": SCHEMA}`, or `"regex"` with a regular expression
 
     @property
     def samples(self) -> bool:
@@ -124,6 +146,7 @@ class Parameters(GenerationSpec):
     """Parameters of text-generation-inference."""
 
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
+    GRAMMAR = "parameters.grammar"
 
     max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: a row's room
     do_sample: Switch | None = None  # if not given: a temperature other than 1 or a filter means sampling
@@ -162,6 +185,7 @@ class OpenAISpec(GenerationSpec):
     n: Count = 1  # answers to each prompt; sample `i` of a request has the tokens that `seed` + `i` gets alone
     stream: Switch = False  # send tokens as they come
     stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
+    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = None  # JSON: any object, or of a schema
 
 
 class Completion(OpenAISpec):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
+from engine.grammars import Grammars
 from engine.sampling import LONGEST_BAN
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
@@ -201,10 +202,15 @@ class Service(Collector):
         """Tokenise the prompt of some samples. Raises Failure."""
         run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
         variables, tools, _ = spec.template_inputs
+        field = spec.PROMPT
         try:
             ids = await run(self._encode, prompt, variables, tools)
+            if spec.grammar is not None:
+                field = spec.GRAMMAR
+                for sample in samples:
+                    sample.request.grammar = await run(lambda: self._grammars.start(*spec.grammar))
         except UserError as error:
-            field = error.where if error.where in type(spec).model_fields else spec.PROMPT
+            field = error.where if error.where in type(spec).model_fields else field
             raise invalid(field, f"{error.what}: {error.seen}") from None
         if isinstance(spec, ChatCompletion) and spec.prediction is not None:
             predicted = await run(self._predicted, spec, spec.prediction)
@@ -233,6 +239,8 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
         if (highest := max(spec.logit_bias, default=0)) >= (n_ids := self.plan.target.config.vocab_size):
             raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
+        if spec.grammar is not None and self.session.ranks.size > 1:
+            raise invalid(spec.GRAMMAR, "needs a server on a single rank")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
         if isinstance(prompt[0], dict) and self.template is None:
@@ -266,6 +274,11 @@ class Service(Collector):
         if (longest := max(map(len, bans))) > LONGEST_BAN:
             raise invalid(f"{spec.WITHIN}bad_words", f"has a string of {longest} tokens; at most {LONGEST_BAN} fit")
         return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        config = self.plan.target.config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_tokens)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""

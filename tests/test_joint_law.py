@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,11 @@ from edit_cases import edited
 from pacings import Scripted, scheduled
 from published_heads import random_eagle, random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
+from tiny import decode
 from torch import Tensor
 from witness import FakeConfig, FakeModel
 
-from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, Request, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
 from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
@@ -77,13 +79,45 @@ DRAFT = TableModel(seed=2, near=TARGET)
 INNER = TableModel(seed=3, near=DRAFT)
 
 
-def enumerate_sequences(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+class Automaton:
+    """A grammar of four ids: none follows itself, and 1 follows 2."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @staticmethod
+    def allowed(tokens: Sequence[int]) -> list[int]:
+        last = tokens[-1] if tokens else None
+        return [1] if last == 2 else [token for token in range(VOCAB) if token != last]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+    def forced(self) -> list[int]:
+        """Return tokens that follow, or as behind 0 a split of what follows among others."""
+        return {2: [1], 0: [2, 1]}.get(self.tokens[-1], []) if self.tokens else []
+
+    def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
+        for n in range(len(drafts) + 1):
+            text = [*self.tokens, *drafts[:n]]
+            masks[n] = sum(1 << token for token in self.allowed(text))
+            if n < len(drafts) and drafts[n] not in self.allowed(text):
+                return
+
+
+def enumerate_sequences(prompt: list[int], params: SamplingParams, masked=False) -> dict[tuple[int, ...], float]:
     """Every output that decoding can give, with its probability."""
     next_logits = edited(TARGET.logits_after, prompt, params, [STOP])
     complete, open_ends = {}, {(): 1.0}
     while open_ends:
         tokens, mass = open_ends.popitem()
-        law = logits_to_probs(next_logits([*prompt, *tokens]), params).tolist()
+        logits = next_logits([*prompt, *tokens])
+        if masked:
+            excluded = [token for token in range(VOCAB) if token not in Automaton.allowed(tokens)]
+            logits = logits.index_fill(0, torch.tensor(excluded, dtype=torch.int64), -math.inf)
+        law = logits_to_probs(logits, params).tolist()
         for token, probability in enumerate(law):
             longer = (*tokens, token)
             ended = token == STOP or len(longer) == N_NEW
@@ -220,3 +254,22 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
         assert 0.1 < out.stats.counts.acceptance_rate < 0.95, "too easy a draft, or too hard a one"
     if ":" in kind:
         assert 0 < out.stats.drafted < gamma * out.stats.counts.rounds, "a schedule that leaves nothing out"
+
+
+@pytest.mark.parametrize("kind,gamma", [("full", 3), ("streaming", 2), ("ngram", 3), ("speculated, streaming", 3)])
+def test_grammars_mask_the_targets_joint_law(kind, gamma):
+    """Every second request has a grammar, which also forces tokens; its neighbours keep their laws."""
+    n = N_REQUESTS
+    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, n // 4, ROOM, dtype=TARGET.dtype))
+    groups = [(i % len(PROMPTS), replace(PLAIN, seed=i % 2)) for i in range(n)]
+    requests = [
+        Request(PROMPTS[prompt], N_NEW, [STOP], way, i, grammar=Automaton() if way.seed else None)
+        for i, (prompt, way) in enumerate(groups)
+    ]
+    drafter = make_drafter(kind, runner, gamma)
+    decode(Decoder(runner, drafter=drafter, verification="rejection"), *requests)
+    laws = {(p, way): enumerate_sequences(PROMPTS[p], way, bool(way.seed)) for p, way in {*groups}}
+    p_value, variation, by_chance = joint_p_value(groups, [request.tokens for request in requests], laws)
+    assert p_value > 1e-4 and variation < 1.3 * by_chance
+    forced = sum(request.tokens[:-1].count(2) for request in requests if request.grammar)
+    assert forced > 0 and sum(request.counts.accepted for request in requests if request.grammar) >= forced / 2

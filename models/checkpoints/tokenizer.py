@@ -38,6 +38,10 @@ class JsonTokenizer:
             pieces[index] = token
         return pieces
 
+    def definition(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
     def control_tokens(self) -> dict[str, int]:
         added = self._backend.get_added_tokens_decoder().items()
         return {token.content: index for index, token in added if token.special}

@@ -1,0 +1,128 @@
+"""Grammars: which tokens may continue an answer, by the library llguidance (optional: requirements-grammar.txt)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from common.errors import ConfigError
+from models.checkpoints.tokenizer import JsonTokenizer, Tokenizer
+
+# JSON as Python's json.dumps writes it. With free whitespace no token would be certain, and some models never stop.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Grammar:
+    """The state of a grammar behind the tokens of an answer."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on, such as a limit of the library; empty if it can."""
+        return " ".join(self._matcher.get_error().partition("<state>")[0].split())
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Move behind tokens of the answer. Behind an end token, further ones change nothing."""
+        for token in tokens:
+            if self._matcher.stop_reason() != "EndOfSentence":
+                self._matcher.consume_token(token)
+
+    def forced(self) -> list[int]:
+        """Return the tokens of the text that follows in any case; the grammar may allow other splits of it."""
+        return self._matcher.compute_ff_tokens()
+
+    def fill(self, bits: Tensor, drafts: Sequence[int]) -> None:
+        """Set in `bits [T, n_bytes]`, on the host, those of the tokens that may follow 0, 1, ... of T - 1 drafts, up to
+        a draft that the grammar excludes, which verification rejects."""
+        ahead = self._matcher.deep_copy()  # microseconds; an error behind a draft that is rejected goes with it
+        for mask, draft in zip_longest(bits, drafts):
+            ahead.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+            if draft is None or not ahead.try_consume_tokens([draft]):
+                return
+
+
+class Grammars:
+    """Starts grammars over the tokens of a model with `n_ids` ids, whose answers end with one of `ends`."""
+
+    def __init__(self, tokenizer: Tokenizer, n_ids: int, ends: Collection[int]) -> None:
+        what, fix = "a grammar needs llguidance and a tokenizer.json", "pip install -r requirements-grammar.txt"
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError:
+            raise ConfigError(what, "this Python", f"no llguidance: {fix}", "llguidance", fix) from None
+        if not isinstance(tokenizer, JsonTokenizer):
+            raise ConfigError(what, "the checkpoint", "a tokenizer.model", "a tokenizer.json", "add it")
+        self._matcher, self._tokenizer = LLMatcher, LLTokenizer(tokenizer.definition(), n_ids, [*ends])
+
+    def start(self, kind: str, text: str) -> Grammar:
+        """Return a grammar at the beginning of an answer. kind: "json_schema", "regex", or "lark" as llguidance has it.
+        Errors: ConfigError with what the library says."""
+        form = {"overrides": JSON_FORM} if kind == "json_schema" else {}
+        made = getattr(self._matcher, f"grammar_from_{kind}")(text, **form)
+        grammar = Grammar(self._matcher(self._tokenizer, made, log_level=0))
+        if error := grammar.error:
+            raise ConfigError(f"llguidance cannot use the {kind}", "a grammar", error, "what it can use", "correct it")
+        return grammar
+
+
+class Masks:
+    """The tokens that may follow the rows of a batch and their drafts.
+
+    grammars: of each row, or None. applies: True once the masks of this round, or of its drafts so far, are set.
+    """
+
+    def __init__(self, n_rows: int, n_ids: int, device: str | torch.device) -> None:
+        self.grammars: Sequence[Grammar | None] = ()
+        self.applies, self._device = False, device
+        self._n_rows, self._n_bytes = n_rows, -(-n_ids // 32) * 4  # llguidance fills words of 32 bits
+        self._masks: dict[int, Tensor] = {}  # `[B, T, n_bytes]` by T: they stay in place, for captured rounds
+
+    def fill(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Set the masks behind each row's text and behind each of its drafts."""
+        n_positions = len(drafts[0]) + 1
+        masks = torch.full((self._n_rows, n_positions, self._n_bytes), 255, dtype=torch.uint8)
+        for bits, grammar, of_row in zip(masks, self.grammars, drafts, strict=False):
+            if grammar is not None:
+                grammar.fill(bits, of_row)
+        self._current = self._masks.setdefault(n_positions, masks.to(self._device)).copy_(masks)
+        self.applies = True
+
+    def masked(self, logits: Tensor, start: int) -> Tensor:
+        """Return `logits [B, T, V]` with -inf where a token may not follow `start`, `start` + 1, ... drafts."""
+        if not self.applies:
+            return logits
+        masks = self._current[: len(logits), start : start + logits.shape[1], :, None]
+        bits = masks >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+        return logits.masked_fill((bits == 0).flatten(2)[..., : logits.shape[-1]], -math.inf)
+
+    def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> None:
+        """Put the tokens that grammars force in the place of each row's first drafts."""
+        for row, grammar in enumerate(self.grammars):
+            if grammar is not None and (forced := grammar.forced()[: tokens.shape[1]]):
+                n = len(forced)
+                tokens[row, :n] = torch.tensor(forced, device=tokens.device)
+                if probs is not None:
+                    probs[row, :n] = one_hot(tokens[row, :n], probs.shape[-1]).to(probs.dtype)
+                if lengths is not None:
+                    lengths[row].clamp_(min=n)
+
+
+class MaskedDraws:
+    """Draws by a verification, with masks that follow the drafts; these are read from the device."""
+
+    def __init__(self, verification: Any, masks: Masks) -> None:
+        self._verification, self._masks, self._drafts = verification, masks, list[Tensor]()
+
+    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+        self._masks.fill(torch.stack(self._drafts, dim=1).tolist() if i else [()] * len(logits))
+        token, probs = self._verification.draw(logits, i)
+        self._drafts.append(token)
+        return token, probs
