@@ -93,6 +93,6 @@ $(VENV)/.installed: requirements.txt
 	$(call install,requirements.txt)
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements.txt
+$(VENV)/.installed-dev: requirements-dev.txt requirements.txt requirements-grammar.txt
 	$(call install,requirements-dev.txt)
 	@touch $(VENV)/.installed $@

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def on(*routes: str, **fields: Any) -> dict[str, Fields]:
 
 FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Oslo", "Bergen"]}, "n": {"type": "integer"}}}
+SCHEMA |= {"required": ["name", "n"], "additionalProperties": False}
 
 # The fields of each parameter by route; a route that is absent lacks the parameter.
 PARAMETERS: dict[str, dict[str, Fields]] = {
@@ -103,6 +106,17 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "tools": on(*CHATS, tools=[{"type": "function", "function": FUNCTION}], parallel_tool_calls=False),
     "prediction": on(*CHATS, prediction={"type": "content", "content": "IZZ|oIj7 the cat and the hat"}),
 }
+if find_spec("llguidance"):
+    PARAMETERS |= {
+        "json_object": on(*OPENAI, response_format={"type": "json_object"}),
+        "json_schema": on(
+            *OPENAI,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            max_tokens=40,
+        )
+        | on(*GENERATE, grammar={"type": "json", "value": SCHEMA}, max_new_tokens=40),
+        "regex": on(*GENERATE, grammar={"type": "regex", "value": "[0-9]{3}-[a-z]{4,8}"}),
+    }
 WITHOUT_EFFECT = ("neutral", "prediction")
 
 
