@@ -93,10 +93,11 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
 
 def sampling_text(record: dict[str, Any]) -> str:
     """Return the verification mode, with temperature, filters and seed."""
+    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+    others = "".join(f", {name} {record[name]}" for name, off in neutral.items() if record.get(name, off) != off)
     if not record["temperature"]:
-        return record["verification"]
-    filters = "".join(f", {name} {record[name]}" for name, off in (("top_k", 0), ("top_p", 1.0)) if record[name] != off)
-    return f"{record['verification']} at temperature {record['temperature']}{filters}, seed {record['seed']}"
+        return f"{record['verification']}{others}"
+    return f"{record['verification']} at temperature {record['temperature']}{others}, seed {record['seed']}"
 
 
 def _draft_text(draft: DraftPlan) -> str:

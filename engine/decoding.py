@@ -95,7 +95,7 @@ class Decoder:
             seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
             raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
         gamma = self._pacing.max_gamma
-        limit = request.limit or (request.prompt_logprobs is not None)
+        limit = request.limit or int(request.prompt_logprobs is not None)
         check_prompt(self._runner, request.index, request.prompt, limit, gamma, request.sampling.ids)
         for drafter in self._pacing.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
@@ -189,7 +189,8 @@ class Decoder:
     def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
         """Give a request a row, and start its prefill behind the tokens that the row may reuse."""
         reuses, group = self._reuses == "prefixes", request.group
-        sibling = next((row for row, other in self._rows.busy() if other.group == group is not None), None)
+        siblings = (row for row, other in self._rows.busy() if group is not None and other.group == group)
+        sibling = next(siblings, None)
         row = self._rows.place_for(request.prompt, reuses)
         tap = None if request.prompt_logprobs is None else partial(self._score_prompt, request)
         if self._reuses == "nothing" or tap is not None:
@@ -238,12 +239,14 @@ class Decoder:
             return None
         n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
         choice = self._pacing.choose(len(busy), n_joining, sum(request.length for request in busy) / len(busy))
-        if choice is None or not all(request.speculate for request in busy):
-            return choice and PLAIN
+        if choice is None:
+            return None
+        if not all(request.speculate for request in busy):
+            return PLAIN
         forced = [len(request.grammar.forced()) if request.grammar else 0 for request in busy]
         n_forced = min(max(forced), self._pacing.max_gamma)
         # Where grammars force all that the drafter would draft, it does not run, and catches up later.
-        return Choice(None, n_forced) if n_forced and min(forced) >= choice.gamma else choice
+        return Choice(None, n_forced) if min(forced) >= max(choice.gamma, 1) else choice
 
     def _catch_up(self, drafter: int) -> bool:
         """Prefill the drafter with unseen prompts, then synchronise ranks; the time for this is no part of a round.
@@ -304,9 +307,11 @@ class Decoder:
             n_emitted += (n_kept := request.commit(outcome))
             if request.logprobs is not None:
                 request.logprobs += of_block[:n_kept]
+            request.n_predicted = 0
             if drafter is not None:
                 self._following.lengths[row][drafter] = request.length
-                request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
+                if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
+                    request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
             self._progress.decoded(request, outcome, n_kept)
             self._leave_if_done(row, request)
         return n_emitted

@@ -68,6 +68,9 @@ class Request:
         self.prompt = self._integers("prompt", self.prompt)
         self.prediction = self._integers("prediction", self.prediction)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
+        if self.grammar is not None and not self.stop_tokens:
+            where = f"prompt {self.index}: stop_tokens"
+            raise _refuse("an answer ends where its grammar does", where, "none", "at least one")
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
             raise _refuse("a request id is out of range", f"prompt {self.index}: id", self.id, "0 <= id < 2**32")
 
@@ -176,7 +179,7 @@ def check_prompt(
         raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
     if min(*prompt, *others, 0) < 0 or max(*prompt, *others, 0) >= vocab_size:
         outside = next(token for token in (*prompt, *others) if not 0 <= token < vocab_size)
-        fix = "encode texts with the model's tokenizer"
+        fix = "encode texts with the model's tokenizer, and name its ids in biases and bans"
         raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
     if limit < 1:
         raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")

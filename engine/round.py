@@ -14,7 +14,6 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
-from engine.drafters.speculated import Speculated
 from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
@@ -82,7 +81,7 @@ class Round:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
         drawing: Any = verification
-        if any(batch.masks.grammars) and self._captured is None and not isinstance(self.drafter, Speculated):
+        if any(batch.masks.grammars) and self._captured is None:
             drawing = MaskedDraws(verification, batch.masks)
         return self.drafter.propose(batch, drawing, self.gamma), verification
 
@@ -132,8 +131,8 @@ class Round:
             self.drafter.rollback(self.batch)
 
     def outcomes(self) -> list[Outcome]:
-        """Read `decided`, the only read of a round from the device. Errors: RankError if ranks are compared and
-        disagree; RuntimeError for a lost rank."""
+        """Read `decided`, the only read from the device in a round without grammars. Errors: RankError if ranks are
+        compared and disagree; RuntimeError for a lost rank."""
         ranks = self.runner.ranks
         if ranks.timeout is not None:
             synchronize(ranks.device, ranks.timeout)

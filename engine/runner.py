@@ -151,7 +151,7 @@ class ModelRunner:
         if prefilled is not None:
             self._forget_from(row, len(prompt))
             done = replace(prefilled, answer=())
-        elif chunk is tap is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
+        elif chunk is None and tap is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
             yield len(prompt)
             done = stored
         else:

@@ -82,8 +82,13 @@ class SamplingParams:
             ("bad_words", tuple, lambda bans: len(bans) <= MOST_BANS and {*map(len, bans)} <= {*lengths}, sequences),
         )
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple((as_integer(id_), float(x)) for id_, x in bias))
-        object.__setattr__(self, "bad_words", tuple(tuple(map(as_integer, ids)) for ids in self.bad_words))
+        try:
+            object.__setattr__(self, "logit_bias", tuple((as_integer(id_), float(x)) for id_, x in bias))
+            object.__setattr__(self, "bad_words", tuple(tuple(map(as_integer, ids)) for ids in self.bad_words))
+        except (TypeError, ValueError) as error:
+            what, where = "biases or bans cannot be read", "SamplingParams.logit_bias or .bad_words"
+            required, fix = "numbers by token id; lists of token ids", "name token ids as integers"
+            raise ConfigError(what, where, error, required, fix) from None
         for name, kind, fits, required in checks:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
@@ -252,7 +257,7 @@ def _before(scaled: Tensor, mass: Tensor, limit: Tensor) -> Tensor:
         at = ((sums < limit).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where a mass is NaN, there may be none
         last, before, mass = last | at << shift, sums.gather(-1, at), mass * (digit == at)
     tied = key == last
-    return (key < last) | (tied & (before + (tied.cumsum(dim=-1) - 1) * mass < limit))
+    return (key < last) | (tied & (before + (mass * tied).cumsum(dim=-1) - mass < limit))
 
 
 def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -30,6 +30,7 @@ AXES = (*DOUBLED, "gamma", "temperature")
 SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
     *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
+    *("min_p", "repetition_penalty", "min_tokens"),
     *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
     *AXES,
 )

@@ -53,11 +53,13 @@ class Flags:
 
 
 class Source(NamedTuple):
-    """A table, and its file in reproduce/results/ if it is made of records. is_last: shows the last record alone."""
+    """A table, and its file in reproduce/results/ if it is made of records. is_last: shows the last record alone.
+    cells: names of the records that it shows; all if none is named."""
 
     file: str | None
     table: Callable[[list[Record]], Table]
     is_last: bool = False
+    cells: tuple[str, ...] = ()
 
 
 def by_size(record: Record) -> tuple:
@@ -208,7 +210,8 @@ def long_generations(records: list[Record]) -> Table:
     costs = [Column(name, head, ".1f") for name, head in (("round_ms", "round, ms"), ("draft_ms", "drafts, ms"))]
     columns = [*of("draft_policy"), generated, Column("acceptance_rate", "acceptance", ".3f")]
     columns += [*of("mean_accepted_length plain_ms"), *costs, Column("verify_ms", "verification, ms", ".1f")]
-    return rows, [*columns, *of("speedup")]
+    columns += of("speedup")
+    return rows, [column for column in columns if {column.cell(row) for row in rows} != {column.missing}]
 
 
 def serving(records: list[Record]) -> Table:
@@ -236,10 +239,15 @@ def round_costs(records: list[Record]) -> Table:
     return rows, [Column(name, head, ".1f" if "GB" in head else "") for name, head in heads.items()]
 
 
+def gpu_speedups(records: list[Record]) -> Table:
+    rows, [target, draft, *columns, _] = speedups(records)
+    return rows, [target, draft, *of("temperature"), *columns]
+
+
 def gpu_attention(records: list[Record]) -> Table:
     """Show the rate at which each kernel reads entries."""
     rates = []
-    for record in (record for record in records if isinstance(record.get("times_copy"), dict)):
+    for record in records:
         scored, copy = ", scores written" * (record["cell"] == "notes"), record["copy_tb_per_s"]
         rates += [{"what": what + scored, "rate": copy / n} for what, n in record["times_copy"].items()]
     return rates, [Column("what", "attention of a layer", **TEXT), Column("rate", "TB/s", ".2f")]
@@ -247,9 +255,8 @@ def gpu_attention(records: list[Record]) -> Table:
 
 def gpu_linears(records: list[Record]) -> Table:
     """Show the ms of the linear layers of a transformer layer by storage and rows."""
-    record = next(record for record in records if record["cell"] == "linears")
     names = {"plain": "bfloat16", "int8": "int8", "int4": "int4"}
-    rows = [{"n": n, **{name: record[f"{name}_ms_{n}"] for name in names}} for n in (16, 64, 128, 256)]
+    rows = [{"n": n, **{name: records[-1][f"{name}_ms_{n}"] for name in names}} for n in (16, 64, 128, 256)]
     return rows, [Column("n", "tokens"), *(Column(name, f"{head}, ms", ".2f") for name, head in names.items())]
 
 
@@ -313,9 +320,9 @@ TABLES = {
     "predictions": Source("cost_prediction.jsonl", predictions),
     "long_generations": Source("long_generations.jsonl", long_generations),
     "serving": Source("serve_load.jsonl", serving),
-    "gpu_speedups": Source("gpu_speedups.jsonl", speedups),
-    "gpu_attention": Source("gpu.jsonl", gpu_attention),
-    "gpu_linears": Source("gpu.jsonl", gpu_linears),
+    "gpu_speedups": Source("gpu_speedups.jsonl", gpu_speedups),
+    "gpu_attention": Source("gpu.jsonl", gpu_attention, cells=("bandwidth triton", "notes")),
+    "gpu_linears": Source("gpu.jsonl", gpu_linears, cells=("linears",)),
     "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
     "parameters": Source(None, parameters),
 }
@@ -324,7 +331,8 @@ TABLES = {
 def provenance_line(records: Sequence[Record], file: str, page: Path) -> str:
     """Return a sentence that names the file, the commits and the machines of records."""
     path = "../reproduce/results" if page.parent.name == "docs" else "results"
-    commits = dict.fromkeys(f"`{str(record.get('git_commit'))[:12]}`" for record in records)
+    named = (str(record.get("git_commit")).partition("-") for record in records)
+    commits = dict.fromkeys(f"`{commit[:12]}{''.join(more)}`" for commit, *more in named)
     machines = dict.fromkeys(
         f"; {record.get('gpu') or record['machine']}, PyTorch {record['torch_version']}"
         for record in records
@@ -337,8 +345,9 @@ def filled(page: Path) -> str:
     """Return the page's text with its tables made anew."""
 
     def make(place: re.Match) -> str:
-        file, table, is_last = TABLES[place[2]]
-        records = (read_records(RESULTS / file) if file else [])[-1 if is_last else 0 :]
+        file, table, is_last, cells = TABLES[place[2]]
+        records = read_records(RESULTS / file) if file else []
+        records = [record for record in records if not cells or record["cell"] in cells][-1 if is_last else 0 :]
         source = f"{provenance_line(records, file, page)}\n\n" if file else ""
         return f"{place[1]}{source}{markdown(*table(records))}\n{place[3]}"
 

@@ -281,8 +281,8 @@ def openai_routes(service: Service) -> APIRouter:
         name, n = ("best_of", body.best_of) if body.best_of else ("n", body.n)
         if n < body.n or (body.stream and n > body.n):
             raise invalid(name, f"is {n}, but n is {body.n}: it has to be n or more, and n in a stream")
-        if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens", "is 0; without `echo` at least 1")
+        if body.max_tokens == 0 and (n > 1 or not body.echo):
+            raise invalid("max_tokens", "is 0, which needs `echo` and a single sample of each prompt")
         return await respond(http, body, prompts, (name, n), body.logprobs, body.echo)
 
     @router.post("/chat/completions", response_model=None)

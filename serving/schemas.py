@@ -3,7 +3,6 @@
 A list is checked up to its first wrong value, since checks run on the event loop.
 """
 
-import json
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,11 +14,11 @@ from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
-LONGEST_STOP = 256
+LONGEST_STOP, MOST_BIASES = 256, 1024
 FILTERS = "top_k", "top_p", "min_p", "typical_p"
 EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
-# Fields that some clients always send and this server lacks, with their values that have no effect.
+# Fields that some clients always send, on routes that lack them, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("top_n_tokens", "top_logprobs"), (0,)),
@@ -31,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "top_k": (-1,),
     **dict.fromkeys(("priority", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
     **dict.fromkeys(("length_penalty", "repeat_penalty"), (1,)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "strict"), (False,)),
@@ -53,6 +51,8 @@ Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
+Id = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -61,15 +61,16 @@ def _grammar(given: Any) -> tuple[str, str]:
     match given:
         case {"type": "json_object", **rest} if not rest:
             given = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(given)}, **rest} if not rest:
-            pass
+        case {"type": "json_schema", "json_schema": {"schema": dict(given), **more}, **rest} if not rest:
+            if unknown := {*map(str, more)} - {"name", "description", "strict"}:
+                raise ValueError(f"json_schema has no {min(unknown)}")
         case {"type": "json" | "json_object", "value": dict(given), **rest} if not rest:
             pass
         case {"type": "regex", "value": str(text), **rest} if not rest:
             return "regex", text.encode().decode()  # half a character is a ValueError
         case _:
             raise ValueError("has to be json_object, json_schema with its schema, or json or regex with its value")
-    return "json_schema", json.dumps(given)
+    return "json_schema", to_json(given).decode()
 
 
 Constraint = Annotated[Any, BeforeValidator(_grammar)]
@@ -85,7 +86,8 @@ class Body(BaseModel):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None and value not in NEUTRAL.get(name, ())}
+        given = {name: value for name, value in data.items() if value is not None}
+        return {k: v for k, v in given.items() if k in cls.model_fields or v not in NEUTRAL.get(k, ())}
 
 
 class GenerationSpec(Body):
@@ -103,17 +105,15 @@ class GenerationSpec(Body):
     truncate: Count | None = None  # keep the last tokens of the prompt
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, strict=True)] = 1.0  # 0: greedy
     top_p: Share = 1.0  # probability of the tokens to sample among
-    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # tokens to sample among; 0 or -1: all
-    min_p: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0  # least probability, in that of the likeliest token
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, strict=True)] = 0  # tokens to sample among; 0 or -1: all
+    min_p: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0  # least probability, as a share of the likeliest's
     typical_p: Share = 1.0  # probability of the most typical tokens, to sample among
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] = 1.0  # of tokens of prompt and answer
     presence_penalty: Penalty = 0.0  # of tokens of the answer
     frequency_penalty: Penalty = 0.0  # of each occurrence in the answer
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100, strict=True)]] = {}  # by id
-    bad_words: Annotated[
-        list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)
-    ] = []  # not in the answer, as tokenised alone and behind a space
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # the first that are no end token
+    logit_bias: Annotated[dict[Id, Bias], Field(max_length=MOST_BIASES)] = {}  # added to logits, by token id
+    bad_words: Annotated[list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)] = []  # not in the answer
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # no end token before so many tokens
     ignore_eos: Switch = False  # end tokens do not end the answer
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
@@ -130,16 +130,19 @@ class GenerationSpec(Body):
     def samples(self) -> bool:
         return self.temperature >= MIN_TEMPERATURE
 
-    @property
-    def template_inputs(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None, ToolCallParser]:
-        """Variables and tools for the chat template, and a parser that finds calls of the tools in the answer."""
-        return {}, None, ToolCallParser()
+    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+        """Return variables and tools for the chat template."""
+        return {}, None
+
+    def tool_call_parser(self) -> ToolCallParser:
+        """Return a parser that finds calls of the request's tools in an answer."""
+        return ToolCallParser()
 
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
         filters = (*FILTERS, "temperature") if self.samples else ()
         values = {name: getattr(self, name) for name in (*EDITS, *filters)}
-        return SamplingParams(seed=self.seed, **values)
+        return SamplingParams(seed=self.seed, **values | {"top_k": max(0, values.get("top_k", 0))})
 
 
 class Parameters(GenerationSpec):
@@ -159,7 +162,7 @@ class Parameters(GenerationSpec):
 
     @property
     def samples(self) -> bool:
-        is_filtered = self.temperature != 1 or SamplingParams(**{name: getattr(self, name) for name in FILTERS}).filters
+        is_filtered = self.temperature != 1 or self.top_k > 0 or min(self.top_p, self.typical_p, 1 - self.min_p) < 1
         return super().samples and (is_filtered if self.do_sample is None else self.do_sample)
 
 
@@ -197,7 +200,7 @@ class Completion(OpenAISpec):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None  # default: 16; with `echo` also 0
     best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
     echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens behind the first
-    logprobs: Likeliest | None = None  # of the chosen tokens, and of so many of the likeliest
+    logprobs: Likeliest | None = None  # of each token, and of this number of likeliest tokens
 
 
 class TextPart(Body):
@@ -215,26 +218,35 @@ class Prediction(Body):
 
 
 class Function(Body):
-    """A function that answers may call, or with arguments its call."""
+    """A function that answers may call."""
 
     name: Annotated[str, Field(min_length=1)]
     description: Text = ""
     parameters: Object = {}
-    arguments: Arguments = {}
 
 
 class Tool(Body):
-    """A tool, or with an id its call."""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionCall(Body):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Arguments = {}
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
 
     id: Text = ""
     type: Literal["function"] = "function"
-    function: Function
+    function: FunctionCall
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Text = ""
-    tool_calls: Annotated[list[Tool], Field(fail_fast=True)] = []
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Text = ""
     content: Annotated[
         list[TextPart],
@@ -271,7 +283,12 @@ class ChatCompletion(OpenAISpec):
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
     @property
-    def template_inputs(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None, ToolCallParser]:
-        tools = self.tools if self.tool_choice == "auto" else []
-        parser = ToolCallParser([tool.function.name for tool in tools], None if self.parallel_tool_calls else 1)
-        return self.chat_template_kwargs, [tool.model_dump(exclude_unset=True) for tool in tools] or None, parser
+    def _offered(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+        tools = [tool.model_dump(exclude_unset=True) for tool in self._offered]
+        return self.chat_template_kwargs, tools or None
+
+    def tool_call_parser(self) -> ToolCallParser:
+        return ToolCallParser([tool.function.name for tool in self._offered], None if self.parallel_tool_calls else 1)

@@ -24,13 +24,13 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
-from engine.grammars import Grammars
+from engine.grammars import Grammar, Grammars
 from engine.sampling import LONGEST_BAN
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import ChatCompletion, GenerationSpec, Prediction
+from serving.schemas import GenerationSpec, Prediction
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
@@ -181,45 +181,50 @@ class Service(Collector):
             self._check(spec, prompt)
         ends = () if spec.ignore_eos else self.plan.target.config.eos_tokens
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
+        # Log-probabilities rank the samples of best_of.
+        has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
         for i in range(n_all):
             sampling = replace(first, seed=(first.seed + i) % 2**63)
             request = ServedRequest([], 0, ends, sampling, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
-            request.logprobs = None if n_top is None and n_samples == 1 else []  # those of several samples rank them
-            given = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma), changed, n_top is not None
-            *_, parser = spec.template_inputs
-            answers.append(Answer(request, self.tokenizer, self._specials, *given, tool_calls=parser))
-            self.answers[request.index] = answers[-1]
+            request.logprobs = [] if has_logprobs else None
+            stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
+            answer = Answer(request, self.tokenizer, self._specials, stops, counts, changed, n_top is not None)
+            answer.tool_calls = spec.tool_call_parser()
+            answers.append(answer)
+            self.answers[request.index] = answer
         self._watch(http, answers)
+        run = partial(self.loop.run_in_executor, self._thread)
+        grammar, bans, prediction = await run(self._shared, spec)
         for i, prompt in enumerate(prompts):
-            await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
+            if answers[0].finish is None:  # the client has not left
+                await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
         for answer in answers:
+            request = answer.request
+            request.grammar, request.prediction = grammar and grammar.copy(), prediction
+            request.sampling = replace(request.sampling, bad_words=bans)
             if answer.finish is None:
-                self.scheduler.submit(answer.request)
+                self.scheduler.submit(request)
         return answers
+
+    def _shared(self, spec: GenerationSpec) -> tuple[Grammar | None, list[list[int]], list[int]]:
+        """Return what all samples of a request share: grammar, bans and the tokens of a prediction. Raises Failure."""
+        grammar, prediction = None, getattr(spec, "prediction", None)
+        if spec.grammar is not None:
+            try:
+                grammar = self._grammars.start(*spec.grammar)
+            except UserError as error:
+                raise invalid(spec.GRAMMAR, f"{error.what}: {error.seen}") from None
+        return grammar, self._bans(spec), self._predicted(spec, prediction) if prediction else []
 
     async def _prepare(self, spec: GenerationSpec, prompt: Prompt, samples: Sequence[Answer], echo: bool) -> None:
         """Tokenise the prompt of some samples. Raises Failure."""
         run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
-        variables, tools, _ = spec.template_inputs
-        field = spec.PROMPT
         try:
-            ids = await run(self._encode, prompt, variables, tools)
-            if spec.grammar is not None:
-                field = spec.GRAMMAR
-                for sample in samples:
-                    sample.request.grammar = await run(lambda: self._grammars.start(*spec.grammar))
+            ids = await run(self._encode, prompt, *spec.for_template())
         except UserError as error:
-            field = error.where if error.where in type(spec).model_fields else field
+            field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
-        if isinstance(spec, ChatCompletion) and spec.prediction is not None:
-            predicted = await run(self._predicted, spec, spec.prediction)
-            for sample in samples:
-                sample.request.prediction = predicted
-        if spec.bad_words:
-            bans = await run(self._bans, spec)
-            for sample in samples:
-                sample.request.sampling = replace(sample.request.sampling, bad_words=bans)
         ids = ids[-(spec.truncate or 0) :]
         limit, group = self._limit(spec, ids), first.index
         # The first sample runs the prompt, and the others copy its row.
@@ -241,6 +246,8 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
         if spec.grammar is not None and self.session.ranks.size > 1:
             raise invalid(spec.GRAMMAR, "needs a server on a single rank")
+        if spec.grammar is not None and spec.ignore_eos:
+            raise invalid(f"{spec.WITHIN}ignore_eos", "is true; an answer ends where its grammar does")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
         if isinstance(prompt[0], dict) and self.template is None:
@@ -253,7 +260,7 @@ class Service(Collector):
             return self.template.encode(prompt, variables, tools)
         return list(prompt)
 
-    def _predicted(self, spec: ChatCompletion, prediction: Prediction) -> list[int]:
+    def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
         """Return the tokens of a predicted text. Raises Failure."""
         draft = self.plan.draft and self.plan.draft.config
         if not any(getattr(each, "reads_predictions", False) for each in (draft, *getattr(draft, "texts", ()))):
@@ -268,10 +275,10 @@ class Service(Collector):
         return tokens
 
     def _bans(self, spec: GenerationSpec) -> list[list[int]]:
-        """Return the token ids of `bad_words`, at the begin of a word and within. Raises Failure."""
+        """Return the token ids of `bad_words`, as tokenised alone and behind a space. Raises Failure."""
         forms = [form for word in spec.bad_words for form in (word, f" {word.lstrip()}")]
         bans = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys(forms)]
-        if (longest := max(map(len, bans))) > LONGEST_BAN:
+        if (longest := max(map(len, bans), default=0)) > LONGEST_BAN:
             raise invalid(f"{spec.WITHIN}bad_words", f"has a string of {longest} tokens; at most {LONGEST_BAN} fit")
         return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
 

@@ -256,6 +256,19 @@ def test_clients_get_json_on_every_route(structured: Served):
             {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
             "response_format",
         ),
+        *(
+            ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", **wrong}}, "response_format")
+            for wrong in (
+                {"json_schema": {"schema": {"maximum": 10**400}}},
+                {"json_schema": {"schema": {"title": "\ud800"}}},
+                {"json_schema": {"schema": {}, "schemas": {}}},
+            )
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+        ),
     ],
 )
 def test_a_wrong_grammar_is_a_wrong_field(structured: Served, route, body, names):

@@ -38,7 +38,7 @@ MODES: dict[str, Fields] = {"greedy": {"temperature": 0, "seed": 5}, "coupled": 
 Cell = tuple[str, str]  # a route and a mode
 CELLS: list[Cell] = [(route, mode) for route in ROUTES for mode in MODES]
 # Fields of answers that depend on the load.
-VARIES = ("id", "created", "timings", "speculation", "prompt_tokens_details", "completion_tokens_details")
+VARIES = ("id", "created", "seed", "timings", "speculation", "prompt_tokens_details", "completion_tokens_details")
 GROWS = ("text", "content", "arguments")
 
 
@@ -221,12 +221,13 @@ def answers(served: Served, parameter: dict[str, Fields]) -> dict[Cell, tuple[An
     leaves; at most 16 requests are in flight."""
     fields = {cell: parameter[cell[0]] for cell in CELLS if cell[0] in parameter}
     with ThreadPoolExecutor(16) as pool:
-        futures = []
+        futures, leaving = [], []
         for place, cell in enumerate(fields):
             futures.append(pool.submit(ask, served, cell, fields[cell]))
             if place % 3 == 0:
-                pool.submit(leave, served, cell, fields[cell])
+                leaving.append(pool.submit(leave, served, cell, fields[cell]))
         drafted = [future.result(60) for future in futures]
+        assert all(future.result(60) is None for future in leaving)
         plain = [*pool.map(lambda cell: ask(served, cell, fields[cell], speculate=False), fields)]
     return dict(zip(fields, zip(drafted, plain, strict=True), strict=True))
 

@@ -95,7 +95,8 @@ class Suffix(HostDrafter):
             known.append(token)
         (n_matched, end), n_text = known.repeated, len(known.text)
         if n_matched and known.first < known.n_begin:
-            return Guess(known.text[known.first : known.n_begin][: self.gamma], n_matched, is_predicted=True)
+            copied = known.text[known.first : min(known.n_begin, known.first + self.gamma)]
+            return Guess(copied, n_matched, is_predicted=bool(update.prediction))
         return Guess([known.text[end + i % (n_text - end)] for i in range(self.gamma)] if n_matched else (), n_matched)
 
 
