@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -83,6 +84,20 @@ class Grammars:
         if matcher is None or (why := Grammar(matcher).error):
             raise ConfigError(f"llguidance cannot use the {kind}", "a grammar", why, "what it can use", "correct it")
         return Grammar(matcher)
+
+
+def call_grammar(tools: Mapping[str, Any], is_hermes: bool) -> str:
+    """Return the "lark" grammar of an answer that calls a tool, as Hermes and Qwen write calls, or else Llama 3. tools:
+    the JSON schema of arguments by name."""
+    name = "arguments" if is_hermes else "parameters"
+    calls = [
+        {"properties": {"name": {"const": tool}, name: schema or {"type": "object"}}, "required": ["name", name]}
+        for tool, schema in tools.items()
+    ]
+    closed = [{"type": "object", "additionalProperties": False, **call} for call in calls]
+    call = json.dumps({"anyOf": closed, "x-guidance": JSON_FORM})
+    before, after = ('"<tool_call>\\n" ', ' "\\n</tool_call>"') if is_hermes else ("", "")
+    return f"start: {before}call{after}\ncall: %json {call}"
 
 
 class Masks:

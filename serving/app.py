@@ -290,6 +290,8 @@ def openai_routes(service: Service) -> APIRouter:
         messages = [message.for_template() for message in body.messages]
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs", "needs `logprobs`: true")
+        if body.tool_choice not in ("none", "auto") and (body.grammar is not None or not body.required_tools()):
+            raise invalid("tool_choice", "asks for a call: name a tool of `tools`, and leave out `response_format`")
         return await respond(http, body, [messages], ("n", body.n), body.top_logprobs if body.logprobs else None, False)
 
     @router.get("/models")

@@ -134,6 +134,10 @@ class GenerationSpec(Body):
         """Return variables and tools for the chat template."""
         return {}, None
 
+    def required_tools(self) -> list["Tool"]:
+        """Return the tools of which the answer has to call one."""
+        return []
+
     def tool_call_parser(self) -> ToolCallParser:
         """Return a parser that finds calls of the request's tools in an answer."""
         return ToolCallParser()
@@ -230,6 +234,15 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class FunctionCall(Body):
     name: Annotated[str, Field(min_length=1)]
     arguments: Arguments = {}
@@ -279,12 +292,17 @@ class ChatCompletion(OpenAISpec):
     prediction: Prediction | None = None  # a text like the answer, if a `suffix` drafter reads it
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
-    tool_choice: Literal["none", "auto"] = "auto"  # none: the model does not see the tools
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"  # none: tools are hidden; required: a call
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
     @property
     def _offered(self) -> list[Tool]:
         return [] if self.tool_choice == "none" else self.tools
+
+    def required_tools(self) -> list[Tool]:
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else []
 
     def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
         tools = [tool.model_dump(exclude_unset=True) for tool in self._offered]

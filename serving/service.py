@@ -24,7 +24,7 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
-from engine.grammars import Grammar, Grammars
+from engine.grammars import Grammar, Grammars, call_grammar
 from engine.sampling import LONGEST_BAN
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
@@ -209,12 +209,15 @@ class Service(Collector):
 
     def _shared(self, spec: GenerationSpec) -> tuple[Grammar | None, list[list[int]], list[int]]:
         """Return what all samples of a request share: grammar, bans and the tokens of a prediction. Raises Failure."""
-        grammar, prediction = None, getattr(spec, "prediction", None)
-        if spec.grammar is not None:
+        grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
+        if tools := {tool.function.name: tool.function.parameters for tool in spec.required_tools()}:
+            assert self.template is not None
+            constraint = "lark", call_grammar(tools, self.template.is_hermes)
+        if constraint is not None:
             try:
-                grammar = self._grammars.start(*spec.grammar)
+                grammar = self._grammars.start(*constraint)
             except UserError as error:
-                raise invalid(spec.GRAMMAR, f"{error.what}: {error.seen}") from None
+                raise invalid("tool_choice" if tools else spec.GRAMMAR, f"{error.what}: {error.seen}") from None
         return grammar, self._bans(spec), self._predicted(spec, prediction) if prediction else []
 
     async def _prepare(self, spec: GenerationSpec, prompt: Prompt, samples: Sequence[Answer], echo: bool) -> None:
@@ -244,10 +247,13 @@ class Service(Collector):
             raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
         if (highest := max(spec.logit_bias, default=0)) >= (n_ids := self.plan.target.config.vocab_size):
             raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
-        if spec.grammar is not None and self.session.ranks.size > 1:
-            raise invalid(spec.GRAMMAR, "needs a server on a single rank")
-        if spec.grammar is not None and spec.ignore_eos:
-            raise invalid(f"{spec.WITHIN}ignore_eos", "is true; an answer ends where its grammar does")
+        if spec.grammar is not None or spec.required_tools():
+            if self.session.ranks.size > 1:
+                raise invalid(
+                    "tool_choice" if spec.required_tools() else spec.GRAMMAR, "needs a server on a single rank"
+                )
+            if spec.ignore_eos:
+                raise invalid(f"{spec.WITHIN}ignore_eos", "is true; an answer ends where its grammar does")
         if len(prompt) == 0:
             raise invalid(spec.PROMPT, "is empty")
         if isinstance(prompt[0], dict) and self.template is None:

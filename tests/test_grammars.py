@@ -24,10 +24,11 @@ from engine.drafters.combined import Combined
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
-from engine.grammars import Grammar, Grammars
+from engine.grammars import Grammar, Grammars, call_grammar
 from kv_cache.streaming import Streaming
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
+from models.checkpoints.tool_calls import parse
 
 SCHEMA = {
     "type": "object",
@@ -274,6 +275,23 @@ def test_clients_get_json_on_every_route(structured: Served):
 def test_a_wrong_grammar_is_a_wrong_field(structured: Served, route, body, names):
     answer = structured.ask(route, body)
     assert answer.status in (400, 422) and names in str(answer.json["error"])
+
+
+@pytest.mark.parametrize("is_hermes", [True, False])
+def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_hermes):
+    service = structured.server.service
+    tools = {"weather": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "clock": {}}
+
+    def follows(name: str, arguments: str) -> bool:
+        text = json.dumps({"name": name, "arguments" if is_hermes else "parameters": json.loads(arguments)})
+        text = f"<tool_call>\n{text}\n</tool_call>" if is_hermes else text
+        grammar = service._grammars.start("lark", call_grammar(tools, is_hermes))
+        grammar.advance(service.tokenizer.encode(text, add_bos=False))
+        assert parse(text, tools) == ("", [{"name": name, "arguments": arguments}])
+        return not grammar.error
+
+    assert follows("weather", '{"n": 7}') and follows("clock", "{}")
+    assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
 
 
 def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):

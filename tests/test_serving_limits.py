@@ -115,7 +115,11 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
         ((CHATS, CHAT | {"tools": [TOOL]}), "tools"),  # the template reads none
-        ((CHATS, CHAT | {"tools": [TOOL], "tool_choice": "required"}), "tool_choice"),
+        ((CHATS, CHAT | {"tool_choice": "required"}), "tool_choice"),
+        (
+            (CHATS, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+            "tool_choice",
+        ),
         ((CHATS, CHAT | {"tools": [{"type": "function", "function": {}}]}), "tools.0.function.name"),
         ((CHATS, CHAT | {"chat_template_kwargs": {"a": "\ud800"}}), "chat_template_kwargs"),
         ((CHATS, {"messages": [{"role": "tool"}]}), "messages.0"),

@@ -115,6 +115,9 @@ if find_spec("llguidance"):
             max_tokens=40,
         )
         | on(*GENERATE, grammar={"type": "json", "value": SCHEMA}, max_new_tokens=40),
+        "tool_choice": on(
+            *CHATS, tools=[{"type": "function", "function": FUNCTION}], tool_choice="required", max_tokens=80
+        ),
         "regex": on(*GENERATE, grammar={"type": "regex", "value": "[0-9]{3}-[a-z]{4,8}"}),
     }
 WITHOUT_EFFECT = ("neutral", "prediction")

@@ -38,6 +38,11 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     tokenizer: Tokenizer
 
+    @property
+    def is_hermes(self) -> bool:
+        """True if it shows calls of tools as Hermes and Qwen write them."""
+        return "<tool_call>" in self.path.read_text(encoding="utf-8")
+
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, tools: Tools = None
     ) -> str:
