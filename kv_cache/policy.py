@@ -111,10 +111,11 @@ def policies() -> dict[str, type[Policy]]:
 
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
-    """Import all files of a package's folder, and return the subclasses of `kind` that have a name, by name. Raises
-    ValueError if two have the same name."""
+    """Import the files of a package's folder, but kernels, which need Triton; return the subclasses of `kind` that have
+    a name, by name. Raises ValueError if two have the same name."""
     for file in pkgutil.iter_modules([str(folder)]):
-        importlib.import_module(f"{package}.{file.name}")
+        if not file.name.startswith("triton_"):
+            importlib.import_module(f"{package}.{file.name}")
     found: dict[str, Kind] = {}
     waiting: list[Any] = [kind]
     while waiting:

@@ -205,9 +205,9 @@ def kernel_for(entries: Tensor) -> Any:
     """Return the module of the Triton kernel that packs these entries, or None if it cannot run."""
     if not triton_reads(entries):
         return None
-    from kv_cache import packing
+    from kv_cache import triton_packing
 
-    return packing
+    return triton_packing
 
 
 def quantize4(x: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -25,7 +25,7 @@ def quantize_row(x, out, scales, n_row, n_in, BLOCK: tl.constexpr):
     largest = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, 127.0)
     scale = tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
-    steps = tl.div_rn(numbers, scale) + 12582912.0 - 12582912.0  # rounds to even, as in `kv_cache.packing`
+    steps = tl.div_rn(numbers, scale) + 12582912.0 - 12582912.0  # rounds to even, as in `kv_cache.triton_packing`
     tl.store(out + row * n_in + inputs, steps.to(tl.int32).to(tl.int8), mask=inputs < n_in)
     tl.store(scales + row, scale, mask=row < n_row)
 

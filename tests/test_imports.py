@@ -8,6 +8,21 @@ from kv_cache import FullKVCache, StreamingKVCache
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams, generate
 """
 
+# Optional packages, as in an environment of requirements.txt alone on a machine without a GPU.
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(("triton", "flash_attn", "llguidance", "matplotlib", "transformers")))
+import cost_model.report, serving.serve, terminal
+from bench.benchmark_flags import SelfSpecFlags
+from common import cli
+cli.read(SelfSpecFlags, ["--draft_policy", "verify_topk"], "selfspec_benchmark.py").config()
+"""
+
+
+def test_programs_need_no_optional_package():
+    ended = python("-c", WITHOUT)
+    assert ended.code == 0, ended.err
+
 
 def test_the_public_surface_imports_from_the_repository_root():
     assert python("-c", SURFACE).code == 0

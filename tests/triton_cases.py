@@ -16,10 +16,10 @@ from torch import Tensor
 
 from common.launch import launch_on
 from kv_cache import FullKVCache, packing
-from kv_cache.choosing import TritonSelectionOps
 from kv_cache.entries import KV, LARGEST, dequantize
 from kv_cache.quantized import QuantizedKVCache
 from kv_cache.refreshed import SelectionOps
+from kv_cache.triton_choosing import TritonSelectionOps
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention, triton_backend
@@ -143,7 +143,7 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
 )
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
     """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
-    monkeypatch.setattr("kv_cache.choosing.TILE_CHUNKS", 16)
+    monkeypatch.setattr("kv_cache.triton_choosing.TILE_CHUNKS", 16)
     config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
     ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
     ours.chunk = expected.chunk = chunk

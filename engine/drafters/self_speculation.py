@@ -58,7 +58,7 @@ class SelfSpeculation(ModelDrafter):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
             self.refresh_every, self._scores = cache.refresh_every, cache.new_scores(gamma + 1, *sizes)
             if triton_reads(cache.entries):
-                from kv_cache.choosing import TritonSelectionOps
+                from kv_cache.triton_choosing import TritonSelectionOps
 
                 self._ops = TritonSelectionOps()
 
