@@ -33,7 +33,7 @@ from engine.batch import Batch
 from engine.modes import GREEDY
 from engine.round import Round
 from engine.sampling import Filters, SamplingParams
-from kv_cache import Policy, packing
+from kv_cache import Policy, triton_packing
 from kv_cache.full import Full
 from kv_cache.policy import policies
 from models import Transformer
@@ -120,7 +120,7 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
     runner, drafter = ModelRunner(model, Full().new_cache(*of_cache)), None
     reads = patch("engine.drafters.self_speculation.triton_reads", lambda _: True)
     tried = patch.object(Launch, "__call__", lambda launch: None)
-    with patch("kv_cache.quantized.kernel_for", lambda *_: packing), reads, tried:
+    with patch("kv_cache.quantized.kernel_for", lambda *_: triton_packing), reads, tried:
         if policy is not None:
             drafter = SelfSpeculation(runner, policy.new_cache(*of_cache), GAMMA)
     sampling = SamplingParams() if mode == GREEDY else SamplingParams(0.6, top_p=0.9)

@@ -15,7 +15,7 @@ from attention_cases import Case, make_case, packed_case
 from torch import Tensor
 
 from common.launch import launch_on
-from kv_cache import FullKVCache, packing
+from kv_cache import FullKVCache, triton_packing
 from kv_cache.entries import KV, LARGEST, dequantize
 from kv_cache.quantized import QuantizedKVCache
 from kv_cache.refreshed import SelectionOps
@@ -182,7 +182,7 @@ def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head
         full.write(layer, positions.expand(4, -1), new[layer])
     found, n_launch = [], Mock(side_effect=launch_on)
     monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
-    for kernel in (None, packing):
+    for kernel in (None, triton_packing):
         monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
         cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, dtype=stored)
         for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
