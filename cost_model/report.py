@@ -81,6 +81,7 @@ def report_predicted(flags: CostFlags) -> None:
         **grid.record("predicted_", ("plain", "verify", "draft")),
         **follows(grid, acceptances, said),
     }
+    said += "" if flags.alpha is None else ", alike for all drafts: of budgets, the least then wins"
     title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
     publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted ")
 

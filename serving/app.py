@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
 from serving.answers import LENGTH, Answer, Failure, Token, batches, best, internal, invalid, report
-from serving.schemas import ChatCompletion, Completion, Generate
+from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -86,6 +86,10 @@ def _failure_of(error: Exception) -> Failure:
     if wrong["type"] == "extra_forbidden":
         is_second = field == ["max_tokens"]  # all routes have this field, unless its other name is given
         says = "means max_completion_tokens, which is given too" if is_second else "is not supported by this server"
+        if values := NEUTRAL.get(field[-1]):
+            says = f"is not supported, but for {' or '.join(map(json.dumps, values))}"
+    elif isinstance(wrong["input"], str | int | float):
+        says += f", not {json.dumps(wrong['input'])[:80]}"
     return Failure(422, "validation", f"{'.'.join(field) or 'body'}: {says}", ".".join(field) or None, code=code)
 
 
@@ -280,7 +284,7 @@ def openai_routes(service: Service) -> APIRouter:
         prompts: Any = body.prompt if several else [body.prompt]
         name, n = ("best_of", body.best_of) if body.best_of else ("n", body.n)
         if n < body.n or (body.stream and n > body.n):
-            raise invalid(name, f"is {n}, but n is {body.n}: it has to be n or more, and n in a stream")
+            raise invalid(name, f"is {n}, but `n` is {body.n}: best_of is at least n, and in a stream equal to n")
         if body.max_tokens == 0 and (n > 1 or not body.echo):
             raise invalid("max_tokens", "is 0, which needs `echo` and a single sample of each prompt")
         return await respond(http, body, prompts, (name, n), body.logprobs, body.echo)

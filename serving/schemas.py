@@ -192,7 +192,9 @@ class OpenAISpec(GenerationSpec):
     n: Count = 1  # answers to each prompt; sample `i` of a request has the tokens that `seed` + `i` gets alone
     stream: Switch = False  # send tokens as they come
     stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
-    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = None  # JSON: any object, or of a schema
+    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = (
+        None  # JSON: any object, or of a schema; below
+    )
 
 
 class Completion(OpenAISpec):

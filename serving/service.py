@@ -174,7 +174,8 @@ class Service(Collector):
         (field, n_samples), room = n, self._n_rows + self.limits.max_queue
         if (n_all := n_samples * len(prompts)) > room:
             field = spec.PROMPT if len(prompts) > room else field
-            raise invalid(field, f"{len(prompts)} x {n_samples} samples; this server takes {room} at a time")
+            room_of = f"this server takes {room} (--max_batch and --max_queue)"
+            raise invalid(field, f"asks for {len(prompts)} x {n_samples} samples; {room_of}")
         if len(self.answers) + n_all > room:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         for prompt in prompts:
