@@ -30,7 +30,7 @@ AXES = (*DOUBLED, "gamma", "temperature")
 SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
     *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
-    *("min_p", "repetition_penalty", "min_tokens"),
+    *("min_p", "repetition_penalty", "min_tokens", "rope_scaling"),
     *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
     *AXES,
 )
@@ -99,7 +99,7 @@ def draw(axes: Any, points: Points, x: str, y: str) -> None:
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=7, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), fontsize=7, frameon=False)
 
 
 def save(panels: dict[str, Points], x: str, name: str, folder: Path) -> list[Path]:
@@ -128,6 +128,7 @@ def main(flags: Flags) -> None:
     records: list[Record] = []
     for path in flags.records:
         for record in read_records(path):
+            record |= {"rope_scaling": record.get("config", {}).get("target", {}).get("rope_scaling")}
             rows = record.get("by_length") or [] if flags.x == GENERATED else record.get("rows", [{}])
             records += [record | row | {GENERATED: row.get("generated", [None])[-1]} for row in rows]
     measured = [record for record in records if any(is_number(record.get(y)) for y in flags.y)]
