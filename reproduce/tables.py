@@ -7,8 +7,6 @@ A page has the marks `<!-- table NAME -->` and `<!-- end -->`. The text between 
 reproduce/results/, and the rest of the page is written by hand.
 """
 
-import ast
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +33,8 @@ from reproduce.helpers.published import (
     target_name,
 )
 from reproduce.helpers.records import Record, grouped, read_records, rows_of
+from reproduce.helpers.request_fields import request_fields
 from reproduce.spec_bench import table_rows
-from serving import schemas
 
 RESULTS = ROOT / "reproduce" / "results"
 DOCS = ("performance", "gpu", "long_texts", "serving")
@@ -274,32 +272,6 @@ def roofline(records: list[Record]) -> Table:
 
 
 # What the server takes.
-def parameters(_: list[Record]) -> Table:
-    """Show the fields of requests, with the comments beside them in the schemas."""
-    source = Path(schemas.__file__).read_text(encoding="utf-8")
-    lines, comments, rows = source.splitlines(), dict[tuple[str, str], str](), dict[tuple[str, str], Record]()
-    for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
-            of_field = "\n".join(lines[line.lineno - 1 : line.end_lineno])
-            comments[node.name, ast.unparse(line.target)] = (re.findall("  # (.*)", of_field) or [""])[-1]
-    kinds: dict[type[schemas.Body], str] = {schemas.Completion: "completions", schemas.ChatCompletion: "chats"}
-    kinds |= dict.fromkeys((schemas.Generate, schemas.Parameters), "text-generation-inference")
-    known = set[object]()
-    for kind, route in kinds.items():
-        for name, field in kind.model_fields.items():
-            aliases = getattr(field.validation_alias, "choices", [field.validation_alias or name])
-            names, known = ", ".join(f"`{each}`" for each in aliases), known.union(aliases)
-            about = next(comments[key] for parent in kind.__mro__ if (key := (parent.__name__, name)) in comments)
-            rows.setdefault((names, about), {"names": names, "about": about})[route] = "yes"
-    neutral: dict[str, list[str]] = {}
-    for name in schemas.NEUTRAL.keys() - known:
-        values = " or ".join(f"`{json.dumps(value)}`" for value in schemas.NEUTRAL[name])
-        neutral.setdefault(f"only {values}, without effect", []).append(f"`{name}`")
-    more = [{"names": ", ".join(sorted(names)), "about": about} for about, names in sorted(neutral.items())]
-    columns = [Column(route, route, missing="", align="<") for route in dict.fromkeys(kinds.values())]
-    return [*rows.values(), *more], [Column("names", "field", **TEXT), *columns, Column("about", "", **TEXT)]
-
-
 TABLES = {
     "speedups": Source("speedups.jsonl", speedups),
     "acceptance": Source("acceptance.jsonl", acceptance),
@@ -324,7 +296,7 @@ TABLES = {
     "gpu_attention": Source("gpu.jsonl", gpu_attention, cells=("bandwidth triton", "notes")),
     "gpu_linears": Source("gpu.jsonl", gpu_linears, cells=("linears",)),
     "round_costs": Source("round_costs.jsonl", round_costs, is_last=True),
-    "parameters": Source(None, parameters),
+    "parameters": Source(None, lambda _: request_fields()),
 }
 
 

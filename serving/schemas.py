@@ -113,7 +113,7 @@ class GenerationSpec(Body):
     frequency_penalty: Penalty = 0.0  # of each occurrence in the answer
     logit_bias: Annotated[dict[Id, Bias], Field(max_length=MOST_BIASES)] = {}  # added to logits, by token id
     bad_words: Annotated[list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)] = []  # not in the answer
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # no end token before so many tokens
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # tokens before an end token, at least
     ignore_eos: Switch = False  # end tokens do not end the answer
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
         default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)

@@ -48,8 +48,8 @@ class Origins(Progress):
 @pytest.mark.parametrize("kind", ["alone", "beside a model"])
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_predictions_change_no_token_and_are_accepted(mode: str, kind: str):
-    """Of five requests in three rows, in that order: an answer with a changed token, nothing, rubbish, the end of an
-    answer, an answer."""
+    """Predict, of five requests in three rows: an answer with a changed token, nothing, rubbish, the end of an answer,
+    an answer."""
     model, prompts = tiny_model(), random_prompts([12, 5, 30, 3, 9])
     sampling = SamplingParams(1.1, seed=5) if mode == "coupled" else SamplingParams()
     runner = ModelRunner(model, full_cache(model, 3))

@@ -119,7 +119,7 @@ def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alon
 
 
 def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
-    """Of drafted tokens too, in each API's form; the chosen token is among them where it is likely."""
+    """Drafted tokens have them, too, in each API's form; the chosen token is among them where it is likely."""
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30, "logprobs": True, "top_logprobs": 20}
     content = answer_of(served, CHATS, body | {"temperature": 0, "seed": 1})["choices"][0]["logprobs"]["content"]
     prompt = alone.tokenizer.encode("[user]hello\n[a]", add_bos=False)
