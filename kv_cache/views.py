@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -51,6 +52,17 @@ class NoCache:
     def read(self, layer: int, queries: torch.Tensor) -> KV:
         keys, values = self._new.unbind(2)
         return KV(keys, values)
+
+
+@dataclass(frozen=True)
+class SeenSlots:
+    """The slots of a cache for a block that is not causal, or sees only some of them: backends go by `positions`
+    `[B, C]`, -1 for a slot that is hidden, and not by lengths."""
+
+    positions: torch.Tensor
+    rows: torch.Tensor | None
+    in_order: ClassVar[bool] = False
+    block_ends_view: ClassVar[bool] = False
 
 
 class WriteThroughKVCache:

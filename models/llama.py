@@ -1,9 +1,9 @@
 """The Transformer of every Llama-family model. The cache is an argument; nothing here knows of drafts or policies."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from models.experts import grouped, is_grouped, looped, route
 from models.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
+# Prepares attention for each layer from the positions `[B, T]` of a block, the slots, and the dtype.
+See: TypeAlias = Callable[[Tensor, Slots, torch.dtype], Sequence[Any]]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -24,7 +27,7 @@ class Step:
     cache: Slots
     slots: Any  # where the cache writes the block's tokens
     backend: AttentionBackend
-    visible: Any  # prepared by the backend from positions
+    visible: Sequence[Any]  # for each layer, prepared by the backend from positions
     rotation: Rotation  # of the block's tokens, `[B * T]`
     slot_rotation: Rotation | None  # of the slots, `[B, C]`, if the cache stores keys un-rotated
     pointwise: Pointwise
@@ -79,6 +82,17 @@ class Attention(nn.Module):
         self.qk_norm = QueryKeyNorm(config) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
+        q = self.write(x, step, layer)
+        kv = step.cache.read(layer, q)
+        if self.is_rotated and step.slot_rotation is not None:
+            keys, values = kv.dequantized(q.dtype)
+            q = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
+            kv = KV(rotate(keys, step.slot_rotation), values)
+        y = step.backend.attend(q, kv, step.visible[layer])
+        return self.wo(y.reshape(len(x), -1))
+
+    def write(self, x: Tensor, step: Step, layer: int) -> Tensor:
+        """Write the entries of `x [B * T, dim]` to the cache; return the queries, `[B, T, n_head, head_dim]`."""
         heads = self.wqkv(x).view(len(x), -1, self.head_dim)
         q_and_k, v = heads.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=1)
         norm = self.qk_norm.norm() if self.qk_norm is not None else None
@@ -89,13 +103,7 @@ class Attention(nn.Module):
         q, k = q_and_k.split([self.n_head, self.n_kv_head], dim=1)
         q, entries = (part.unflatten(0, step.block_shape) for part in (q, step.pointwise.pack(k, v)))
         step.cache.write(layer, step.slots, entries, step.pointwise.store)
-        kv = step.cache.read(layer, q)
-        if self.is_rotated and step.slot_rotation is not None:
-            keys, values = kv.dequantized(q.dtype)
-            q = step.pointwise.rotate_heads(q.flatten(0, 1), step.rotation).view_as(q)
-            kv = KV(rotate(keys, step.slot_rotation), values)
-        y = step.backend.attend(q, kv, step.visible)
-        return self.wo(y.reshape(len(x), -1))
+        return q
 
 
 class FeedForward(nn.Module):
@@ -202,31 +210,41 @@ class Transformer(nn.Module):
         The input of layer `n_layer` is the last layer's output, not normalised. Without `layers`, `hidden` twice.
         """
         x = self.tok_embeddings(tokens).flatten(0, 1)
-        x, update, inputs = self.run(x, torch.zeros_like(x), positions, cache, layers)
+        x, update, inputs = self.run(x, torch.zeros_like(x), self.begin(positions, cache, x.dtype), layers)
         _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
         last = normed.view(*tokens.shape, -1)
         return last, torch.cat(inputs, dim=-1).view(*tokens.shape, -1) if inputs else last
 
+    def begin(self, positions: Tensor, cache: Slots, dtype: torch.dtype, see: See | None = None) -> Step:
+        """Claim slots for a forward over `positions [B, T]` in `dtype`; return what its layers share.
+
+        see: prepares what each layer sees, once the slots are claimed; by default, what the model's config says.
+        """
+        self._rope = Rope(*(part.to(positions.device) for part in self._rope))
+        slots = cache.begin(positions)
+        block_positions, slot_positions = cache.rotary_positions(positions)
+        return Step(
+            cache=cache,
+            slots=slots,
+            backend=self.backend,
+            visible=(see or self._see)(positions, cache, dtype),
+            rotation=rotation(block_positions.flatten(), self._rope, dtype),
+            slot_rotation=None if slot_positions is None else rotation(slot_positions, self._rope, dtype),
+            pointwise=self.pointwise,
+            block_shape=positions.shape,
+        )
+
+    def _see(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
+        spec = attention_spec(self.config, dtype)
+        return [self.backend.prepare(spec, positions, cache)] * len(self.layers)
+
     def run(
-        self, x: Tensor, update: Tensor, positions: Tensor, cache: Slots, inputs_of: Sequence[int] = ()
+        self, x: Tensor, update: Tensor, step: Step, inputs_of: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run all blocks over the residual stream `x` and the `update` to add to it first, both `[B * T, dim]`.
 
         Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
         """
-        self._rope = Rope(*(part.to(x.device) for part in self._rope))
-        slots = cache.begin(positions)
-        block_positions, slot_positions = cache.rotary_positions(positions)
-        step = Step(
-            cache=cache,
-            slots=slots,
-            backend=self.backend,
-            visible=self.backend.prepare(attention_spec(self.config, x.dtype), positions, cache),
-            rotation=rotation(block_positions.flatten(), self._rope, x.dtype),
-            slot_rotation=None if slot_positions is None else rotation(slot_positions, self._rope, x.dtype),
-            pointwise=self.pointwise,
-            block_shape=positions.shape,
-        )
         inputs = []
         for index, layer in enumerate(self.layers):
             if index in inputs_of:

@@ -1,16 +1,18 @@
 """The protocol that every attention backend follows."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from kv_cache.views import Slots
+from kv_cache.views import SeenSlots, Slots
 
 # The most tokens per row of a block that is decoded, drafted or verified; longer blocks are chunks of a prefill.
 MAX_BLOCK = 16
+# The slots that a forward runs over, or those of them that it sees.
+AnySlots: TypeAlias = Slots | SeenSlots
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class AttentionBackend(Protocol):
         """True if a block of `n_token` tokens copies or converts the entries before it attends to them. group: tokens
         that share a grid in 4 bits; None for other entries."""
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Any:
         """Return the inputs of `attend` that all layers of a forward share. queries: positions, `[B, T]` int64."""
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kv_cache.base import KVCache
 from kv_cache.entries import KV
 from kv_cache.refreshed import RefreshedKVCache, SelectionOps
-from models.attention.base import AttentionSpec, Slots
+from models.attention.base import AnySlots, AttentionSpec
 from models.cpp_build import load_library
 
 HEAD_DIMS = (64, 128)
@@ -59,7 +59,7 @@ class CppAttention(SelectionOps):
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return group is not None and group % LANES > 0
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> CppPrepared:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> CppPrepared:
         return CppPrepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: CppPrepared) -> Tensor:

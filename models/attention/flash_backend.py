@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.entries import KV
-from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec, Slots
+from models.attention.base import MAX_BLOCK, AnySlots, AttentionBackend, AttentionSpec
 from models.attention.torch_backend import TorchAttention, fill_chunk_scores
 
 LARGEST_HEAD_DIM = 256
@@ -114,7 +114,7 @@ class FlashAttention:
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return self.fallback.dequantizes(n_token, group)
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> FlashPrepared:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> FlashPrepared:
         """Return the kernel's arguments for queries at `[B, T]`; its causal mask ends at the last key of each row.
 
         The fallback runs if slots are not in the order of positions, if a chunk of more than MAX_BLOCK tokens does not
@@ -137,7 +137,7 @@ class FlashAttention:
             fill_chunk_scores(q, keys.transpose(1, 2), prepared.bias(), kv)
         return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
 
-    def _options(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> dict[str, Any]:
+    def _options(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> dict[str, Any]:
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]
         options: dict[str, Any] = {"causal": True}
         if slots.rows is not None:

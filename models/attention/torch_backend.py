@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from kv_cache.entries import KV, SCORE_CHUNK
-from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
+from models.attention.base import MAX_BLOCK, AnySlots, AttentionSpec
 
 
 def visibility(query_positions: Tensor, slot_positions: Tensor, sliding_window: int | None = None) -> Tensor:
@@ -30,7 +30,7 @@ class TorchAttention:
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return True
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor | CausalBias:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor | CausalBias:
         """Return an additive mask: `[B, 1, G*T, C]` for blocks (group-major rows), `[B, 1, T, C]` for chunks.
 
         On CUDA, for a chunk at the end of its view, return a CausalBias: PyTorch's fused kernels need no tensor.

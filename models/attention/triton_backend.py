@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of
 from kv_cache.entries import KV, SCORE_CHUNK, Packed
-from models.attention.base import MAX_BLOCK, AttentionSpec, Slots
+from models.attention.base import MAX_BLOCK, AnySlots, AttentionSpec
 from models.attention.torch_backend import TorchAttention
 from models.attention.triton_kernels import combine, score_chunks, split_kv
 
@@ -103,7 +103,7 @@ class TritonPrepared:
 
     spec: AttentionSpec
     queries: Tensor
-    slots: Slots
+    slots: AnySlots
 
     @cached_property
     def positions(self) -> Tensor:
@@ -212,7 +212,7 @@ class TritonAttention:
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return n_token > MAX_BLOCK
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Any:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Any:
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
             return self.fallback.prepare(spec, queries, slots)
         return TritonPrepared(spec, queries.contiguous(), slots)

@@ -159,7 +159,7 @@ def _eagle_shape(where: str, values: Values, tensors: Tensors, target: ModelConf
         inputs_of=_inputs_of(where, values, target.n_layer) if is_third else (),
         has_embedding=is_wide or "embed_tokens.weight" in names,
         fc_bias="fc.bias" in names,
-        **{option: is_third and bool(values.get(option)) for option in OPTIONS},
+        **dict[str, Any]((option, is_third and bool(values.get(option))) for option in OPTIONS),
     )
     required = {part for parts in head_parts(shape).values() for part, _ in parts}
     check_names(Path(where).parent, tensors, required | ({"d2t"} if n_draft != config.vocab_size else set()), FIX)

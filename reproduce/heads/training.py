@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from common.jsonl import append_record, read_lines
 from common.say import say
 from kv_cache.entries import KV, Store, store
-from kv_cache.views import NoCache, Slots
+from kv_cache.views import NoCache
 from models import Transformer
 from models.attention import AttentionSpec, TorchAttention
+from models.attention.base import AnySlots
 from models.checkpoints.manifest import CONFIG, atomic_path, write_text
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
@@ -103,7 +104,7 @@ class Unrolled(NoCache, TorchAttention):
     def read(self, layer: int, queries: Tensor) -> KV:
         return KV(*torch.cat(self._written, dim=1).unbind(2))
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: Slots) -> Tensor:
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor:
         n = queries.shape[1]
         diagonal = torch.eye(n, dtype=torch.bool, device=queries.device)
         visible = torch.cat([torch.ones_like(diagonal).tril(), *[diagonal] * len(self._written)], dim=1)
