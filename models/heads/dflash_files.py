@@ -58,9 +58,8 @@ def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
     check(values, AUTHORS, where)
     if unknown := sorted(inner.keys() - {*OPTIONS, "mask_token_id", "block_size"}):
         raise refuse("options of DFlash are not supported", where, ", ".join(unknown), f"only {', '.join(OPTIONS)}")
-    if (trained_for := values.get("num_target_layers", n_layer)) != n_layer:
-        what = "the head's num_target_layers is not the target's"
-        raise CheckpointError(what, files.where, repr(trained_for), n_layer, FIX)
+    if (depth := values.get("num_target_layers") or n_layer) != n_layer:
+        raise CheckpointError("the head's num_target_layers is not the target's", files.where, depth, n_layer, FIX)
     config = layers_config(files, values, "qwen3")
     windows = layer_windows(values, config.n_layer, files.where)
     # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.

@@ -82,7 +82,7 @@ def layer_windows(layers: Values, n_layer: int, where: str) -> tuple[int | None,
 
 def layer_ids(ids: Any, last: int, where: str) -> tuple[int, ...]:
     """Return layers of the target, ascending. Raises CheckpointError unless they are different, from 0 to `last`."""
-    if not all(type(i) is int and 0 <= i <= last for i in ids) or len({*ids}) < len(ids):
+    if not ids or not all(type(i) is int and 0 <= i <= last for i in ids) or len({*ids}) < len(ids):
         what, required = "the head reads layers that the target lacks", f"different layers, 0 to {last}"
         raise CheckpointError(what, where, ids, required, FIX)
     return tuple(sorted(ids))
