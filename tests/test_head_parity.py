@@ -4,7 +4,7 @@ Its norms and its softmax are in float32, even over weights in float64, which bo
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -38,11 +38,20 @@ LENGTH, BLOCK, WINDOW, MASK = 20, 4, 5, DEEP.vocab_size - 1
 MIXED, SLIDING = ["sliding_attention", "full_attention"], ["sliding_attention", "sliding_attention"]
 LAYERS = {
     **{"hidden_size": DEEP.dim, "intermediate_size": FFN, "num_attention_heads": N_HEAD, "head_dim": HEAD_DIM},
-    **{"num_key_value_heads": N_KV_HEAD, "vocab_size": DEEP.vocab_size, "rms_norm_eps": EPS, "rope_theta": THETA},
+    **{"num_key_value_heads": N_KV_HEAD, "vocab_size": DEEP.vocab_size, "rms_norm_eps": EPS},
     **{"max_position_embeddings": 256, "num_hidden_layers": 1, "sliding_window": WINDOW, "use_sliding_window": False},
     **{"layer_types": None, "attention_bias": False, "mlp_bias": False},
+    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
 }
+YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 32}
 MODULES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """Run modules of `speculators` as they are: it compiles them where there is a GPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def core(kind: str) -> ModuleType:
@@ -117,7 +126,7 @@ EAGLES: dict[str, tuple[type, dict[str, Any]]] = {
     "Llama, windows": (LlamaConfig, {"layer_types": SLIDING, "norm_before_residual": True}),
     "Qwen3": (Qwen3Config, {"norm_before_fc": True, "draft_vocab_size": 30}),
     "Qwen3, biases": (Qwen3Config, {"attention_bias": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 5, 7]}),
-    "Qwen3, windows": (Qwen3Config, {"layer_types": MIXED}),
+    "Qwen3, windows": (Qwen3Config, {"layer_types": MIXED, "rope_parameters": YARN}),
     "EAGLE-3.1": (Qwen3Config, {"fc_norm": True, "norm_output": True}),
     "EAGLE-3.1, norm before fc": (LlamaConfig, {"norm_before_fc": True, "norm_output": True}),
 }
