@@ -1,0 +1,85 @@
+"""Tiny random heads that draft all tokens of a round at once, and plain code for what a DFlash head drafts."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from published_heads import FFN, HEAD_DIM, N_HEAD, N_KV_HEAD, WIDTH, filled, random_eagle
+from tiny import normed
+from torch import Tensor
+
+from kv_cache.base import KVShape
+from models import ModelConfig
+from models.heads.dflash import DFlashHead, DFlashShape
+from models.heads.eagle import EagleHead
+from models.rope import rope_of
+
+MASK = 2
+
+
+def random_dflash(target: KVShape, borrows: bool = True, dim: int = WIDTH, **options: Any) -> DFlashHead:
+    """Return a DFlash head of two layers, which borrows the target's embedding and output layer, or has two of three of
+    the target's ids. dim: width of the target's states. options: of its shape."""
+    sizes = {"n_layer": 2, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
+    config = ModelConfig(target.vocab_size, dim=WIDTH, **sizes, qk_norm=True, max_context=64)
+    ids = None if borrows else torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
+    known = {"draft_vocab_size": None if ids is None else len(ids), "has_embedding": not borrows, "mask_token": MASK}
+    known |= {"inputs_of": (1, target.n_layer), "block_size": 8}
+    head = filled(DFlashHead(DFlashShape(config, dim, **known | options)))
+    head.target_ids = ids
+    return head
+
+
+def parallel(head: EagleHead) -> EagleHead:
+    """Return a P-EAGLE head with the weights of an EAGLE-3."""
+    made = EagleHead(replace(head.shape, mask_token=MASK))
+    mask = torch.randn(1, 1, head.shape.state_dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    made.load_state_dict(head.state_dict() | {"mask_hidden": mask}, assign=True)
+    made.target_ids = head.target_ids
+    return made.eval().requires_grad_(False)
+
+
+def random_peagle(target: KVShape, dim: int = WIDTH) -> EagleHead:
+    return parallel(random_eagle(target, 3, dim))
+
+
+def plain_block(head: DFlashHead, embedding: Tensor, fused: Tensor, current: int, n_draft: int) -> Tensor:
+    """Return the normalised states `[n_draft, dim]` that draft behind `current`, from the `fused [L, dim]` states of
+    the text before it, without a cache."""
+    shape, config, length = head.shape, head.body.config, len(fused)
+    n_block = n_draft + (not shape.drafts_anchor)
+    at = torch.arange(length + n_block)
+    is_block, x = at >= length, embedding[torch.tensor([current] + [shape.mask_token] * (n_block - 1))]
+    for layer, window in zip(head.body.layers, shape.windows or (None,) * config.n_layer, strict=True):
+        attention, read = layer.attention, normed(x, layer.attention_norm.weight, config.norm_eps)
+        q, k, v = (
+            heads.unflatten(-1, (-1, config.head_dim))
+            for heads in (torch.cat([fused, read]) @ attention.wqkv.weight.T).split(
+                [config.head_dim * n for n in (config.n_head, config.n_kv_head, config.n_kv_head)], dim=-1
+            )
+        )
+        q, k = (
+            turned(normed(y, weight, config.norm_eps), at, config)
+            for y, weight in zip((q, k), attention.qk_norm.weight.chunk(2), strict=True)
+        )
+        k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
+        attended = []
+        for i in range(length, length + n_block):
+            seen = torch.ones_like(is_block)
+            if window:
+                first = length - window if shape.is_anchored else i - window + 1
+                seen = (at >= first) & (~is_block | (at <= i) | (not shape.is_causal))
+            scores = torch.einsum("hd,khd->hk", q[i], k[seen]) / config.head_dim**0.5
+            attended.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen]).flatten())
+        x = x + torch.stack(attended) @ attention.wo.weight.T
+        gate, up = (normed(x, layer.ffn_norm.weight, config.norm_eps) @ layer.feed_forward.w13.weight.T).chunk(2, -1)
+        x = x + (gate * gate.sigmoid() * up) @ layer.feed_forward.w2.weight.T
+    return normed(x, head.body.norm.weight, config.norm_eps)[-n_draft:]
+
+
+def turned(x: Tensor, at: Tensor, config: ModelConfig) -> Tensor:
+    """Rotate heads `x [T, H, D]` to positions `at [T]`."""
+    first, second = x.chunk(2, dim=-1)
+    turn = torch.exp(1j * at[:, None, None] * rope_of(config).frequencies.double())
+    pairs = torch.complex(first, second) * turn
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
