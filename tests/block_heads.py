@@ -1,6 +1,8 @@
-"""Tiny random heads that draft all tokens of a round at once, and plain code for what a DFlash head drafts."""
+"""Tiny random heads that draft a block at once, plain code for what a DFlash head drafts, and drafters with heads."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +10,11 @@ from published_heads import FFN, HEAD_DIM, N_HEAD, N_KV_HEAD, WIDTH, filled, ran
 from tiny import normed
 from torch import Tensor
 
+from engine import ModelRunner
+from engine.drafters.dflash import DFlash
+from engine.drafters.eagle import Eagle
+from engine.drafters.head_drafter import HeadDrafter
+from kv_cache import KVCache
 from kv_cache.base import KVShape
 from models import ModelConfig
 from models.heads.dflash import DFlashHead, DFlashShape
@@ -41,6 +48,23 @@ def parallel(head: EagleHead) -> EagleHead:
 
 def random_peagle(target: KVShape, dim: int = WIDTH) -> EagleHead:
     return parallel(random_eagle(target, 3, dim))
+
+
+HEADS: dict[str, tuple[type[HeadDrafter], Callable[..., Any]]] = {
+    "eagle-1": (Eagle, partial(random_eagle, version=1)),
+    "eagle-3": (Eagle, random_eagle),
+    "P-EAGLE": (Eagle, random_peagle),
+    "dflash": (DFlash, random_dflash),
+}
+
+
+def with_head(
+    kind: str, runner: ModelRunner, new_cache: Callable[[ModelConfig], KVCache], gamma: int, **options: Any
+) -> HeadDrafter:
+    """Return a drafter with a head of one of HEADS. options: of the function that makes the head."""
+    made, make = HEADS[kind]
+    head = make(runner.model.config, **options).to(runner.device)
+    return made(runner, head, new_cache(head.body.config), gamma)
 
 
 def plain_block(head: DFlashHead, embedding: Tensor, fused: Tensor, current: int, n_draft: int) -> Tensor:

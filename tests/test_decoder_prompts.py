@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from published_heads import random_eagle
+from block_heads import with_head
 from test_decoder import witness_runner
 from tiny import (
-    TINY,
     continue_by_recomputing,
     decode,
     full_cache,
@@ -18,7 +17,6 @@ from tiny import (
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter
-from engine.drafters.eagle import Eagle
 from engine.drafters.suffix import Suffix
 from engine.pacing import Fixed
 from engine.sampling import logits_to_probs
@@ -72,12 +70,12 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
         own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
         own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
         return StandaloneDraft(own, 2), ran
-    head, ran, again = random_eagle(TINY), [], target.recompute
+    ran, again = [], target.recompute
     target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
-    return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
+    return with_head(kind, target, lambda shape: FullKVCache(shape, 2, 128, dtype=torch.float64), 2), ran
 
 
-@pytest.mark.parametrize("kind", ["standalone", "eagle"])
+@pytest.mark.parametrize("kind", ["standalone", "eagle-3", "dflash"])
 def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
     """Rows decode meanwhile, by plain rounds; then it drafts."""
     target = counting(2)
