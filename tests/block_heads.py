@@ -1,12 +1,11 @@
 """Tiny random heads that draft a block at once, plain code for what a DFlash head drafts, and drafters with heads."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from published_heads import FFN, HEAD_DIM, N_HEAD, N_KV_HEAD, WIDTH, filled, random_eagle
+from published_heads import random_dflash, random_eagle
 from tiny import normed
 from torch import Tensor
 
@@ -17,44 +16,26 @@ from engine.drafters.head_drafter import HeadDrafter
 from kv_cache import KVCache
 from kv_cache.base import KVShape
 from models import ModelConfig
-from models.heads.dflash import DFlashHead, DFlashShape
-from models.heads.eagle import EagleHead
+from models.heads.dflash import DFlashHead
 from models.rope import rope_of
 
 MASK = 2
 
 
-def random_dflash(target: KVShape, borrows: bool = True, dim: int = WIDTH, **options: Any) -> DFlashHead:
-    """Return a DFlash head of two layers, which borrows the target's embedding and output layer, or has two of three of
-    the target's ids. dim: width of the target's states. options: of its shape."""
-    sizes = {"n_layer": 2, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
-    config = ModelConfig(target.vocab_size, dim=WIDTH, **sizes, qk_norm=True, max_context=64)
-    ids = None if borrows else torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
-    known = {"draft_vocab_size": None if ids is None else len(ids), "has_embedding": not borrows, "mask_token": MASK}
-    known |= {"inputs_of": (1, target.n_layer), "block_size": 8}
-    head = filled(DFlashHead(DFlashShape(config, dim, **known | options)))
+def whole_dflash(target: KVShape, **options: Any) -> DFlashHead:
+    """Return a DFlash head that borrows nothing, and has two of three of the target's ids."""
+    ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
+    head = random_dflash(target, draft_vocab_size=len(ids), has_embedding=True, **options)
     head.target_ids = ids
     return head
-
-
-def parallel(head: EagleHead) -> EagleHead:
-    """Return a P-EAGLE head with the weights of an EAGLE-3."""
-    made = EagleHead(replace(head.shape, mask_token=MASK))
-    mask = torch.randn(1, 1, head.shape.state_dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    made.load_state_dict(head.state_dict() | {"mask_hidden": mask}, assign=True)
-    made.target_ids = head.target_ids
-    return made.eval().requires_grad_(False)
-
-
-def random_peagle(target: KVShape, dim: int = WIDTH) -> EagleHead:
-    return parallel(random_eagle(target, 3, dim))
 
 
 HEADS: dict[str, tuple[type[HeadDrafter], Callable[..., Any]]] = {
     "eagle-1": (Eagle, partial(random_eagle, version=1)),
     "eagle-3": (Eagle, random_eagle),
-    "P-EAGLE": (Eagle, random_peagle),
+    "P-EAGLE": (Eagle, partial(random_eagle, mask_token=MASK)),
     "dflash": (DFlash, random_dflash),
+    "dflash, whole": (DFlash, whole_dflash),
 }
 
 

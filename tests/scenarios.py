@@ -227,13 +227,13 @@ class Scenario:
                 "model": lambda: StandaloneDraft(ModelRunner(runner.model, own, self.prefill_chunk), 2),
             }
             return Speculated(outer, inner[kind.rpartition(", ")[2]]())
-        kind, _, policy = kind.partition(", ") if kind in HEAD_DRAFTS else (kind, "", kind.rpartition(", ")[2])
-        if kind in ("standalone, streaming", "eagle-3", "P-EAGLE", "dflash") and self.spare_room > 0:
+        head, _, policy = kind.rpartition(", ")
+        if (kind == "standalone, streaming" or head in HEADS) and self.spare_room > 0:
             policy = "streaming, positions in the cache"
-        window = max(self.budget - self.n_sink, 2 * self.gamma * (kind == "P-EAGLE"))
+        window = max(self.budget - self.n_sink, 2 * self.gamma * (head == "P-EAGLE"))
         size = Size(n_slots, room, self.n_sink, window, dtype)
-        if kind in HEADS:
-            return with_head(kind, runner, lambda shape: POLICIES[policy].make(shape, size), self.gamma)
+        if head in HEADS:
+            return with_head(head, runner, lambda shape: POLICIES[policy].make(shape, size), self.gamma)
         cache = POLICIES[policy].make(config, size)
         if kind.startswith("standalone"):
             # The target's own weights, over a cache that it has to fill itself.

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from block_heads import MASK, parallel, plain_block, random_dflash, random_peagle
+from block_heads import MASK, plain_block, whole_dflash
 from pacings import Scripted
 from policies import POLICIES, Size
 from published_heads import (
@@ -16,6 +16,7 @@ from published_heads import (
     eagle_tensors,
     medusa_tensors,
     plain_medusa,
+    random_dflash,
     random_eagle,
     random_medusa,
     save_head,
@@ -132,10 +133,12 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
     options = {"bias": True} if version == 1 else {"n_draft": 40}
     tensors = eagle_tensors(DEEP, version, **options)
     values = {} if version == 1 else {"draft_vocab_size": 40}
+    if is_parallel:
+        tensors["mask_hidden"] = torch.randn(1, 1, 3 * DEEP.dim, dtype=torch.float64)
+        values["mask_token_id"] = MASK
     path = save_head(tmp_path, tensors, eagle_config(DEEP, version, **values))
     head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64)
-    head = parallel(head) if is_parallel else head
-    mask = head.mask_hidden
+    mask = tensors.get("mask_hidden")
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(Eagle, runner, head, CACHES[cache](head.body.config), GAMMA)
     texts = run(drafter, changing)
@@ -167,18 +170,18 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
 
 
 @pytest.mark.parametrize(
-    "cache,changing,options",
+    "cache,changing,make,options",
     [
-        ("full", False, {}),
-        ("full", True, {"drafts_anchor": True}),
-        ("streaming", True, {"windows": (9, None), "borrows": False}),
-        ("streaming", False, {"windows": (4, 7), "is_causal": False}),
-        ("positions in the cache", True, {"windows": (None, 5), "is_anchored": False}),
+        ("full", False, random_dflash, {}),
+        ("full", True, whole_dflash, {"drafts_anchor": True}),
+        ("streaming", True, random_dflash, {"windows": (9, None)}),
+        ("streaming", False, whole_dflash, {"windows": (4, 7), "is_causal": False}),
+        ("positions in the cache", True, random_dflash, {"windows": (None, 5), "is_anchored": False}),
     ],
 )
-def test_dflashs_drafts_read_the_targets_own_states(cache, changing, options):
+def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, options):
     """Drafts, over a cache that keeps everything, equal those of a block behind the states of its text alone."""
-    head = random_dflash(DEEP, **options)
+    head = make(DEEP, **options)
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(DFlash, runner, head, CACHES[cache](head.body.config), GAMMA)
     texts = run(drafter, changing)
@@ -201,7 +204,12 @@ def test_heads_that_do_not_fit_a_round_are_refused():
     with pytest.raises(ConfigError, match="no room for a verification block"):
         Eagle(runner, head, StreamingKVCache(head.body.config, SLOTS, 5, 2, dtype=torch.float64), 3)
     with pytest.raises(ConfigError, match="room for 6 tokens"):
-        Eagle(runner, random_peagle(DEEP), StreamingKVCache(head.body.config, SLOTS, 7, 2, dtype=torch.float64), 3)
+        Eagle(
+            runner,
+            random_eagle(DEEP, mask_token=MASK),
+            StreamingKVCache(head.body.config, SLOTS, 7, 2, dtype=torch.float64),
+            3,
+        )
     with pytest.raises(ConfigError, match="drafts fewer tokens than gamma"):
         block = random_dflash(DEEP, block_size=3)
         DFlash(runner, block, FullKVCache(block.body.config, SLOTS, 20, dtype=torch.float64), 3)

@@ -150,7 +150,7 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
     if kind == "medusa":
         return Medusa(runner, random_medusa(config, VOCAB), gamma)
     if kind in HEADS:
-        options = {"borrows": False, "windows": (None, 3)} if kind == "dflash" else {}
+        options = {"windows": (None, 3)} if kind.startswith("dflash") else {}
         own = partial(StreamingKVCache, max_batch=n_slots, budget=2 * gamma + 1, n_sink=1, dtype=dtype)
         return with_head(kind, runner, own, gamma, dim=VOCAB, **options)
     if kind.startswith("speculated"):
@@ -226,8 +226,8 @@ CONFIGURATIONS = [
     ("rejection", "medusa", 3, 3, (PLAIN, FILTERED), 111),
     ("rejection", "eagle-3", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "P-EAGLE", 3, 3, (PLAIN, EDITED), 115),
-    ("rejection", "dflash", 3, 3, (PLAIN, FILTERED), 117),
-    ("rejection", "dflash: confidence", 3, 3, (PLAIN, EDITED), 119),
+    ("rejection", "dflash, whole", 3, 3, (PLAIN, FILTERED), 117),
+    ("rejection", "dflash, whole: confidence", 3, 3, (PLAIN, EDITED), 119),
     ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
@@ -261,7 +261,7 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
 
 
 @pytest.mark.parametrize(
-    "kind,gamma", [("full", 3), ("streaming", 2), ("ngram", 3), ("dflash", 3), ("speculated, streaming", 3)]
+    "kind,gamma", [("full", 3), ("streaming", 2), ("ngram", 3), ("dflash, whole", 3), ("speculated, streaming", 3)]
 )
 def test_grammars_mask_the_targets_joint_law(kind, gamma):
     """Every second request has a grammar, which also forces tokens; its neighbours keep their laws."""
