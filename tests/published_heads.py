@@ -1,6 +1,7 @@
 """Tiny heads in the layouts in which they are published, and plain code that computes the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.nn import Module
 
 from kv_cache.base import KVShape
 from models import ModelConfig
+from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
+from models.heads.loading import published
 from models.heads.medusa import MedusaHeads, MedusaShape
 from models.rope import Rope
 
@@ -82,6 +85,22 @@ def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **opti
     return values | options
 
 
+def dflash_config(target: ModelConfig, n_layer: int = 2, **options: Any) -> dict[str, Any]:
+    """Return the config of a DFlash head in its authors' layout, which reads three layers of the target.
+
+    options: keys of `dflash_config`, or beside it.
+    """
+    values = eagle_config(target, 1, n_layer) | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    inner = {"target_layer_ids": [0, 1, target.n_layer - 2], "mask_token_id": target.vocab_size - 1, "block_size": 8}
+    inner |= {name: options.pop(name) for name in tuple(options) if name in inner}
+    return values | {"dflash_config": inner, "num_target_layers": target.n_layer} | options
+
+
+def dflash_tensors(target: ModelConfig, n_layer: int = 2) -> dict[str, Tensor]:
+    """Return the tensors of a DFlash head that reads three layers of the target."""
+    return published(random_dflash(target, n_layer, target.dim))
+
+
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
     """Write a head's files; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,19 +119,33 @@ def filled(head: Module) -> Module:
     return head.eval().requires_grad_(False)
 
 
-def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH) -> EagleHead:
+def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, mask_token: int | None = None) -> EagleHead:
     """Return an EAGLE-1 that borrows the target's parts, or an EAGLE-3 with two of three of the target's ids.
 
-    dim: width of the target's states.
+    dim: width of the target's states. mask_token: of a P-EAGLE.
     """
-    sizes = {"n_layer": 1, "dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
-    config = ModelConfig(vocab_size=target.vocab_size, **sizes, max_context=64)
     ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
+    config = layers_config(target, 1, dim)
     if version == 1:
         return filled(EagleHead(EagleShape(config, dim, has_embedding=False, fc_bias=True)))
-    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer))))
+    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer), mask_token=mask_token)))
     head.target_ids = ids
     return head
+
+
+def random_dflash(target: KVShape, n_layer: int = 2, dim: int = WIDTH, **shape: Any) -> DFlashHead:
+    """Return a DFlash head that reads three of the target's layers and borrows its parts. dim: width of the target's
+    states; shape: further fields of DFlashShape."""
+    config = replace(layers_config(target, n_layer, dim), qk_norm=True)
+    fields = {"mask_token": target.vocab_size - 1, "block_size": 8} | shape
+    inputs_of = (0, 1, target.n_layer)
+    return filled(DFlashHead(DFlashShape(config, dim, inputs_of=inputs_of, has_embedding=False, **fields)))
+
+
+def layers_config(target: KVShape, n_layer: int, dim: int) -> ModelConfig:
+    """Return the shape of a head's decoder layers."""
+    sizes = {"dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
+    return ModelConfig(vocab_size=target.vocab_size, n_layer=n_layer, **sizes, max_context=64)
 
 
 def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaHeads:

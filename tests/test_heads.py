@@ -135,7 +135,7 @@ BAD = {
     "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
-    "another layout": (3, DEEP, put("layers.0.self_attn.q_norm.weight", torch.ones(12)), {}, "q_norm"),
+    "another layout": (3, DEEP, put("layers.0.self_attn.sinks", torch.ones(4)), {}, "sinks"),
     "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
     "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),

@@ -1,5 +1,6 @@
 """Heads with decoder layers: their shape, what they borrow from the target, and their vocabulary."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,11 @@ class HeadShape:
     def state_dim(self) -> int:
         """Width of the target's states that the head reads."""
         return self.target_dim * max(1, len(self.inputs_of))
+
+    @property
+    def most_drafts(self) -> int:
+        """The most tokens that the head drafts."""
+        return sys.maxsize
 
     @property
     def borrowed(self) -> tuple[str, ...]:

@@ -22,6 +22,11 @@ class MedusaShape:
     has_output: bool = True
 
     @property
+    def most_drafts(self) -> int:
+        """The most tokens that the heads draft."""
+        return self.n_head
+
+    @property
     def borrowed(self) -> tuple[str, ...]:
         """Parts of the target that the heads use."""
         return () if self.has_output else ("output layer",)

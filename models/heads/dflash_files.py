@@ -1,0 +1,90 @@
+"""DFlash heads as their authors (arXiv 2602.06036) and `speculators` publish them."""
+
+from dataclasses import replace
+from typing import Any
+
+from common.errors import CheckpointError
+from models.config import ModelConfig
+from models.heads.dflash import DFlashShape
+from models.heads.files import (
+    FIX,
+    LIST,
+    HeadFiles,
+    layer_ids,
+    layer_windows,
+    layers_config,
+    mask_token,
+    speculators_layers,
+)
+from models.hf_rules import OBJECT, Rule, Values, check, only, positive, refuse
+
+NAMES, IGNORED = r"layers\.\d+\..*", ("embed_tokens.weight", "lm_head.weight")
+LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
+RULES: dict[str, Rule] = {"speculators_model_type": only(None, "dflash"), LAYER_IDS: LIST}
+RULES |= dict.fromkeys(("transformer_layer_config", "dflash_config"), OBJECT)
+RULES |= dict.fromkeys(FLAGS, only(None, True, False))
+# The authors' options stand in `dflash_config` or beside it. Those that change embeddings or logits have one value.
+OPTIONS = {"target_layer_ids": LIST, "final_logit_softcapping": only(None, 0, 0.0)}
+OPTIONS |= dict.fromkeys(("output_multiplier", "input_embedding_scale"), only(None, 1, 1.0))
+AUTHORS = {"architectures": only(None, ["DFlashDraftModel"]), "model_type": only(None, "qwen3"), **OPTIONS}
+
+
+def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
+    """Return the shape of a DFlash head, which borrows the target's embedding, and its output layer for all its ids.
+
+    Raises ConfigError, CheckpointError for a config that is not understood or does not fit the target.
+    """
+    check(files.values, RULES, files.where)
+    if files.values.get("speculators_model_type"):
+        return _of_speculators(files, target.n_layer)
+    if files.values.get("dflash_config") is not None:
+        return _of_authors(files, target.n_layer)
+    raise CheckpointError("the head has another layout", files.where, "no dflash_config", "the layout of dflash", FIX)
+
+
+def _of_speculators(files: HeadFiles, n_layer: int) -> DFlashShape:
+    (config, windows), values, where = speculators_layers(files), files.values, files.where
+    n_draft = positive(values, "draft_vocab_size", where, config.vocab_size)
+    is_non_causal, drafts_anchor = (bool(values.get(name)) for name in FLAGS)
+    ids = layer_ids(values.get(LAYER_IDS) or [2, n_layer // 2, n_layer - 3], n_layer, f"{where}: {LAYER_IDS}")
+    n_own = None if n_draft == config.vocab_size else n_draft
+    masks = {"is_causal": not is_non_causal, "drafts_anchor": drafts_anchor}
+    return _shape(config, values, where, 8, draft_vocab_size=n_own, inputs_of=ids, windows=windows, **masks)
+
+
+def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
+    where, inner = f"{files.where}: dflash_config", files.values["dflash_config"]
+    values = {**files.values, **inner}
+    check(values, AUTHORS, where)
+    if unknown := sorted(inner.keys() - {*OPTIONS, "mask_token_id", "block_size"}):
+        raise refuse("options of DFlash are not supported", where, ", ".join(unknown), f"only {', '.join(OPTIONS)}")
+    if (trained_for := values.get("num_target_layers", n_layer)) != n_layer:
+        what = "the head's num_target_layers is not the target's"
+        raise CheckpointError(what, files.where, repr(trained_for), n_layer, FIX)
+    config = layers_config(files, values, "qwen3")
+    windows = layer_windows(values, config.n_layer, files.where)
+    # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.
+    kinds = {window is not None for window in windows or (None,)}
+    check(values, {"is_causal": only(None, *(kinds if len(kinds) == 1 else ()))}, files.where)
+    # The outputs of layers are read. The last layer's would be normalised in transformers.
+    ids = _spread(config.n_layer, n_layer) if (ids := values.get("target_layer_ids")) is None else ids
+    read = layer_ids(ids, n_layer - 2, f"{where}: target_layer_ids")
+    if list(read) != ids:
+        raise CheckpointError("layers are out of order", f"{where}: target_layer_ids", ids, "ascending layers", FIX)
+    inputs_of = tuple(i + 1 for i in read)
+    return _shape(config, values, where, 16, inputs_of=inputs_of, windows=windows, is_anchored=False)
+
+
+def _spread(n_head_layer: int, n_layer: int) -> list[int]:
+    """Return the layers that a head reads by default: as many as it has, from the target's second to third last."""
+    if n_head_layer == 1:
+        return [n_layer // 2]
+    return [round(1 + i * (n_layer - 4) / (n_head_layer - 1)) for i in range(n_head_layer)]
+
+
+def _shape(config: ModelConfig, values: Values, where: str, usual_block: int, **fields: Any) -> DFlashShape:
+    block_size, mask = positive(values, "block_size", where, usual_block), mask_token(values, config.vocab_size, where)
+    if block_size < 2:
+        raise refuse("a block drafts nothing", f"{where}: block_size", block_size, "2 or more tokens")
+    fields |= {"has_embedding": False, "block_size": block_size, "mask_token": mask}
+    return DFlashShape(replace(config, qk_norm=True), config.dim, **fields)
