@@ -49,15 +49,10 @@ def write_examples(
     layers: Sequence[int],
     folder: Path,
     allowed: Callable[[float], bool],
-) -> float:
+) -> None:
     """Write a file for each batch of prompts, behind the files that exist, while the seconds of writing are `allowed`.
-    Return these seconds, those of earlier runs included. prompts: gives those of a batch from its number. Errors:
-    UserError for a folder that cannot be written."""
-    files, spent = _files(folder), 0.0
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            spent += float(opened.metadata()["seconds"])
-    batch = len(files)
+    prompts: gives those of a batch from its number. Errors: UserError for a folder that cannot be written."""
+    batch, spent = len(_files(folder)), writing_seconds(folder)
     while not batch or allowed(spent):
         started = perf_counter()
         made = make_examples(runner, prompts(batch), n_new, layers, seed=batch)
@@ -67,7 +62,15 @@ def write_examples(
         spent, batch = spent + seconds, batch + 1
         rows, length = made["tokens"].shape
         say(f"batch {batch}: {rows} rows of {length} tokens in {seconds:.0f} s, {spent:.0f} s in all")
-    return spent
+
+
+def writing_seconds(folder: Path) -> float:
+    """Return the seconds in which a folder's examples were written."""
+    seconds = 0.0
+    for file in _files(folder):
+        with safe_open(file, "pt") as opened:
+            seconds += float(opened.metadata()["seconds"])
+    return seconds
 
 
 @torch.inference_mode()
@@ -117,9 +120,12 @@ def windows_of(folder: Path, width: int, n_sink: int) -> tuple[list[Window], lis
     for file in map(load_file, _files(folder)):
         n_rows, length = file["tokens"].shape
         for row in range(n_rows):
-            starts = range(length - 1 - width, n_sink - 1, -width)
-            is_held_out, number = number % HELD_OUT == 0, number + 1
-            (held_out if is_held_out else training).extend((file, row, start) for start in starts[: 1 if is_held_out else None])
+            windows = [(file, row, start) for start in range(length - 1 - width, n_sink - 1, -width)]
+            if number % HELD_OUT:
+                training += windows
+            else:
+                held_out += windows[:1]
+            number += 1
     return training, held_out
 
 

@@ -32,6 +32,8 @@ DECAY, CLIP = 0.8, 1.0
 WARM_UP, SAVE_SECONDS = 20, 60.0
 # First tokens of a row in front of every window; held-out windows that are measured with every checkpoint.
 N_SINK, MEASURED = 4, 8
+# A step whose blocks are long, as the blocks that are measured are.
+MEASURED_STEP = 2
 CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 
 
@@ -39,12 +41,12 @@ CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 class Recipe:
     """How heads are trained."""
 
-    steps: int = 20000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
+    steps: int = 20_000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
     window: int = 512  # tokens of a training window, behind the row's first 4 tokens
     windows: int = 2  # windows of a step
     lr: float = 2e-3  # largest learning rate of AdamW
     depth: int = 3  # draft positions of the EAGLE head, which continues its own states
-    draft_vocab_size: int = 4096  # the most frequent tokens, which alone the heads draft
+    draft_vocab_size: int = 6144  # the most frequent tokens, which alone the heads draft
     layers: int = 3  # layers of the DFlash head
     block_size: int = 8  # tokens of the DFlash head's longest blocks; two of three steps have blocks half as long
     blocks: int = 64  # of a window
@@ -172,7 +174,7 @@ def train(
     an uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
     device = known_rows.device
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    done, before = 0, 0.0
+    done, before, line = 0, 0.0, dict[str, Any]()
     if (folder / CHECKPOINT).exists():
         saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
         head.load_state_dict(saved["head"])
@@ -192,10 +194,17 @@ def train(
         with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
             return losses(head, known_rows, batch, recipe, step)
 
-    def save(step: int) -> None:
-        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds()}
+    def save(line: dict[str, Any]) -> None:
+        with torch.no_grad():
+            held_out_shared = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], MEASURED_STEP)[1:])
+        append_record(str(folder / CURVE), line | {"held_out": held_out_shared})
+        say(
+            f"step {line['step']}, {progress:.0%} of the time or the steps; shared probability in text that was held "
+            f"out: {held_out_shared}"
+        )
+        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict()}
         with atomic_path(folder / CHECKPOINT) as partial:
-            torch.save(state, partial)
+            torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
 
     for step in range(done, recipe.steps):
         progress = max(step / recipe.steps, seconds() / limit)
@@ -208,18 +217,15 @@ def train(
         (loss * DECAY ** torch.arange(len(loss), device=device)).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
-        done = step + 1
-        line: dict[str, Any] = {"step": done, "seconds": round(seconds(), 1), "loss": loss.tolist()}
-        if saves := perf_counter() - last_saved > SAVE_SECONDS or done in (1, recipe.steps):
+        line = {"step": step + 1, "seconds": round(seconds(), 1), "loss": loss.tolist()}
+        if step == done or perf_counter() - last_saved > SAVE_SECONDS:
             line["shared"] = shared(logits, law)
-            with torch.no_grad():
-                line["held_out"] = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], 2)[1:])
-            say(f"step {done}, {progress:.0%} of the time or the steps; {line}")
-        append_record(str(folder / CURVE), line)
-        if saves:
-            save(done)
+            save(line)
             last_saved = perf_counter()
-    save(done)
+        else:
+            append_record(str(folder / CURVE), line)
+    if line:
+        save(line)
     return seconds()
 
 
@@ -227,3 +233,24 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
     """Return the last line of every step in the folder's curve."""
     curve = {line["step"]: line for _, line in read_lines(folder / CURVE)}
     return [curve[step] for step in sorted(curve)]
+
+
+def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:
+    """Write a head as its authors (EAGLE-3) or `speculators` (DFlash) publish them. target: the values of the target's
+    config.json."""
+    shape, tensors = head.shape, published(head)
+    layers = {**target, "num_hidden_layers": shape.config.n_layer, "tie_word_embeddings": False, "eos_token_id": None}
+    config: dict[str, Any]
+    if isinstance(head, EagleHead):
+        tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+        config = {**layers, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
+    else:
+        config = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        config["transformer_layer_config"] = {**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        config |= {"aux_hidden_state_layer_ids": shape.inputs_of, "mask_token_id": shape.mask_token}
+        config["block_size"] = head.shape.block_size
+    config["draft_vocab_size"] = shape.draft_vocab_size
+    with atomic_path(folder / "model.safetensors") as partial:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
