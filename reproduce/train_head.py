@@ -9,7 +9,7 @@ written, two processes can train a head each (`--heads eagle`, `--heads dflash`)
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ class Flags:
         """Errors: ConfigError."""
         recipe = self.recipe
         least = dict.fromkeys((*vars(recipe), "minutes"), 1)
-        least |= {"lr": 0, "block_size": 2, "prefix_len": 1 << max(examples.HALVINGS)}
+        least |= {"lr": 0, "block_size": 2, "B": 2, "prefix_len": (N_SINK + 1) << max(examples.HALVINGS)}
         least |= {"window": max(recipe.depth, recipe.block_size) + 1, "gen_len": recipe.window}
         for name, number in least.items():
             require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
@@ -60,8 +60,8 @@ class Flags:
 def main(flags: Flags) -> None:
     flags.check()
     folder, source, sizes = Path(flags.out), flags.target.with_text(), flags.sizes
-    # The cache of the session stays unused: every batch of examples has a cache of its size.
-    config = RunConfig(flags.target, flags.text, Sizes(1, 1 << max(examples.HALVINGS), 1), output=flags.output)
+    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
+    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
     session = bench.Session.open(config)
     if source.config.n_expert or source.config.rotary_dim:
         seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"

@@ -83,7 +83,10 @@ class BlocksBehindText(NoCache, TorchAttention):
         return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[:, None]
 
     def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        return super().attend(q.view(len(prepared), -1, *q.shape[2:]), kv, prepared).view(q.shape)
+        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
+        queries = q.view(len(prepared), -1, *q.shape[2:]).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=prepared, enable_gqa=True)
+        return out.transpose(1, 2).reshape(q.shape)
 
 
 def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_sink: int) -> tuple[Tensor, Tensor]:
@@ -121,4 +124,4 @@ def dflash_logits(
     states = dflash.draft(batch["tokens"].gather(1, anchors).flatten(), positions, cache)
     logits = dflash.output_logits(states).transpose(0, 1)
     first = anchors + width * torch.arange(n_window, device=anchors.device)[:, None]
-    return logits, first.flatten() + ahead[: size - 1, None]
+    return logits, first.flatten() + ahead[: len(logits), None]

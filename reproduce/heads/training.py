@@ -74,11 +74,13 @@ def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sam
     sizes = {"draft_vocab_size": len(ids), "inputs_of": inputs_of(config.n_layer), "has_embedding": False}
     head: TrainedHead
     if kind == "eagle":
-        shape = EagleShape(head_config(config, 1, False), config.dim, **sizes, fc_norm=True, norm_output=True)
+        import os
+        E = os.environ.get("E", "31")
+        shape = EagleShape(head_config(config, 1, False), config.dim, **sizes, fc_norm=E != "3", norm_output=E != "3")
         head = EagleHead(shape)
     else:
         layers = head_config(config, min(recipe.layers, config.n_layer), True)
-        mask = {"mask_token": int(known[-1]), "block_size": recipe.block_size}
+        mask = {"mask_token": int(known[-1]), "block_size": recipe.block_size, "drafts_anchor": True}
         head = DFlashHead(DFlashShape(layers, config.dim, **sizes, **mask))
     with torch.no_grad():
         n_input = len(sizes["inputs_of"])
@@ -101,14 +103,20 @@ def _begin_eagle(eagle: EagleHead, target: Transformer, last: Tensor) -> None:
     layer.hidden_norm.weight.copy_(from_layer.attention_norm.weight)
     layer.attention.wqkv.weight.copy_(from_layer.attention.wqkv.weight.repeat(1, 2) / 2)
     for name in ("attention.wo", "feed_forward.w2"):
-        layer.get_submodule(name).weight.copy_(from_layer.get_submodule(name).weight / _size(last).mean())
+        layer.get_submodule(name).weight.copy_(from_layer.get_submodule(name).weight / (_size(last).mean() if __import__("os").environ.get("E", "31") == "31" else 1))
 
 
 def _begin_dflash(dflash: DFlashHead, target: Transformer, last: Tensor) -> None:
     """Copy the target's last layers to a head. Their queries and keys of the text keep their mean sizes; norms of
     attention move into the projections, which text and block share."""
     layers = dflash.body.layers
-    for layer, from_layer in zip(layers, target.layers[-len(layers) :], strict=True):
+    import os
+    n = len(target.layers)
+    which = eval(os.environ.get("LAYERS", "[27,28,29]"))
+    if "FC" in os.environ:
+        w = eval(os.environ["FC"])
+        dflash.fc.weight.copy_(torch.cat([x * torch.eye(576) for x in w], dim=1))
+    for layer, from_layer in zip(layers, [target.layers[i] for i in which], strict=True):
         _copy(layer, from_layer, "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2")
         wqkv = from_layer.attention.wqkv.weight * from_layer.attention_norm.weight
         layer.attention.wqkv.weight.copy_(wqkv)
@@ -207,9 +215,9 @@ def train(
             torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
 
     for step in range(done, recipe.steps):
-        progress = max(step / recipe.steps, seconds() / limit)
-        if step and progress >= 1:  # a curve needs a step
+        if step and is_over(seconds(), limit):  # a curve needs a step
             break
+        progress = max(step / recipe.steps, seconds() / limit)
         loss, logits, law = run(chosen(windows, recipe.windows, step), step)
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
@@ -227,6 +235,10 @@ def train(
     if line:
         save(line)
     return seconds()
+
+
+def is_over(seconds: float, limit: float) -> bool:
+    return seconds >= limit
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
@@ -249,7 +261,7 @@ def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> Non
         config = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
         config["transformer_layer_config"] = {**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         config |= {"aux_hidden_state_layer_ids": shape.inputs_of, "mask_token_id": shape.mask_token}
-        config["block_size"] = head.shape.block_size
+        config |= {"block_size": head.shape.block_size, "sample_from_anchor": True}
     config["draft_vocab_size"] = shape.draft_vocab_size
     with atomic_path(folder / "model.safetensors") as partial:
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
