@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from bench.config import Passes, PlainRun, RankOptions, RunConfig, TargetBesideDraft
-from bench.draft_flags import draft_flags
+from bench.draft_flags import HEADS, draft_flags
 
 SelfDraft: Any = draft_flags()
-Standalone: Any = draft_flags(["standalone", "eagle", "medusa"], flags={"draft_model": "model"})
+Standalone: Any = draft_flags(["standalone", *HEADS], flags={"draft_model": "model"})
 
 
 @dataclass(frozen=True, kw_only=True)

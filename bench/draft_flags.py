@@ -12,7 +12,7 @@ from tyro.conf import arg
 from bench.config import AUTO
 from common.errors import ConfigError, flag, require_at_least
 from common.say import note_without_effect
-from engine.drafters.config import DrafterConfig, HostDrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, HeadConfig, HostDrafterConfig, ModelDrafterConfig, drafters
 from engine.drafters.schedules import OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
@@ -26,6 +26,7 @@ ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
 TEXTS = {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
 TextName: Any = Literal[tuple(TEXTS)]
+HEADS = [name for name, kind in drafters().items() if issubclass(kind, HeadConfig)]
 BUDGETED = {name: kind for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
 BudgetedName: Any = Literal[tuple(BUDGETED)]
 # Options without a flag in a program that runs several drafts and chooses these options itself.
@@ -175,9 +176,10 @@ def _listed(kinds: Mapping[str, type]) -> str:
 
 NAMES = [*draft_flags().KINDS]
 WITH_MODEL = [name for name in drafters() if name not in NAMES]
+PATHS = ", ".join(f"{name}:PATH" for name in HEADS)
 DRAFT: Any = arg(
     metavar="DRAFT",
-    help=f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: eagle:PATH, medusa:PATH",
+    help=f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: {PATHS}",
     help_behavior_hint="(default: self)",
 )
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
@@ -209,5 +211,5 @@ def _named(name: str) -> dict[str, str]:
         return {"draft": name}
     if os.path.exists(name):
         return {"draft": "standalone", "draft_model": name}
-    required = f"{', '.join(NAMES)}, a converted checkpoint, or eagle:PATH, medusa:PATH"
+    required = f"{', '.join(NAMES)}, a converted checkpoint, or {PATHS}"
     raise ConfigError("there is no such draft", flag("draft"), name[:80], required, "check the spelling and the folder")

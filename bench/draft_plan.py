@@ -9,9 +9,8 @@ import torch
 from bench.config import AUTO
 from bench.plan_types import DraftPlan, Plan
 from common.errors import ConfigError, flag
-from engine.drafters import check_gamma
+from engine.drafters import check_gamma, check_most_drafts
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig
-from engine.drafters.medusa import check_heads
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache import Policy
 from models import ModelConfig
@@ -70,7 +69,7 @@ def _resolve_draft(plan: Plan, config: DrafterConfig, outer: DraftPlan | None = 
         longest = length + (outer.gamma if outer else 0)
         policies = [policy.for_context(source.config.max_context, longest) for policy in policies]
         if config.gamma != AUTO:
-            check_heads(gamma, source.most_drafts)
+            check_most_drafts(gamma, source.most_drafts)
         gamma = min(gamma, source.most_drafts)
     policies.sort(key=lambda policy: -policy.entries(length))
     draft = DraftPlan(config, gamma, config.gamma == AUTO, tuple(policies), length, source=source, **storage)

@@ -64,7 +64,7 @@ class Drafters:
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """drafters: names, KIND:CHECKPOINT (standalone, eagle, medusa), or self:POLICY; with text drafters before it
+    """drafters: names, KIND:CHECKPOINT (standalone or a head), or self:POLICY; with text drafters before it
     (suffix+self), with its schedule or gamma behind it (self@heuristic, self@5)"""
 
     def configs(self) -> dict[str, DrafterConfig]:

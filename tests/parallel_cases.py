@@ -11,15 +11,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
+from block_heads import HEADS, with_head
 from pacings import SCHEDULES, Scripted, scheduled
 from policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting
-from published_heads import random_eagle, random_medusa
+from published_heads import random_medusa
 from recorded_graph import RecordedGraphs
 from tiny import TINY, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.drafters.combined import Combined
-from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.drafters.ngram_cache import NGramCache
@@ -42,9 +42,9 @@ CACHE_DRAFTS = (
     *(f"self, {name}" for name in SELF_DRAFT_POLICIES if name != "full"),
     *(f"standalone, {x}" for x in STANDALONE),
 )
-HEADS = ("medusa", "eagle-1, streaming", "eagle-3, full")
+HEAD_DRAFTS = ("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming")
 TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
-DRAFTS = ("none", *TEXTS, *CACHE_DRAFTS, *HEADS, "self, some layers", "combined", "changing")
+DRAFTS = ("none", *TEXTS, *CACHE_DRAFTS, *HEAD_DRAFTS, "self, some layers", "combined", "changing")
 DRAFTS += ("speculated, ngram", "speculated, streaming", "speculated, model")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
@@ -196,9 +196,8 @@ def _drafter(case: Case, folder: Path, runner: ModelRunner):
         return Combined(runner, model, [Suffix(runner, GAMMA), NGramCache(runner, GAMMA)], 1)
     if kind == "medusa":
         return Medusa(runner, random_medusa(runner.model.config), GAMMA)
-    if case.draft in HEADS:
-        head = random_eagle(runner.model.config, int(kind[-1]))
-        return Eagle(runner, head, _cache(head.body.config, policy), GAMMA)
+    if kind in HEADS:
+        return with_head(kind, runner, lambda shape: _cache(shape, policy), GAMMA)
     if policy == "some layers":
         draft = select_layers(runner.model, [1])
         return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])

@@ -137,9 +137,8 @@ def random_dflash(target: KVShape, n_layer: int = 2, dim: int = WIDTH, **shape: 
     """Return a DFlash head that reads three of the target's layers and borrows its parts. dim: width of the target's
     states; shape: further fields of DFlashShape."""
     config = replace(layers_config(target, n_layer, dim), qk_norm=True)
-    fields = {"mask_token": target.vocab_size - 1, "block_size": 8} | shape
-    inputs_of = (0, 1, target.n_layer)
-    return filled(DFlashHead(DFlashShape(config, dim, inputs_of=inputs_of, has_embedding=False, **fields)))
+    fields = {"mask_token": target.vocab_size - 1, "block_size": 8, "has_embedding": False} | shape
+    return filled(DFlashHead(DFlashShape(config, dim, inputs_of=(0, 1, target.n_layer), **fields)))
 
 
 def layers_config(target: KVShape, n_layer: int, dim: int) -> ModelConfig:

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from block_heads import HEADS, with_head
 from edit_cases import edited, random_edits
 from pacings import SCHEDULES, scheduled
 from policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
-from published_heads import random_eagle, random_medusa
+from published_heads import random_medusa
 from torch import Tensor
 from witness import cut
 
@@ -21,7 +22,6 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.drafters.combined import Combined
-from engine.drafters.eagle import Eagle
 from engine.drafters.markov import Markov, NGramTable
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
@@ -89,6 +89,7 @@ SPECULATED = ("speculated, ngram", "speculated, streaming", "speculated, model")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *WITHOUT_QUERIES, *(f"standalone, {name}" for name in WITHOUT_QUERIES), *TEXT_DRAFTERS)
 DRAFTERS += (PACED, *KINDS, *COMBINED, *SPECULATED)
+HEAD_DRAFTS = tuple(f"{kind}, streaming" for kind in HEADS)
 # Drafters whose q is p, and those whose tokens in rejection mode the reference knows.
 SEE_ALL = ("full", "standalone, full")
 REFERENCED = ("none", *SEE_ALL)
@@ -226,15 +227,14 @@ class Scenario:
                 "model": lambda: StandaloneDraft(ModelRunner(runner.model, own, self.prefill_chunk), 2),
             }
             return Speculated(outer, inner[kind.rpartition(", ")[2]]())
-        policy = kind.rpartition(", ")[2]
-        if kind in ("standalone, streaming", "eagle-3, streaming") and self.spare_room > 0:
+        head, _, policy = kind.rpartition(", ")
+        if (kind == "standalone, streaming" or head in HEADS) and self.spare_room > 0:
             policy = "streaming, positions in the cache"
-        window = self.budget - self.n_sink
-        if kind.startswith("eagle"):
-            head = random_eagle(config, int(kind[len("eagle-")]))
-            cache = POLICIES[policy].make(head.body.config, Size(n_slots, room, self.n_sink, window, dtype))
-            return Eagle(runner, head, cache, self.gamma)
-        cache = POLICIES[policy].make(config, Size(n_slots, room, self.n_sink, window, dtype))
+        window = max(self.budget - self.n_sink, 2 * self.gamma * (head == "P-EAGLE"))
+        size = Size(n_slots, room, self.n_sink, window, dtype)
+        if head in HEADS:
+            return with_head(head, runner, lambda shape: POLICIES[policy].make(shape, size), self.gamma)
+        cache = POLICIES[policy].make(config, size)
         if kind.startswith("standalone"):
             # The target's own weights, over a cache that it has to fill itself.
             return StandaloneDraft(ModelRunner(runner.model, cache, self.prefill_chunk), self.gamma)

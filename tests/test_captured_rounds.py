@@ -7,8 +7,9 @@ from itertools import cycle
 
 import pytest
 import torch
+from block_heads import with_head
 from pacings import SCHEDULES, scheduled
-from published_heads import random_eagle, random_medusa
+from published_heads import random_medusa
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, continue_by_recomputing, decode, full_cache, near_model, random_prompts, self_draft, tiny_model
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,6 @@ from torch.utils._device import _device_constructors
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters.combined import Combined
-from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.drafters.saved_text import SavedText
@@ -24,6 +24,7 @@ from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.graphs import CudaGraphs
 from kv_cache import KVCache, StreamingKVCache
+from kv_cache.base import KVShape
 from kv_cache.quantized import QuantizedKVCache
 from kv_cache.retrieval import Retrieval
 from kv_cache.streaming import Streaming
@@ -45,8 +46,8 @@ def standalone(runner: ModelRunner, cache: KVCache | None = None) -> StandaloneD
     return StandaloneDraft(ModelRunner(tiny_model(), cache), gamma=3)
 
 
-def quantized() -> QuantizedKVCache:
-    return QuantizedKVCache(TINY, 2, 128, 4, 6, dtype=torch.float64)
+def quantized(shape: KVShape = TINY) -> QuantizedKVCache:
+    return QuantizedKVCache(shape, 2, 128, 4, 6, dtype=torch.float64)
 
 
 def near(runner: ModelRunner) -> SelfSpeculation:
@@ -56,10 +57,8 @@ def near(runner: ModelRunner) -> SelfSpeculation:
     return SelfSpeculation(runner, full_cache(model, runner.max_batch), 3, model)
 
 
-def eagle(runner: ModelRunner) -> Eagle:
-    head = random_eagle(TINY).to(runner.device)
-    cache = StreamingKVCache(head.body.config, runner.max_batch, 12, 2, dtype=torch.float64, rotate_on_read=True)
-    return Eagle(runner, head, cache, gamma=3)
+def heads_cache(shape: KVShape) -> StreamingKVCache:
+    return StreamingKVCache(shape, 2, 12, 2, dtype=torch.float64, rotate_on_read=True)
 
 
 DRAFTERS = {
@@ -77,7 +76,10 @@ DRAFTERS = {
     "standalone": standalone,
     "standalone, quantized": lambda runner: standalone(runner, quantized()),
     "medusa": lambda runner: Medusa(runner, random_medusa(TINY).to(runner.device), gamma=3),
-    "eagle": eagle,
+    "eagle": lambda runner: with_head("eagle-3", runner, heads_cache, 3),
+    "P-EAGLE": lambda runner: with_head("P-EAGLE", runner, heads_cache, 3),
+    "dflash": lambda runner: with_head("dflash", runner, heads_cache, 3, windows=(3, 5)),
+    "dflash, quantized": lambda runner: with_head("dflash", runner, quantized, 3),
     "ngram": lambda runner: NGram(runner, gamma=3),
     "suffix": lambda runner: Suffix(runner, gamma=3),
     "combined": lambda runner: Combined(runner, standalone(runner), [Suffix(runner, gamma=3)], least_match=1),

@@ -1,11 +1,12 @@
 """Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
 
+from functools import partial
+
 import pytest
 import torch
-from published_heads import random_eagle
+from block_heads import with_head
 from test_decoder import witness_runner
 from tiny import (
-    TINY,
     continue_by_recomputing,
     decode,
     full_cache,
@@ -18,11 +19,10 @@ from tiny import (
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter
-from engine.drafters.eagle import Eagle
 from engine.drafters.suffix import Suffix
 from engine.pacing import Fixed
 from engine.sampling import logits_to_probs
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
 
 
@@ -72,12 +72,12 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
         own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
         own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
         return StandaloneDraft(own, 2), ran
-    head, ran, again = random_eagle(TINY), [], target.recompute
+    ran, again = [], target.recompute
     target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
-    return Eagle(target, head, FullKVCache(head.body.config, 2, 128, dtype=torch.float64), 2), ran
+    return with_head(kind, target, lambda shape: FullKVCache(shape, 2, 128, dtype=torch.float64), 2), ran
 
 
-@pytest.mark.parametrize("kind", ["standalone", "eagle"])
+@pytest.mark.parametrize("kind", ["standalone", "eagle-3", "dflash"])
 def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
     """Rows decode meanwhile, by plain rounds; then it drafts."""
     target = counting(2)
@@ -99,6 +99,21 @@ def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
     assert 8 <= n_plain <= 10 and {*choices[n_plain:]} == {0}
     model = tiny_model()
     assert others[0].tokens == continue_by_recomputing(model, others[0].prompt, 60)
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "P-EAGLE", "dflash"])
+def test_a_head_drafts_while_a_row_that_held_a_longer_text_fills(kind):
+    """The row idles meanwhile, and its last state is at a position that the round's slots do not have."""
+    target = tiny_runner(2, prefill_chunk=8)
+    new_cache = partial(StreamingKVCache, max_batch=2, budget=64, dtype=torch.float64)
+    decoder = Decoder(target, drafter=with_head(kind, target, new_cache, 3), prefill_tokens=8)
+    long, short, again = (Request(p, n) for p, n in zip(random_prompts([48, 3, 60]), (8, 70, 9), strict=True))
+    decoder.submit(long), decoder.submit(short)
+    while not long.finish_reason:
+        decoder.step()
+    decode(decoder, again)
+    for request in (long, short, again):
+        assert request.tokens == continue_by_recomputing(target.model, request.prompt, request.limit)
 
 
 @pytest.mark.parametrize("parts", [None, 8])

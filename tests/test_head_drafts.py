@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from block_heads import MASK, plain_block, whole_dflash
 from pacings import Scripted
 from policies import POLICIES, Size
 from published_heads import (
@@ -15,6 +16,7 @@ from published_heads import (
     eagle_tensors,
     medusa_tensors,
     plain_medusa,
+    random_dflash,
     random_eagle,
     random_medusa,
     save_head,
@@ -23,6 +25,7 @@ from tiny import TINY, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, generate
+from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
@@ -119,15 +122,23 @@ CACHES = {
         (3, "streaming", True),
         (1, "positions in the cache", True),
         (3, "positions in the cache", False),
+        ("parallel", "full", False),
+        ("parallel", "streaming", True),
+        ("parallel", "positions in the cache", True),
     ],
 )
 def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cache, changing):
     """Drafts, over a cache that keeps everything, equal those of a head that ran over the target's states alone."""
+    is_parallel, version = version == "parallel", 1 if version == 1 else 3
     options = {"bias": True} if version == 1 else {"n_draft": 40}
     tensors = eagle_tensors(DEEP, version, **options)
     values = {} if version == 1 else {"draft_vocab_size": 40}
+    if is_parallel:
+        tensors["mask_hidden"] = torch.randn(1, 1, 3 * DEEP.dim, dtype=torch.float64)
+        values["mask_token_id"] = MASK
     path = save_head(tmp_path, tensors, eagle_config(DEEP, version, **values))
     head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64)
+    mask = tensors.get("mask_hidden")
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(Eagle, runner, head, CACHES[cache](head.body.config), GAMMA)
     texts = run(drafter, changing)
@@ -152,7 +163,34 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
                 logits = torch.full((DEEP.vocab_size,), float("-inf"), dtype=torch.float64)
                 logits[tensors["t2d"]] = head.logits(state)
                 yield logits
-            state = head.step(state, drafts[len(head.entries[0]) - len(entries[0])])
+            draft = drafts[len(head.entries[0]) - len(entries[0])]
+            state = head.step(state, draft) if mask is None else head.step(head.fused(mask[0, 0]), MASK)
+
+    check_proposals(texts, seen, expected)
+
+
+@pytest.mark.parametrize(
+    "cache,changing,make,options",
+    [
+        ("full", False, random_dflash, {}),
+        ("full", True, whole_dflash, {"drafts_anchor": True}),
+        ("streaming", True, random_dflash, {"windows": (9, None)}),
+        ("streaming", False, whole_dflash, {"windows": (4, 7), "is_causal": False}),
+        ("positions in the cache", True, random_dflash, {"windows": (None, 5), "is_anchored": False}),
+    ],
+)
+def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, options):
+    """Drafts, over a cache that keeps everything, equal those of a block behind the states of its text alone."""
+    head = make(DEEP, **options)
+    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
+    drafter, seen = watched(DFlash, runner, head, CACHES[cache](head.body.config), GAMMA)
+    texts = run(drafter, changing)
+    fused = [head.fused(states_of(text, head.shape.inputs_of)) for text in texts]
+    embedding = head.body.tok_embeddings.weight if head.shape.has_embedding else MODEL.tok_embeddings.weight
+
+    def expected(request: int, length: int, drafts: list[int]) -> torch.Tensor:
+        current = texts[request][length]
+        return head.logits(plain_block(head, embedding, fused[request][:length], current, len(drafts)))
 
     check_proposals(texts, seen, expected)
 
@@ -160,11 +198,21 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
 def test_heads_that_do_not_fit_a_round_are_refused():
     heads = random_medusa(DEEP, n_head=2)
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
-    with pytest.raises(ConfigError, match="fewer Medusa heads"):
+    with pytest.raises(ConfigError, match="drafts fewer tokens than gamma"):
         Medusa(runner, heads, 3)
     head = random_eagle(DEEP)
     with pytest.raises(ConfigError, match="no room for a verification block"):
         Eagle(runner, head, StreamingKVCache(head.body.config, SLOTS, 5, 2, dtype=torch.float64), 3)
+    with pytest.raises(ConfigError, match="room for 6 tokens"):
+        Eagle(
+            runner,
+            random_eagle(DEEP, mask_token=MASK),
+            StreamingKVCache(head.body.config, SLOTS, 7, 2, dtype=torch.float64),
+            3,
+        )
+    with pytest.raises(ConfigError, match="drafts fewer tokens than gamma"):
+        block = random_dflash(DEEP, block_size=3)
+        DFlash(runner, block, FullKVCache(block.body.config, SLOTS, 20, dtype=torch.float64), 3)
     size = Size(SLOTS, longest=20, n_kept=4, window=6, dtype=torch.float64)
     for cache in (policy.make(head.body.config, size) for policy in POLICIES.values() if policy.sample.selects):
         with pytest.raises(ConfigError, match="cannot select entries"):

@@ -8,12 +8,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from block_heads import HEADS, with_head
 from edit_cases import edited
 from pacings import Scripted, scheduled
-from published_heads import random_eagle, random_medusa
+from published_heads import random_medusa
 from statistics_tools import chi_square, total_variation, upper_tail
 from tiny import decode
 from torch import Tensor
@@ -21,7 +23,6 @@ from witness import FakeConfig, FakeModel
 
 from engine import Decoder, ModelRunner, Request, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters import Drafter
-from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.drafters.saved_text import SavedText
@@ -148,10 +149,10 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         return SavedText(runner, texts, gamma)
     if kind == "medusa":
         return Medusa(runner, random_medusa(config, VOCAB), gamma)
-    if kind == "eagle":
-        head = random_eagle(config, 3, VOCAB)
-        own = StreamingKVCache(head.body.config, n_slots, gamma + 4, 1, dtype=dtype)
-        return Eagle(runner, head, own, gamma)
+    if kind in HEADS:
+        options = {"windows": (None, 3)} if kind.startswith("dflash") else {}
+        own = partial(StreamingKVCache, max_batch=n_slots, budget=2 * gamma + 1, n_sink=1, dtype=dtype)
+        return with_head(kind, runner, own, gamma, dim=VOCAB, **options)
     if kind.startswith("speculated"):
         middle, inner = (StreamingKVCache(config, n_slots, gamma + 1 + n, 1, dtype=dtype) for n in (3, 1))
         outer, own = SelfSpeculation(runner, middle, gamma, DRAFT), SelfSpeculation(runner, inner, 2, INNER)
@@ -223,7 +224,10 @@ CONFIGURATIONS = [
     ("rejection", "saved text", 2, 3, (PLAIN,), 109),
     ("rejection", "changing", 3, 5, (PLAIN, FILTERED), 110),
     ("rejection", "medusa", 3, 3, (PLAIN, FILTERED), 111),
-    ("rejection", "eagle", 3, 3, (PLAIN, FILTERED), 113),
+    ("rejection", "eagle-3", 3, 3, (PLAIN, FILTERED), 113),
+    ("rejection", "P-EAGLE", 3, 3, (PLAIN, EDITED), 115),
+    ("rejection", "dflash, whole", 3, 3, (PLAIN, FILTERED), 117),
+    ("rejection", "dflash, whole: confidence", 3, 3, (PLAIN, EDITED), 119),
     ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
@@ -256,7 +260,9 @@ def test_sequences_have_the_targets_joint_law(laws, mode, kind, gamma, per_slot,
         assert 0 < out.stats.drafted < gamma * out.stats.counts.rounds, "a schedule that leaves nothing out"
 
 
-@pytest.mark.parametrize("kind,gamma", [("full", 3), ("streaming", 2), ("ngram", 3), ("speculated, streaming", 3)])
+@pytest.mark.parametrize(
+    "kind,gamma", [("full", 3), ("streaming", 2), ("ngram", 3), ("dflash, whole", 3), ("speculated, streaming", 3)]
+)
 def test_grammars_mask_the_targets_joint_law(kind, gamma):
     """Every second request has a grammar, which also forces tokens; its neighbours keep their laws."""
     n = N_REQUESTS

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES
-from scenarios import run_scenarios
+from scenarios import HEAD_DRAFTS, run_scenarios
 from tiny import TINY, recomputing, tiny_model
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
@@ -29,8 +29,7 @@ SHAPES = {
 
 
 class LlamaWorld:
-    heads = ("medusa", "eagle-1, streaming", "eagle-3, streaming")
-    drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), *heads)
+    drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), "medusa", *HEAD_DRAFTS)
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])

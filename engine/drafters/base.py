@@ -87,11 +87,18 @@ def require_same_cache(drafter: Drafter, cache: KVCache, target: ModelRunner) ->
         raise ConfigError("the drafter was built on another runner", where, seen, "the runner that generates", fix)
 
 
-def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "draft_budget") -> None:
-    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window. field, budget:
-    the options that set gamma and the cache's size."""
-    if gamma + 1 > window:
+def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "draft_budget", block: int = 0) -> None:
+    """Raise ConfigError unless a verification block of gamma + 1 tokens fits the draft cache's window, and a block of
+    `block` tokens. field, budget: the options that set gamma and the cache's size."""
+    if max(gamma + 1, block) > window:
         what = "the draft's cache has no room for a verification block"
-        seen = f"gamma {gamma}, room for {window} tokens"
+        seen, needed = f"gamma {gamma}, room for {window} tokens", f"room for {max(gamma + 1, block)} tokens"
         fix = f"lower {flag(field)}, or use a larger {flag(budget)} or a longer window"
-        raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, "gamma + 1 tokens", fix)
+        raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, needed, fix)
+
+
+def check_most_drafts(gamma: int, most: int) -> None:
+    """Raise ConfigError if gamma exceeds the most tokens that a head drafts."""
+    if gamma > most:
+        what, fix = "the head drafts fewer tokens than gamma", f"use {flag('gamma')} {most} or less"
+        raise ConfigError(what, flag("gamma"), f"gamma {gamma}, {most} from the head", f"<= {most}", fix)

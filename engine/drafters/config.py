@@ -176,7 +176,8 @@ class HeadConfig(DrafterConfig):
     """Options of a head that was trained for the target."""
 
     draft_model: str
-    """the draft's converted checkpoint; of medusa and eagle: the head as it was published, a folder or its weights"""
+    """the draft's converted checkpoint; of dflash, eagle and medusa: the head as it was published, a folder or its
+    weights"""
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
         return find_head(self.draft_model, self.name, target.config)

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.base import RowUpdate
+from engine.drafters.base import RowUpdate, check_most_drafts
 from engine.drafters.config import HeadConfig, Parts
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.observed import ObservedStates
@@ -23,7 +22,7 @@ class Medusa(ModelDrafter):
 
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
         super().__init__(runner, gamma, runner.cache)
-        check_heads(gamma, len(heads))
+        check_most_drafts(gamma, len(heads))
         self._target, self._heads = runner, heads
         self._observed = ObservedStates(runner, gamma, heads.shape.dim)
 
@@ -38,13 +37,6 @@ class Medusa(ModelDrafter):
         states, _, _, last = self._observed.of_rows(batch)
         out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
         return out if self._heads.shape.has_output else self._target.model.logits(out)
-
-
-def check_heads(gamma: int, n_head: int) -> None:
-    """Raise ConfigError unless there is a head for each draft position."""
-    if gamma > n_head:
-        what, fix = "there are fewer Medusa heads than tokens to draft", f"use {flag('gamma')} {n_head} or less"
-        raise ConfigError(what, flag("gamma"), f"gamma {gamma}, {n_head} heads", f"<= {n_head}", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

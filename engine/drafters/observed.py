@@ -42,7 +42,9 @@ class ObservedStates:
     def of_rows(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the states `[B, gamma + 1, width]`, the tokens that follow them and their positions, both
         `[B, gamma + 1]`, and the index `[B, 1]` of the last accepted state, which the current token follows."""
-        start, n_state = self._start[batch.rows, None], self._states.shape[1]
+        # A row that idles may have observed a longer text before.
+        start = torch.minimum(self._start[batch.rows], batch.lengths - 1).clamp(min=0)[:, None]
+        n_state = self._states.shape[1]
         last = (batch.lengths[:, None] - 1 - start).clamp(min=0, max=n_state - 1)
         following = self._following[batch.rows].scatter(1, last, batch.current[:, None])
         return self._states[batch.rows], following, start + torch.arange(n_state, device=start.device), last

@@ -68,7 +68,7 @@ class DFlashHead(TransformerHead):
         assert self.shape.mask_token is not None
         block = torch.full_like(positions, self.shape.mask_token)
         block[:, 0] = tokens
-        x = self.embed(block, next(self.fc.parameters()).dtype)
+        x = self.embed(block, self.hidden_norm.weight.dtype)
         step = self.body.begin(positions, cache, x.dtype, see=self._see_block)
         x, update, _ = self.body.run(x, torch.zeros_like(x), step)
         hidden = self.body.norm(x + update).view(*positions.shape, -1)

@@ -1,0 +1,55 @@
+"""DFlash: drafts a whole block in a single forward of a head over the target's hidden states (arXiv 2602.06036)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.drafters.base import check_most_drafts
+from engine.drafters.config import Parts
+from engine.drafters.head_drafter import HeadDrafter, HeadDrafterConfig
+from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner
+from kv_cache import KVCache
+from models.heads.dflash import DFlashHead
+
+
+class DFlash(HeadDrafter):
+    """Drafts all tokens of a round by a DFlash head (see `DFlashHead`), whose block overwrites rejected entries.
+
+    Given the text, each position draws from a distribution q_i that does not depend on the block's other drafts, so
+    q(d_1, ..., d_gamma) is the product of q_i(d_i). Rejection needs q of each draft given the drafts before it: that is
+    q_i, to which edits and grammars are applied as to other drafts. Errors: ConfigError, also if a block drafts fewer
+    tokens than gamma.
+    """
+
+    _head: DFlashHead
+
+    def __init__(self, runner: ModelRunner, head: DFlashHead, cache: KVCache, gamma: int) -> None:
+        check_most_drafts(gamma, head.shape.most_drafts)
+        super().__init__(runner, head, cache, gamma)
+
+    def write(self, states: Tensor, following: Tensor, positions: Tensor, view: KVCache) -> None:
+        self._head.remember(self.fused(states), positions, view)
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        states, following, positions, _ = self._observed.of_rows(batch)
+        # The last round may have drafted more than this one.
+        view = batch.view_of(self.cache, self.gamma)
+        self.write(states, following, positions, view)
+        if gamma == 0:
+            return super().propose(batch, verification, gamma)
+        block = batch.positions(gamma if self._head.shape.drafts_anchor else gamma + 1)
+        return self.draw_all(self._head.draft(batch.current, block, view), batch, verification, gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(HeadDrafterConfig):
+    """A DFlash head, which drafts a block at once from the target's hidden states."""
+
+    name: ClassVar[str] = "dflash"
+
+    def build(self, parts: Parts) -> DFlash:
+        head = parts.model
+        return DFlash(parts.runner, head, parts.new_cache(head.body.config), parts.gamma)

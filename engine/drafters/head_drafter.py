@@ -1,0 +1,101 @@
+"""HeadDrafter: drafts with the layers of a trained head, over a KV cache that is made of the target's hidden states."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, flag
+from engine.batch import Batch
+from engine.drafters.base import RowUpdate
+from engine.drafters.config import HeadConfig, ModelDrafterConfig
+from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.observed import ObservedStates
+from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner
+from kv_cache import KVCache, Policy
+from models.heads.dflash import DFlashHead
+from models.heads.eagle import EagleHead
+
+
+class HeadDrafter(ModelDrafter):
+    """Base of drafters whose head has layers: its cache has at position p the entry of the target's state at p.
+
+    A round first writes the entries of all tokens of the last verification again, accepted or not, so that shapes never
+    change: the target's states replace the head's approximations, and entries behind the row's end are overwritten
+    before a query sees them. The target stores no states, so the prompt's tokens whose entries the cache keeps run
+    through it again. Errors: ConfigError if a round does not fit the cache's window.
+    """
+
+    _head: EagleHead | DFlashHead
+    _logits: Tensor
+
+    def __init__(self, runner: ModelRunner, head: EagleHead | DFlashHead, cache: KVCache, gamma: int) -> None:
+        require_by_position(cache, type(cache).__name__)
+        super().__init__(runner.over(cache, head.body), gamma, runner.cache)
+        head.borrow(runner.model)
+        self._target, self._head, self.cache = runner, head, cache
+        # A cache that keeps only the end of a prompt needs the whole prompt to choose it.
+        self.follows_parts = cache.max_block == cache.max_length
+        self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
+
+    @abstractmethod
+    def write(self, states: Tensor, following: Tensor, positions: Tensor, view: KVCache) -> Tensor | None:
+        """Write entries of the text by the target's `states [B, T, state_dim]` at `positions [B, T]`, and the tokens
+        `following [B, T]` them; return the head's next states, if it has any."""
+
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        for row, _, text, n_seen, *_ in rows:
+            if n_seen == 0:
+                self.cache.reset_row(row)
+            # From the last round before n_seen on, which may have left the head's approximations.
+            self._fill(row, text, first=max(0, n_seen - self.gamma - 1) if n_seen else 0)
+
+    def _fill(self, row: int, text: Sequence[int], first: int) -> None:
+        """Run the tokens from `first` on that the cache keeps, but not the last, whose state is observed."""
+        last = len(text) - 1
+        kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
+        most = min(self._target.prefill_chunk, self.cache.prefill_block)
+        while kept:
+            at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
+            kept = kept[len(at) :]
+            states, _ = self._target.recompute(row, text, at, self._observed.layers)
+            following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
+            self.write(states, following, positions, self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
+        self._observed.begin(row, text)
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
+        return self._head.fused(states.to(self._head.body.dtype))
+
+    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
+        return self._observed.verify(target, batch, block, gamma)
+
+    def draw_all(self, states: Tensor, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        """Draw each draft from the logits of its state, all computed at once. states: `[B, gamma or more, dim]`."""
+        self._logits = self._head.logits(states)
+        drafts = super().propose(batch, verification, gamma)
+        del self._logits
+        return drafts
+
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        return self._logits[:, i]
+
+
+def require_by_position(cache: KVCache | Policy, name: str) -> None:
+    """Raise ConfigError if a head's cache would select entries by content rather than by position."""
+    if cache.selects:
+        where, required = flag("draft_policy"), "a policy that goes by position"
+        what, fix = "a head's cache cannot select entries by their content", f"use {where} streaming or full"
+        raise ConfigError(what, where, name, required, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDrafterConfig(HeadConfig, ModelDrafterConfig):
+    """Options of a head whose layers have a KV cache."""
+
+    def check(self) -> None:
+        super().check()
+        require_by_position(self.policy, self.policy.name)
