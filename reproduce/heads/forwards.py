@@ -111,7 +111,8 @@ def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_si
 def dflash_logits(
     dflash: DFlashHead, batch: Mapping[str, Tensor], size: int, n_blocks: int, n_sink: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what `eagle_logits` returns, at the `size - 1` masks of `n_blocks` blocks in each window, at random."""
+    """Return logits, and tokens of the batch, like `eagle_logits`: at the draft positions of `n_blocks` random blocks
+    of `size` tokens in each window."""
     n_window, width = batch["tokens"].shape
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.randint(n_sink, width - size + 1, (n_window, n_blocks), generator=generator)

@@ -74,9 +74,7 @@ def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sam
     sizes = {"draft_vocab_size": len(ids), "inputs_of": inputs_of(config.n_layer), "has_embedding": False}
     head: TrainedHead
     if kind == "eagle":
-        import os
-        E = os.environ.get("E", "31")
-        shape = EagleShape(head_config(config, 1, False), config.dim, **sizes, fc_norm=E != "3", norm_output=E != "3")
+        shape = EagleShape(head_config(config, 1, False), config.dim, **sizes, fc_norm=True, norm_output=True)
         head = EagleHead(shape)
     else:
         layers = head_config(config, min(recipe.layers, config.n_layer), True)
@@ -103,20 +101,14 @@ def _begin_eagle(eagle: EagleHead, target: Transformer, last: Tensor) -> None:
     layer.hidden_norm.weight.copy_(from_layer.attention_norm.weight)
     layer.attention.wqkv.weight.copy_(from_layer.attention.wqkv.weight.repeat(1, 2) / 2)
     for name in ("attention.wo", "feed_forward.w2"):
-        layer.get_submodule(name).weight.copy_(from_layer.get_submodule(name).weight / (_size(last).mean() if __import__("os").environ.get("E", "31") == "31" else 1))
+        layer.get_submodule(name).weight.copy_(from_layer.get_submodule(name).weight / _size(last).mean())
 
 
 def _begin_dflash(dflash: DFlashHead, target: Transformer, last: Tensor) -> None:
     """Copy the target's last layers to a head. Their queries and keys of the text keep their mean sizes; norms of
     attention move into the projections, which text and block share."""
     layers = dflash.body.layers
-    import os
-    n = len(target.layers)
-    which = eval(os.environ.get("LAYERS", "[27,28,29]"))
-    if "FC" in os.environ:
-        w = eval(os.environ["FC"])
-        dflash.fc.weight.copy_(torch.cat([x * torch.eye(576) for x in w], dim=1))
-    for layer, from_layer in zip(layers, [target.layers[i] for i in which], strict=True):
+    for layer, from_layer in zip(layers, target.layers[-len(layers) :], strict=True):
         _copy(layer, from_layer, "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2")
         wqkv = from_layer.attention.wqkv.weight * from_layer.attention_norm.weight
         layer.attention.wqkv.weight.copy_(wqkv)
