@@ -44,7 +44,7 @@ class Recipe:
     steps: int = 20_000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
     window: int = 512  # tokens of a training window, behind the row's first 4 tokens
     windows: int = 2  # windows of a step
-    lr: float = 2e-3  # largest learning rate of AdamW
+    lr: float = 3e-3  # largest learning rate of AdamW
     depth: int = 3  # draft positions of the EAGLE head, which continues its own states
     draft_vocab_size: int = 6144  # the most frequent tokens, which alone the heads draft
     layers: int = 3  # layers of the DFlash head
