@@ -86,6 +86,7 @@ define install
 	@mkdir -p $(VENV) && touch $(VENV)/.installing
 	@[ -x $(RUN) ] || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -r $(1)
+	$(if $(2),$(RUN) -m pip install --disable-pip-version-check --no-deps -r $(2))
 	@rm $(VENV)/.installing
 endef
 
@@ -93,6 +94,6 @@ $(VENV)/.installed: requirements.txt
 	$(call install,requirements.txt)
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements.txt requirements-grammar.txt
-	$(call install,requirements-dev.txt)
+$(VENV)/.installed-dev: requirements-dev.txt requirements.txt requirements-grammar.txt tests/requirements-parity.txt
+	$(call install,requirements-dev.txt,tests/requirements-parity.txt)
 	@touch $(VENV)/.installed $@

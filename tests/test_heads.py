@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from programs import Ended, benchmark, run
-from published_heads import PlainEagle, eagle_config, eagle_tensors, medusa_tensors, plain_medusa, save_head
+from published_heads import (
+    PlainEagle,
+    dflash_config,
+    dflash_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    plain_medusa,
+    save_head,
+)
 from rank_jobs import N_PROMPTS, SIZES, Models
 from tiny import TINY, tiny_model
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -131,6 +140,11 @@ def as_they_are(tensors):
     return tensors
 
 
+def layers(**options):
+    return {"transformer_layer_config": eagle_config(DEEP) | {"model_type": "qwen3"} | options}
+
+
+P_EAGLE = {"speculators_model_type": "peagle"}
 BAD = {
     "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
@@ -147,6 +161,15 @@ BAD = {
     "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
     "an embedding of another width": (3, replace(DEEP, dim=48), drop("embed_tokens.weight"), {}, "embed_tokens.weight"),
     "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
+    "two norms of inputs": (3, DEEP, as_they_are, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "a DFlash head": (3, DEEP, as_they_are, {"dflash_config": {}}, "dflash_config"),
+    "another kind": (3, DEEP, as_they_are, {"speculators_model_type": "mtp"}, "mtp"),
+    "layers of another family": (3, DEEP, as_they_are, layers(model_type="gemma3"), "gemma3"),
+    "layers in chunks": (3, DEEP, as_they_are, layers(layer_types=["chunked_attention"]), "chunked_attention"),
+    "a window without a size": (3, DEEP, as_they_are, layers(layer_types=["sliding_attention"]), "sliding_window"),
+    "P-EAGLE without its states": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 3}, "mask_hidden"),
+    "P-EAGLE without its token": (3, DEEP, put("mask_hidden", torch.ones(1, 1, 96)), {}, "mask_token_id"),
+    "P-EAGLE with another token": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 61}, "61"),
 }
 
 
@@ -158,6 +181,51 @@ def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
     with pytest.raises(UserError) as refused:
         find_head(path, "eagle", target).load(**FLOAT64)
     assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+BAD_DFLASH = {
+    "DFlash-2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    "convolutions": ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 2}}, "conv_kernel_size"),
+    "capped logits": ({"final_logit_softcapping": 20.0}, "final_logit_softcapping"),
+    "scaled logits": ({"dflash_config": {"mask_token_id": 3, "output_multiplier": 0.2}}, "output_multiplier"),
+    "scaled embeddings": ({"input_embedding_scale": 2}, "input_embedding_scale"),
+    "full layers that are causal": ({"is_causal": True}, "is_causal"),
+    "windows that are not causal": (SLIDING | {"is_causal": False}, "is_causal"),
+    "no window": (SLIDING | {"use_sliding_window": False}, "use_sliding_window"),
+    "derived windows": ({"use_sliding_window": True}, "use_sliding_window"),
+    "another depth": ({"num_target_layers": 8}, "num_target_layers"),
+    "the last layer": ({"target_layer_ids": [0, 2, 6]}, "[0, 2, 6]"),
+    "layers out of order": ({"target_layer_ids": [2, 0, 4]}, "[2, 0, 4]"),
+    "too many layers": ({"target_layer_ids": [0, 1, 2, 4]}, "fc.weight"),
+    "no mask": ({"mask_token_id": None}, "mask_token_id"),
+    "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
+    "a block of one token": ({"block_size": 1}, "block_size"),
+    "another vocabulary": ({"vocab_size": 62}, "vocab_size"),
+    "another family": ({"model_type": "llama"}, "model_type"),
+    "no options": ({"dflash_config": None}, "layout"),
+    **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "dflash2", "mtp", "xpress", "eagle3")},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DFLASH)
+def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, bad):
+    """Without the change, the head is taken, also with a copy of the target's embedding, which is not read."""
+    changes, named = BAD_DFLASH[bad]
+    tensors = dflash_tensors(DEEP) | {"embed_tokens.weight": torch.zeros(DEEP.vocab_size, DEEP.dim)}
+    good = find_head(save_head(tmp_path / "good", tensors, dflash_config(DEEP)), "dflash", DEEP)
+    assert (good.most_drafts, good.borrowed) == (7, ("embedding", "output layer"))
+    with pytest.raises(UserError) as refused:
+        find_head(save_head(tmp_path / "bad", tensors, dflash_config(DEEP, **changes)), "dflash", DEEP)
+    assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+def test_a_dflash_head_reads_evenly_spread_layers_by_default(tmp_path):
+    for n_layer, inputs_of in ((1, (4,)), (2, (2, 5)), (3, (2, 3, 5))):
+        tensors, width = dflash_tensors(DEEP, n_layer), DEEP.dim * n_layer
+        tensors["fc.weight"] = torch.zeros(DEEP.dim, width)
+        path = save_head(tmp_path / str(n_layer), tensors, dflash_config(DEEP, n_layer, target_layer_ids=None))
+        assert find_head(path, "dflash", DEEP).shape.inputs_of == inputs_of
 
 
 @pytest.mark.parametrize(
@@ -179,7 +247,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, name
 def test_a_head_of_the_other_kind_is_refused(tmp_path):
     medusa = save_head(tmp_path / "m", medusa_tensors(DEEP), {"medusa_num_heads": 4}, "medusa_lm_head.pt")
     eagle = save_head(tmp_path / "e", eagle_tensors(DEEP), eagle_config(DEEP))
-    for path, kind in ((medusa, "eagle"), (eagle, "medusa")):
+    for path, kind in ((medusa, "eagle"), (eagle, "medusa"), (eagle, "dflash"), (medusa, "dflash")):
         with pytest.raises(UserError, match="layout"):
             find_head(path, kind, DEEP)
 

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from programs import ROOT, python
-from published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
+from published_heads import dflash_config, dflash_tensors, eagle_config, eagle_tensors, medusa_tensors, save_head
 from rank_jobs import on_two_ranks
 
 from common import cli
@@ -59,7 +59,9 @@ MODELS = {
     "standalone, snapkv": "--model {model} --draft_policy snapkv --draft_budget 128",
     "eagle": "--draft eagle --model {eagle}",
     "medusa": "--draft medusa --model {medusa}",
+    "dflash": "--draft dflash --model {dflash}",
 }
+IN_REJECTION = ("streaming", "verify_topk", "suffix", "standalone", "eagle", "dflash")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def commands(folder: Path) -> Iterator[tuple[str, str, list[str], bool]]:
     shared = ["--prompts", str(prompts), "--B", "3", "--gen_len", "32"]
     target, _ = read_checkpoint(DEFAULT_CHECKPOINT / "model.pth")
     heads = {"eagle": save_head(folder / "eagle", eagle_tensors(target, 3), eagle_config(target, 3))}
+    heads["dflash"] = save_head(folder / "dflash", dflash_tensors(target), dflash_config(target))
     medusa = {"medusa_num_heads": 4, "medusa_num_layers": 2}
     heads["medusa"] = save_head(folder / "medusa", medusa_tensors(target), medusa, "medusa_lm_head.safetensors")
     models = {"model": str(DEFAULT_CHECKPOINT / "model.pth"), **heads}
@@ -86,7 +89,7 @@ def commands(folder: Path) -> Iterator[tuple[str, str, list[str], bool]]:
     for mode, flags in {"greedy": "", "coupled": COUPLED, "rejection": REJECTION}.items():
         yield f"plain, {mode}", "baseline", [*shared, *flags.split()], False
         drafts = SELF | MODELS
-        for name in drafts if mode != "rejection" else ("streaming", "verify_topk", "suffix", "standalone", "eagle"):
+        for name in drafts if mode != "rejection" else IN_REJECTION:
             script = "longspec" if name in MODELS else "selfspec"
             words = [*shared, *flags.split(), *drafts[name].format(**models).split()]
             yield f"{name}, {mode}", script, words, False

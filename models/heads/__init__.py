@@ -1,1 +1,1 @@
-"""Trained heads that draft for a model from its hidden states: Medusa, EAGLE-1, -2 and -3."""
+"""Trained heads that draft for a model from its hidden states: Medusa, EAGLE and DFlash."""

@@ -5,11 +5,13 @@ from typing import Any
 
 from common.errors import CheckpointError
 from models.config import ModelConfig
-from models.heads.dflash import DFlashShape
+from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.files import (
     FIX,
+    LAYERS,
     LIST,
     HeadFiles,
+    Kind,
     layer_ids,
     layer_windows,
     layers_config,
@@ -18,7 +20,6 @@ from models.heads.files import (
 )
 from models.hf_rules import OBJECT, Rule, Values, check, only, positive, refuse
 
-NAMES, IGNORED = r"layers\.\d+\..*", ("embed_tokens.weight", "lm_head.weight")
 LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
 RULES: dict[str, Rule] = {"speculators_model_type": only(None, "dflash"), LAYER_IDS: LIST}
 RULES |= dict.fromkeys(("transformer_layer_config", "dflash_config"), OBJECT)
@@ -58,10 +59,9 @@ def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
     check(values, AUTHORS, where)
     if unknown := sorted(inner.keys() - {*OPTIONS, "mask_token_id", "block_size"}):
         raise refuse("options of DFlash are not supported", where, ", ".join(unknown), f"only {', '.join(OPTIONS)}")
-    if (trained_for := values.get("num_target_layers", n_layer)) != n_layer:
-        what = "the head's num_target_layers is not the target's"
-        raise CheckpointError(what, files.where, repr(trained_for), n_layer, FIX)
-    config = layers_config(files, values, "qwen3")
+    if (depth := values.get("num_target_layers") or n_layer) != n_layer:
+        raise CheckpointError("the head's num_target_layers is not the target's", files.where, depth, n_layer, FIX)
+    config = layers_config(files, values, "qwen3", where)
     windows = layer_windows(values, config.n_layer, files.where)
     # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.
     kinds = {window is not None for window in windows or (None,)}
@@ -88,3 +88,6 @@ def _shape(config: ModelConfig, values: Values, where: str, usual_block: int, **
         raise refuse("a block drafts nothing", f"{where}: block_size", block_size, "2 or more tokens")
     fields |= {"has_embedding": False, "block_size": block_size, "mask_token": mask}
     return DFlashShape(replace(config, qk_norm=True), config.dim, **fields)
+
+
+DFLASH = Kind(LAYERS, dflash_shape, DFlashHead, ignored=("embed_tokens.weight", "lm_head.weight"))

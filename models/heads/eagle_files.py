@@ -3,11 +3,10 @@
 from typing import Any
 
 from models.config import ModelConfig
-from models.heads.eagle import EagleShape
-from models.heads.files import LIST, HeadFiles, layer_ids, layers_config, mask_token, speculators_layers
+from models.heads.eagle import EagleHead, EagleShape
+from models.heads.files import LAYERS, LIST, HeadFiles, Kind, layer_ids, layers_config, mask_token, speculators_layers
 from models.hf_rules import OBJECT, UNSET, check, only, positive, refuse
 
-NAMES = r"layers\.\d+\..*"
 # With any of these tensors, a head is taken for EAGLE-3.
 EAGLE_3_TENSORS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -25,7 +24,7 @@ def eagle_shape(files: HeadFiles, target: ModelConfig) -> EagleShape:
     if values.get("transformer_layer_config"):
         config, windows = speculators_layers(files)
     else:  # has layers of Llama without windows, whatever the config copies from the target's
-        config, windows = layers_config(files, values, "llama"), ()
+        config, windows = layers_config(files, values, "llama", where), ()
     is_third = not EAGLE_3_TENSORS.isdisjoint(names)
     is_parallel = values.get("speculators_model_type") == "peagle" or "mask_hidden" in names
     # A head of another width, or with other ids, cannot borrow the target's embedding or output layer.
@@ -50,3 +49,6 @@ def _inputs_of(files: HeadFiles, n_layer: int) -> tuple[int, ...]:
     check(inner := files.values.get("eagle_config") or {}, RULES, f"{files.where}: eagle_config")
     layers = files.values.get(LAYER_IDS) or inner.get(LAYER_IDS) or [2, n_layer // 2, n_layer - 3]
     return layer_ids(layers, n_layer, f"{files.where}: {LAYER_IDS}")
+
+
+EAGLE = Kind(LAYERS, eagle_shape, EagleHead)

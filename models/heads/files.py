@@ -1,13 +1,13 @@
 """Files of a published head: tensors under common names, the values of config.json, and what all kinds read there."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import CheckpointError, flag
 from models.checkpoints.convert import SourceTensor
@@ -19,6 +19,7 @@ from models.hf_rules import Values, check, of_type, only, positive, refuse
 # Files of weights in a head's folder, the first of which is read.
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+LAYERS = r"layers\.\d+\..*"  # tensors of decoder layers
 # Keys that heads read in another way than models do, or do not read.
 PLAIN: dict[str, Any] = {"eos_token_id": None, "attention_bias": False, "mlp_bias": False, "is_causal": True}
 PLAIN |= {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
@@ -37,6 +38,24 @@ class HeadFiles:
     tensors: Mapping[str, SourceTensor]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of heads. names: a pattern that some of its tensors match; ignored: copies of the target's tensors.
+
+    shape: reads the head's shape, for a target. Raises ConfigError, CheckpointError. build: makes a head of a shape.
+    """
+
+    names: str
+    shape: Callable[[HeadFiles, ModelConfig], Any]
+    build: Callable[[Any], nn.Module]
+    ignored: tuple[str, ...] = ()
+
+    def on_meta(self, shape: Any) -> nn.Module:
+        """Return a head of a shape on the meta device."""
+        with torch.device("meta"):
+            return self.build(shape)
+
+
 def open_head(path: Path) -> HeadFiles:
     """Open a folder, or the weights in it. Reads headers. Raises CheckpointError, ConfigError.
 
@@ -51,10 +70,10 @@ def open_head(path: Path) -> HeadFiles:
     raise CheckpointError("there is no such head", flag("draft_model"), path, required, FIX)
 
 
-def layers_config(files: HeadFiles, layers: Values, model_type: str) -> ModelConfig:
+def layers_config(files: HeadFiles, layers: Values, model_type: str, where: str) -> ModelConfig:
     """Return the shape of decoder layers of Llama or Qwen3; biases and norms go by the tensors. Raises ConfigError."""
     given = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
-    config = ModelConfig.from_hf({**layers, **PLAIN, **given}, where=files.where)
+    config = ModelConfig.from_hf({**layers, **PLAIN, **given}, where=where)
     q, o, up = (f"layers.0.{name}_proj.bias" in files.tensors for name in ("self_attn.q", "self_attn.o", "mlp.up"))
     qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors
     return replace(config, qkv_bias=q, wo_bias=o, mlp_bias=up, qk_norm=qk_norm)
@@ -64,7 +83,7 @@ def speculators_layers(files: HeadFiles) -> tuple[ModelConfig, tuple[int | None,
     """Return the shape and windows of the layers of a head in the layout of `speculators`. Raises ConfigError."""
     layers, where = files.values.get("transformer_layer_config") or {}, f"{files.where}: transformer_layer_config"
     check(layers, {"model_type": only(*ARCHITECTURES)}, where)
-    config = layers_config(files, layers, layers.get("model_type", "qwen3"))
+    config = layers_config(files, layers, layers.get("model_type", "qwen3"), where)
     return config, layer_windows(layers, config.n_layer, where)
 
 
@@ -82,7 +101,7 @@ def layer_windows(layers: Values, n_layer: int, where: str) -> tuple[int | None,
 
 def layer_ids(ids: Any, last: int, where: str) -> tuple[int, ...]:
     """Return layers of the target, ascending. Raises CheckpointError unless they are different, from 0 to `last`."""
-    if not all(type(i) is int and 0 <= i <= last for i in ids) or len({*ids}) < len(ids):
+    if not ids or not all(type(i) is int and 0 <= i <= last for i in ids) or len({*ids}) < len(ids):
         what, required = "the head reads layers that the target lacks", f"different layers, 0 to {last}"
         raise CheckpointError(what, where, ids, required, FIX)
     return tuple(sorted(ids))

@@ -1,7 +1,6 @@
 """Published heads: find them, check them against the target that they were trained for, and load them."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,47 +12,26 @@ from common.errors import CheckpointError
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
-from models.heads import dflash_files, eagle_files, medusa_files
 from models.heads.base import HeadShape, TransformerHead
-from models.heads.dflash import DFlashHead
-from models.heads.eagle import EagleHead
-from models.heads.files import FIX, HeadFiles, open_head, target_ids
-from models.heads.medusa import MedusaHeads, MedusaShape
+from models.heads.dflash_files import DFLASH
+from models.heads.eagle_files import EAGLE
+from models.heads.files import FIX, Kind, open_head, target_ids
+from models.heads.medusa_files import MEDUSA
 from models.packed_linear import pack_linears
 from models.quantize import quantize_linears
 
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of heads. names: pattern of tensors, any of which it has; ignored: copies of the target's tensors."""
-
-    names: str
-    shape: Callable[[HeadFiles, ModelConfig], Any]
-    build: Callable[[Any], nn.Module]
-    ignored: tuple[str, ...] = ()
-
-    def on_meta(self, shape: MedusaShape | HeadShape) -> nn.Module:
-        with torch.device("meta"):
-            return self.build(shape)
-
-
-KINDS = {
-    "medusa": Kind(medusa_files.NAMES, medusa_files.medusa_shape, MedusaHeads),
-    "eagle": Kind(eagle_files.NAMES, eagle_files.eagle_shape, EagleHead),
-    "dflash": Kind(dflash_files.NAMES, dflash_files.dflash_shape, DFlashHead, dflash_files.IGNORED),
-}
+KINDS = {"medusa": MEDUSA, "eagle": EAGLE, "dflash": DFLASH}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource(ModelSource):
-    """A head that can be loaded. `config` describes its decoder layers; Medusa heads have the target's."""
+    """A head that can be loaded. `config`: of its decoder layers, or the target's if it has none."""
 
     kind: Kind
-    shape: MedusaShape | HeadShape
+    shape: Any
 
     @property
     def n_weights(self) -> int:
@@ -68,7 +46,7 @@ class HeadSource(ModelSource):
         matched = match_parts(files.path, files.tensors, head_parts(head), (*NO_WEIGHTS, *self.kind.ignored), FIX)
         weights = {name: read_stacked(name, stacked, dtype).to(device) for name, stacked in matched.items()}
         head.load_state_dict(weights, assign=True)
-        if isinstance(head, TransformerHead) and isinstance(self.shape, HeadShape):
+        if isinstance(head, TransformerHead):
             ids = target_ids(files, self.config.vocab_size, self.shape.draft_vocab_size)
             head.target_ids = None if ids is None else ids.to(device)
             if quantize:
@@ -82,23 +60,23 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     """Find the head of a kind at `path`, a folder or the weights in one. Reads headers, and the maps of vocabularies.
     Raises CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`;
     ConfigError for a config.json that is not understood."""
-    files, layout = open_head(Path(path)), KINDS[kind]
-    if not any(re.fullmatch(layout.names, name) for name in files.tensors):
+    files, known = open_head(Path(path)), KINDS[kind]
+    if not any(re.fullmatch(known.names, name) for name in files.tensors):
         seen, required = f"tensors such as {min(files.tensors)}", f"the layout of {kind}"
         raise CheckpointError("the head has another layout", path, seen, required, FIX)
-    shape, config = layout.shape(files, target), target
-    parts = head_parts(layout.on_meta(shape))
+    shape, config = known.shape(files, target), target
+    parts = head_parts(known.on_meta(shape))
     check_names(files.path, files.tensors, [part for stacked in parts.values() for part, _ in stacked], FIX)
     if isinstance(shape, HeadShape):
         config = shape.config
-        sizes = ("vocab_size", config.vocab_size, target.vocab_size), ("hidden_size", shape.target_dim, target.dim)
-        for name, size, expected in sizes:
+        width = "hidden_size or target_hidden_size", shape.target_dim, target.dim
+        for name, size, expected in (("vocab_size", config.vocab_size, target.vocab_size), width):
             if size != expected:
                 raise CheckpointError(f"the head's {name} is not the target's", files.where, size, expected, FIX)
         target_ids(files, target.vocab_size, shape.draft_vocab_size)
-    match_parts(files.path, files.tensors, parts, (*NO_WEIGHTS, *layout.ignored), FIX)
+    match_parts(files.path, files.tensors, parts, (*NO_WEIGHTS, *known.ignored), FIX)
     name, limits = Path(files.where).parent.resolve().name, {"most_drafts": shape.most_drafts}
-    return HeadSource(path, "head", config, name, borrowed=shape.borrowed, kind=layout, shape=shape, **limits)
+    return HeadSource(path, "head", config, name, borrowed=shape.borrowed, kind=known, shape=shape, **limits)
 
 
 def head_parts(head: nn.Module) -> dict[str, tuple[Part, ...]]:

@@ -3,8 +3,8 @@
 import re
 
 from models.config import ModelConfig
-from models.heads.files import HeadFiles
-from models.heads.medusa import MedusaShape
+from models.heads.files import HeadFiles, Kind
+from models.heads.medusa import MedusaHeads, MedusaShape
 from models.hf_rules import positive
 
 NAMES = r"\d+\.\d+\.(linear\.)?(weight|bias)"
@@ -19,3 +19,6 @@ def medusa_shape(files: HeadFiles, target: ModelConfig) -> MedusaShape:
     n_layer = positive(files.values, "medusa_num_layers", files.where, 1)
     has_output = any(name.count(".") == 2 for name in names)
     return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, has_output)
+
+
+MEDUSA = Kind(NAMES, medusa_shape, MedusaHeads)
