@@ -1,32 +1,32 @@
-"""Train an EAGLE-3 head and Medusa heads on text that a target has generated.
+"""Train an EAGLE-3.1 head and a DFlash head on text that a target has generated, at length.
 
-    python -m reproduce.train_head --out reproduction/heads --minutes 45
+    python -m reproduce.train_head --out reproduction/heads
     python -m reproduce.drafters --drafters eagle:reproduction/heads/eagle --dataset reproduction/heads/held_back.txt
 
-The target continues prompts from the first half of the book. The heads learn from these texts, and held_back.txt is
-the half that they have not seen. Ended at any time, the same command goes on.
+The target continues prompts of many lengths from the first half of the book. The heads learn from these texts, and
+held_back.txt is the half that they have not seen. Ended at any time, the same command goes on. Once examples are
+written, two processes can train a head each (`--heads eagle`, `--heads dflash`).
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 import bench
 from bench.config import Output, RunConfig, Sizes, Target, Text
 from common import cli
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, DataError, flag, require_at_least
 from common.jsonl import publish
 from models.checkpoints.manifest import CONFIG, write_text
 from models.config import read_config
 from reproduce.heads import examples, training
-from reproduce.heads.training import Recipe
+from reproduce.heads.training import N_SINK, Recipe
 
-# Share of the time after which no further examples are begun.
-WRITTEN = 0.5
 CURVE_POINTS = 40
-# The fewest tokens of a window: attention takes a shorter block for a round's, with another mask.
-LEAST_WINDOW = 32
 # Settings of decoding, which a record of training leaves out.
 NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
 
@@ -35,18 +35,21 @@ NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verifica
 class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    sizes: Sizes = field(default_factory=lambda: Sizes(32, 512, 512))
+    # Of prompts: rows of a batch of the shortest ones, and tokens of the longest.
+    sizes: Sizes = field(default_factory=lambda: Sizes(32, 5488, 512))
     recipe: Recipe = field(default_factory=Recipe)
     output: Output = field(default_factory=Output)
-    out: str = "reproduction/heads"  # folder of examples, checkpoint, curve and heads
-    minutes: float = 45.0  # for examples and training, earlier runs included
-    num_prompts: int = 160  # parts of the book that the target continues
+    out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint, curve and weights
+    heads: tuple[Literal["eagle", "dflash"], ...] = ("eagle", "dflash")  # to train, one after the other
+    writing_minutes: float = 10.0  # for examples, earlier runs included
+    minutes: float = 35.0  # for training each head, earlier runs included
 
     def check(self) -> None:
         """Errors: ConfigError."""
         recipe = self.recipe
-        least = dict.fromkeys(("steps", "windows", "depth", "draft_vocab_size", "num_prompts", "minutes"), 1)
-        least |= {"window": LEAST_WINDOW + recipe.depth, "gen_len": recipe.window}
+        least = dict.fromkeys((*vars(recipe), "minutes"), 1)
+        least |= {"lr": 0, "block_size": 2, "B": 2, "prefix_len": (N_SINK + 1) << max(examples.HALVINGS)}
+        least |= {"window": max(recipe.depth, recipe.block_size) + 1, "gen_len": recipe.window}
         for name, number in least.items():
             require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
         if self.target.quantize:
@@ -56,42 +59,63 @@ class Flags:
 
 def main(flags: Flags) -> None:
     flags.check()
-    folder, limit, recipe = Path(flags.out), 60 * flags.minutes, flags.recipe
-    config = RunConfig(flags.target, flags.text, flags.sizes, output=flags.output)
-    source, session = flags.target.with_text(), bench.Session.open(config)
+    folder, source, sizes = Path(flags.out), flags.target.with_text(), flags.sizes
+    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
+    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
+    session = bench.Session.open(config)
     if source.config.n_expert or source.config.rotary_dim:
         seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"
         raise ConfigError("no head is trained for this model", "--model", seen, required, "name another target")
-    book, target, runner = next(session.books()), session.runner.model, session.runner
-    first, second = book[: len(book) // 2], book[len(book) // 2 :]
-    sizes = {"prefix_len": session.plan.prefix_len, "n_prompts": flags.num_prompts}
-    prompts = bench.make_prompts([first], tokenizer=session.tokenizer, **sizes)
     names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
     stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
-    settings = {"model": source.name, **stored, "num_prompts": flags.num_prompts}
-    keep_settings(folder, json.loads(json.dumps(settings)) | vars(flags.sizes) | vars(recipe))
-    write_text(folder / "held_back.txt", second)
-    layers = training.inputs_of(target.config.n_layer)
-    how = session.plan.gen_len, layers, folder, lambda seconds: seconds < WRITTEN * limit
-    written = examples.write_examples(runner, prompts, *how)
-    windows = examples.windows_of(folder, recipe.window)
-    known = examples.most_frequent(windows, recipe.draft_vocab_size, runner.vocab_size).to(runner.device)
-    heads = training.new_heads(target, known, recipe.depth)
-    how = recipe, folder, lambda seconds: (written + seconds) / limit
-    trained = training.train(heads, training.output_rows(target, known), windows, *how)
-    path = Path(source.path)
-    training.save_heads(heads, folder, read_config((path if path.is_dir() else path.parent) / CONFIG))
-    curve = training.read_curve(folder)
-    thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
-    measured = {"recipe": vars(recipe), "examples": len(windows), "example_tokens": len(windows) * recipe.window}
-    measured |= {"steps": curve[-1]["step"], "writing_seconds": written, "training_seconds": trained}
-    record = bench.record_of("train_head", session, bench.rounded(measured | {"curve": thinned}), NO_SETTINGS)
-    publish(flags.output.output, record)
+    keep_settings(folder, {"model": source.name} | stored | vars(sizes))
+    write_all(session, folder, sizes, 60 * flags.writing_minutes)
+    # Sessions pack the weights of linear layers.
+    target = source.load(device=session.runner.device, dtype=torch.float32, prepack=False).requires_grad_(False)
+    for kind in flags.heads:
+        keep_settings(folder / kind, vars(flags.recipe))
+        measured = train(kind, target, folder, flags.recipe, 60 * flags.minutes)
+        path = Path(source.path)
+        values = read_config((path if path.is_dir() else path.parent) / CONFIG)
+        training.save_head(measured.pop("head"), folder / kind, values)
+        record = bench.record_of("train_head", session, bench.rounded({"head": kind} | measured), NO_SETTINGS)
+        publish(flags.output.output, record | vars(sizes))
+
+
+def write_all(session: bench.Session, folder: Path, sizes: Sizes, limit: float) -> None:
+    """Write examples from the book's first half, while the seconds of writing are below `limit`, and the second half
+    to held_back.txt. Errors: DataError for a book that is too short."""
+    book, tokenizer = next(session.books()), session.tokenizer
+    assert tokenizer is not None and sizes.prefix_len is not None
+    bos, text = tokenizer.encode("", add_bos=True), tokenizer.encode(book[: len(book) // 2], add_bos=False)
+    if len(text) < sizes.prefix_len:
+        seen, fix = f"{len(text)} tokens in its first half", f"give a smaller {flag('prefix_len')}"
+        raise DataError("too little text for the prompts", "the dataset", seen, f">= {sizes.prefix_len}", fix)
+    write_text(folder / "held_back.txt", book[len(book) // 2 :])
+    prompts = partial(examples.prompts_of, text, bos, longest=sizes.prefix_len, n_rows=sizes.B, n_new=sizes.gen_len)
+    layers = training.inputs_of(session.runner.model.config.n_layer)
+    examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, lambda spent: spent < limit)
+
+
+def train(kind: str, target: Any, folder: Path, recipe: Recipe, limit: float) -> dict[str, Any]:
+    """Train a head on the folder's examples for `limit` seconds at most; return it with what a record says of it."""
+    windows, held_out = examples.windows_of(folder, recipe.window, N_SINK)
+    counts = examples.token_counts(folder, target.config.vocab_size)
+    torch.manual_seed(0)
+    head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
+    known_rows = training.output_rows(target, head.target_ids)
+    seconds = training.train(head, known_rows, windows, held_out, recipe, folder / kind, limit)
+    curve = training.read_curve(folder / kind)
+    measured = [line for line in curve if "held_out" in line]
+    thinned = [*measured[: -1 : -(-len(measured) // CURVE_POINTS)], measured[-1]]
+    sizes = {"example_tokens": int(counts.sum()), "examples": len(windows), "held_out_examples": len(held_out)}
+    times = {"writing_seconds": examples.writing_seconds(folder), "training_seconds": seconds}
+    return {"head": head, "recipe": vars(recipe), **sizes, "steps": curve[-1]["step"], **times, "curve": thinned}
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings of the files in the folder. Errors: ConfigError if they were made with other settings."""
-    file = folder / "settings.json"
+    file, settings = folder / "settings.json", json.loads(json.dumps(settings))
     kept = json.loads(file.read_text()) if file.exists() else {}
     if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
         what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"

@@ -31,6 +31,7 @@ from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.quantized import QuantizedKVCache
 from models.heads.loading import find_head
 
 DEEP = replace(TINY, n_layer=7)
@@ -213,6 +214,9 @@ def test_heads_that_do_not_fit_a_round_are_refused():
     with pytest.raises(ConfigError, match="drafts fewer tokens than gamma"):
         block = random_dflash(DEEP, block_size=3)
         DFlash(runner, block, FullKVCache(block.body.config, SLOTS, 20, dtype=torch.float64), 3)
+    with pytest.raises(ConfigError, match="cache in 4 bits"):
+        block = random_dflash(DEEP, windows=(4, None))
+        DFlash(runner, block, QuantizedKVCache(block.body.config, SLOTS, 20, dtype=torch.float64), 3)
     size = Size(SLOTS, longest=20, n_kept=4, window=6, dtype=torch.float64)
     for cache in (policy.make(head.body.config, size) for policy in POLICIES.values() if policy.sample.selects):
         with pytest.raises(ConfigError, match="cannot select entries"):

@@ -13,11 +13,16 @@ from torch import Tensor
 from engine import ModelRunner
 from kv_cache import FullKVCache
 from reproduce.heads import examples, training
-from reproduce.heads.training import Recipe
+from reproduce.heads.forwards import dflash_logits, eagle_logits
+from reproduce.heads.training import N_SINK, Recipe, TrainedHead
 
 LAYERS = training.inputs_of(TINY.n_layer)
-RECIPE = Recipe(steps=6, window=40, windows=2, lr=0.01, depth=3, draft_vocab_size=20)
-PROMPTS = [[(7 * row + 3 * i) % TINY.vocab_size for i in range(30)] for row in range(5)]
+RECIPE = Recipe(steps=6, window=24, windows=2, lr=0.01, draft_vocab_size=20, layers=2, block_size=4, blocks=5)
+TEXT = [(7 * i + i // 5) % TINY.vocab_size for i in range(150)]
+
+
+def prompts(batch: int) -> Tensor:
+    return examples.prompts_of(TEXT, [1], batch, longest=96, n_rows=4, n_new=25)
 
 
 @pytest.fixture
@@ -26,97 +31,125 @@ def model():
 
 
 @pytest.fixture
-def windows(model, tmp_path):
-    runner = ModelRunner(model, full_cache(model, 2))
-    examples.write_examples(runner, PROMPTS, 50, LAYERS, tmp_path, lambda seconds: True)
-    return examples.windows_of(tmp_path, RECIPE.window)
+def folder(model, tmp_path):
+    """A folder of four batches."""
+    runner, calls = ModelRunner(model, full_cache(model, 1)), count(1)
+    examples.write_examples(runner, prompts, 25, LAYERS, tmp_path, lambda seconds: next(calls) < 4)
+    return tmp_path
 
 
-def heads_and_rows(model, windows) -> tuple[torch.nn.ModuleDict, Tensor]:
+def new_head(kind: str, model, folder: Path) -> tuple[TrainedHead, Tensor]:
+    """Return a head with some noise, and the target's output layer for its tokens."""
     torch.manual_seed(0)
-    known = examples.most_frequent(windows, RECIPE.draft_vocab_size, TINY.vocab_size)
-    return training.new_heads(model, known, RECIPE.depth), training.output_rows(model, known)
+    counts, sample = examples.token_counts(folder, TINY.vocab_size), torch.randn(30, 3 * TINY.dim)
+    head = training.new_head(kind, model, counts, RECIPE, sample)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    return head, training.output_rows(model, head.target_ids)
 
 
-def test_examples_hold_the_targets_states(model, tmp_path):
-    """Examples equal a pass over the whole text."""
-    runner = ModelRunner(model, full_cache(model, 2))
-    assert examples.write_examples(runner, PROMPTS[:3], 20, LAYERS, tmp_path, lambda seconds: True) > 0
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 2
-    for first, file in zip((0, 2), files, strict=True):
-        made = examples.load_file(file)
+def a_batch(folder: Path, n: int = 2) -> examples.Examples:
+    windows, _ = examples.windows_of(folder, RECIPE.window, N_SINK)
+    batch = examples.stacked(examples.chosen(windows, n, 0), RECIPE.window, N_SINK)
+    return batch | {name: batch[name].float() for name in ("last", "inputs")}
+
+
+def test_examples_hold_the_targets_states(model, folder):
+    """Examples equal a pass over the whole text. Batches of longer prompts have fewer rows."""
+    files = sorted(folder.iterdir())
+    shapes = [tuple(examples.load_file(file)["tokens"].shape) for file in files]
+    assert shapes == [(4, 31), (2, 49), (3, 37), (4, 31)]
+    for number, file in enumerate(files):
+        made, prompt = examples.load_file(file), prompts(number)
         tokens = made["tokens"]
-        assert tokens[:, :30].tolist() == PROMPTS[first : first + 2][: len(tokens)]
+        assert torch.equal(tokens[:, : prompt.shape[1]], prompt) and len({*map(tuple, tokens.tolist())}) == len(tokens)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         last, inputs = model.hidden_states(tokens, positions, full_cache(model, len(tokens)), LAYERS)
         torch.testing.assert_close(made["last"].float(), last, rtol=0.02, atol=0.02)
         torch.testing.assert_close(made["inputs"].float(), inputs, rtol=0.02, atol=0.02)
 
 
-def test_losses_are_those_of_a_head_that_drafts(model, windows):
-    """The unrolled steps at each position equal the head over a cache, which goes on from its own states."""
-    heads, rows = heads_and_rows(model, windows)
-    eagle, medusa, known = heads["eagle"], heads["medusa"], heads["eagle"].target_ids
-    for parameter in heads.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape)
-    batch = examples.batch_of(windows, 2, 0)
-    batch |= {name: batch[name].float() for name in ("last", "inputs")}
-    tokens, length = batch["tokens"], RECIPE.window - RECIPE.depth
-    with torch.no_grad():
-        losses, shared = training.unrolled_losses(eagle, medusa, rows, batch)
-        laws = model.logits(batch["last"])[..., known].softmax(dim=-1)
-        expected = torch.zeros(2, RECIPE.depth, length)
-        eagle.body.backend = tiny_model().backend
-        for at in range(length):
-            cache = FullKVCache(eagle.body.config, 2, 64)
-            positions = torch.arange(at + 1).expand(2, -1)
-            states = eagle.fused(batch["inputs"][:, : at + 1])
-            states = eagle.advance(states, tokens[:, 1 : at + 2], positions, cache)[:, -1:]
-            for i in range(RECIPE.depth):
-                if i:
-                    states = eagle.advance(states, tokens[:, at + 1 + i, None], torch.full((2, 1), at + i), cache)
-                law = laws[:, at + 1 + i]
-                guesses = eagle.draft_logits(states)[:, 0], model.logits(medusa[i](batch["last"][:, at]))[:, known]
-                for head, logits in enumerate(guesses):
-                    expected[head, i, at] = -(law * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
-    torch.testing.assert_close(losses, expected.mean(dim=-1), rtol=1e-4, atol=1e-5)
-    assert ((shared > 0) & (shared < 1)).all() and len({*losses.flatten().tolist()}) == 6
+def test_windows_are_stretches_behind_the_first_tokens(folder):
+    """Rows that are held out are in no training window, and the last token of a row follows its last window."""
+    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
+    assert len(windows) == 12 and [row for _, row, _ in held_out] == [0]
+    file, row, start = windows[3]
+    batch, tokens = examples.stacked([windows[3]], RECIPE.window, N_SINK), file["tokens"][row]
+    assert start == 24 and batch["positions"][0].tolist() == [0, 1, 2, 3, *range(24, 48)]
+    assert torch.equal(batch["tokens"][0], tokens[batch["positions"][0]]) and batch["next"][0, -1] == tokens[-1]
+    assert torch.equal(batch["last"][0], file["last"][row, batch["positions"][0]])
 
 
-def trained(model, windows, folder: Path, stop_at: float = math.inf) -> dict[str, Tensor]:
-    """Return the weights after training that ends behind `stop_at` steps."""
-    heads, rows = heads_and_rows(model, windows)
-    calls = count(1)
-    folder.mkdir(exist_ok=True)
-    training.train(heads, rows, windows, RECIPE, folder, lambda seconds: float(next(calls) > stop_at))
-    return heads.state_dict()
+@torch.no_grad()
+def test_eagle_is_trained_as_it_drafts(model, folder):
+    """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
+    states."""
+    (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
+    logits, judged = eagle_logits(eagle, batch, depth, N_SINK)
+    eagle.body.backend = tiny_model().backend
+    length = RECIPE.window - depth
+    assert judged[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
+    for at in range(length):
+        cache, n = FullKVCache(eagle.body.config, 1, 128), N_SINK + at + 1
+        positions, states = batch["positions"][:, :n], eagle.fused(batch["inputs"][:, :n])
+        states = eagle.advance(states, batch["next"][:, :n], positions, cache)[:, -1:]
+        for i in range(depth):
+            if i:
+                states = eagle.advance(states, batch["next"][:, n - 1 + i, None], positions[:, -1:] + i, cache)
+            torch.testing.assert_close(eagle.draft_logits(states)[0, 0], logits[i, at], rtol=1e-4, atol=1e-4)
 
 
-def test_training_that_is_resumed_gives_the_same_weights(model, windows, tmp_path):
-    whole = trained(model, windows, tmp_path / "whole")
-    first = trained(model, windows, tmp_path / "parts", stop_at=3)
-    resumed = trained(model, windows, tmp_path / "parts")
+@torch.no_grad()
+def test_dflash_is_trained_as_it_drafts(model, folder):
+    """All blocks of a window equal a block over a cache of the text before it."""
+    (dflash, _), batch, size = new_head("dflash", model, folder), a_batch(folder), RECIPE.block_size
+    logits, judged = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
+    dflash.body.backend = tiny_model().backend
+    assert logits.shape == (size, 2 * RECIPE.blocks, RECIPE.draft_vocab_size)
+    assert len({*judged[0].tolist()}) > 5
+    for number, anchor in enumerate(judged[0].tolist()):
+        window, at = divmod(anchor, N_SINK + RECIPE.window)
+        cache, positions = FullKVCache(dflash.body.config, 1, 128), batch["positions"][window, None]
+        dflash.remember(dflash.fused(batch["inputs"][window, None, :at]), positions[:, :at], cache)
+        states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
+        torch.testing.assert_close(dflash.output_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
+        assert judged[:, number].tolist() == [*range(anchor, anchor + size)]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tmp_path, monkeypatch):
+    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
+
+    def trained(name: str, steps: float = math.inf) -> dict[str, Tensor]:
+        """Return the weights after training that ends behind `steps` steps."""
+        (head, rows), calls = new_head(kind, model, folder), count(1)
+        monkeypatch.setattr(training, "is_over", lambda seconds, limit: next(calls) > steps)
+        (tmp_path / name).mkdir(exist_ok=True)
+        training.train(head, rows, windows, held_out, RECIPE, tmp_path / name, limit=math.inf)
+        return head.state_dict()
+
+    whole, first, resumed = trained("whole"), trained("parts", steps=3), trained("parts")
     assert any(not torch.equal(first[name], whole[name]) for name in whole)
     for name, weights in whole.items():
         assert torch.equal(resumed[name], weights), name
     curve = training.read_curve(tmp_path / "parts")
-    assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6] and "held_out" in curve[-1]
 
 
-SIZES = "--B 2 --prefix_len 24 --gen_len 40 --num_prompts 2 --window 40 --windows 2"
+SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"
 
 
 def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
     """The whole command on a tiny model; run again, it trains nothing. Another run's folder is refused."""
-    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --out {tmp_path / 'out'}"
+    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --writing_minutes 0.001 --out {tmp_path / 'out'}"
     record = call("reproduce/train_head.py", flags).record
-    assert record["steps"] == 4 and [line["step"] for line in record["curve"]] == [1, 2, 3, 4]
+    assert record["head"] == "dflash" and record["steps"] == 4 and record["curve"][-1]["step"] == 4
     again = call("reproduce/train_head.py", flags).record
     assert again["curve"] == record["curve"]
-    trained, half = tmp_path / "out/eagle", tmp_path / "out/held_back.txt"
-    models = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
-    sizes = "--draft eagle --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
-    drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
-    assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
+    for kind in ("eagle", "dflash"):
+        trained, half = tmp_path / "out" / kind, tmp_path / "out/held_back.txt"
+        models = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
+        sizes = f"--draft {kind} --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
+        drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
+        assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     assert "lr" in call("reproduce/train_head.py", flags + " --lr 0.5").refusal

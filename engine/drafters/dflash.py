@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import check_most_drafts
 from engine.drafters.config import Parts
@@ -12,6 +13,7 @@ from engine.drafters.head_drafter import HeadDrafter, HeadDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import KVCache
+from kv_cache.quantized import QuantizedKVCache
 from models.heads.dflash import DFlashHead
 
 
@@ -21,13 +23,16 @@ class DFlash(HeadDrafter):
     Given the text, each position draws from a distribution q_i that does not depend on the block's other drafts, so
     q(d_1, ..., d_gamma) is the product of q_i(d_i). Rejection needs q of each draft given the drafts before it: that is
     q_i, to which edits and grammars are applied as to other drafts. Errors: ConfigError, also if a block drafts fewer
-    tokens than gamma.
+    tokens than gamma, and for layers with windows over a cache in 4 bits.
     """
 
     _head: DFlashHead
 
     def __init__(self, runner: ModelRunner, head: DFlashHead, cache: KVCache, gamma: int) -> None:
         check_most_drafts(gamma, head.shape.most_drafts)
+        if any(head.shape.windows) and isinstance(cache, QuantizedKVCache):
+            what, where = "a cache in 4 bits cannot hide what is before a block's window", flag("draft_policy")
+            raise ConfigError(what, where, "quantized", "entries that are not in 4 bits", f"use {where} streaming")
         super().__init__(runner, head, cache, gamma)
 
     def write(self, states: Tensor, following: Tensor, positions: Tensor, view: KVCache) -> None:

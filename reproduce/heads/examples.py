@@ -13,97 +13,142 @@ from bench.progress import progress_bar
 from common.say import say
 from engine.runner import ModelRunner
 from engine.sampling import Distribution, SamplingParams
+from kv_cache import FullKVCache
 from models.checkpoints.manifest import atomic_path
 
 # Row i samples at the temperature i modulo 3.
 TEMPERATURES = (0.6, 0.8, 1.0)
+# How often the prompts of a batch are halved from the longest; repeated batch after batch. Short prompts come more
+# often: as many rows fit that writing is several times faster.
+HALVINGS = (4, 2, 3, 4, 1, 3, 4, 0)
+# Of so many rows, the first is held out from training.
+HELD_OUT = 16
 # Tensors of a file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T,
 # dim]`, and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.
 Examples = dict[str, Tensor]
+# A training window: its file's tensors, the row, and the first token.
+Window = tuple[Examples, int, int]
+
+
+def prompts_of(text: Sequence[int], bos: Sequence[int], batch: int, longest: int, n_rows: int, n_new: int) -> Tensor:
+    """Return the prompts of a batch, `[rows, length]`, from random places of `text`, behind `bos`.
+
+    A batch of the shortest prompts has `n_rows` rows; other batches have about as many tokens, `n_new` new tokens for
+    each row included. longest: tokens of the longest prompts."""
+    length, shortest = (longest >> halvings for halvings in (HALVINGS[batch % len(HALVINGS)], max(HALVINGS)))
+    rows = max(1, n_rows * (shortest + n_new) // (length + n_new))
+    n_text = length - len(bos)
+    starts = torch.randint(len(text) - n_text + 1, (rows,), generator=torch.Generator().manual_seed(batch))
+    return torch.tensor([[*bos, *text[start : start + n_text]] for start in starts.tolist()])
 
 
 def write_examples(
     runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
+    prompts: Callable[[int], Tensor],
     n_new: int,
     layers: Sequence[int],
     folder: Path,
     allowed: Callable[[float], bool],
-) -> float:
-    """Write a file for each batch of prompts, unless the file exists, while the seconds of writing are `allowed`.
-    Return these seconds, those of earlier runs included. Errors: UserError for a folder that cannot be written."""
-    n_rows, spent = runner.max_batch, 0.0
+) -> None:
+    """Write a file for each batch of prompts, behind the files that exist, while the seconds of writing are `allowed`.
+    prompts: gives those of a batch from its number. Errors: UserError for a folder that cannot be written."""
+    batch, spent = len(_files(folder)), writing_seconds(folder)
+    while not batch or allowed(spent):
+        started = perf_counter()
+        made = make_examples(runner, prompts(batch), n_new, layers, seed=batch)
+        seconds = perf_counter() - started
+        with atomic_path(folder / f"examples-{batch:06}.safetensors") as partial:
+            save_file(made, partial, {"seconds": str(seconds)})
+        spent, batch = spent + seconds, batch + 1
+        rows, length = made["tokens"].shape
+        say(f"batch {batch}: {rows} rows of {length} tokens in {seconds:.0f} s, {spent:.0f} s in all")
+
+
+def writing_seconds(folder: Path) -> float:
+    """Return the seconds in which a folder's examples were written."""
+    seconds = 0.0
     for file in _files(folder):
         with safe_open(file, "pt") as opened:
-            spent += float(opened.metadata()["seconds"])
-    for first in range(0, len(prompts), n_rows):
-        path = folder / f"examples-{first:06}.safetensors"
-        if path.exists() or (first and not allowed(spent)):
-            continue
-        started = perf_counter()
-        made = make_examples(runner, prompts[first : first + n_rows], n_new, layers, seed=first)
-        seconds = perf_counter() - started
-        with atomic_path(path) as partial:
-            save_file(made, partial, {"seconds": str(seconds)})
-        spent += seconds
-        say(f"examples of {min(first + n_rows, len(prompts))} of {len(prompts)} prompts: {spent:.0f} s")
-    return spent
+            seconds += float(opened.metadata()["seconds"])
+    return seconds
 
 
 @torch.inference_mode()
-def make_examples(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]], n_new: int, layers: Sequence[int], seed: int
-) -> Examples:
-    """Return the examples of prompts of equal length, each continued by `n_new` tokens that the target samples. There
-    are at most as many prompts as rows. The hidden states are those of sampling, in bfloat16."""
-    device, length, n_rows = runner.device, len(prompts[0]), len(prompts)
+def make_examples(runner: ModelRunner, prompts: Tensor, n_new: int, layers: Sequence[int], seed: int) -> Examples:
+    """Return the examples of `prompts [rows, length]`, each continued by `n_new` tokens that the target samples. The
+    hidden states are those of sampling, in bfloat16."""
+    device, (n_rows, length) = runner.device, prompts.shape
+    model, chunk = runner.model, runner.prefill_chunk
+    cache = FullKVCache(model.config, n_rows, length + n_new, device, model.dtype)
     tokens = torch.zeros(n_rows, length + n_new, dtype=torch.int64, device=device)
-    tokens[:, :length] = torch.tensor(prompts, device=device)
+    tokens[:, :length] = prompts.to(device)
     positions = torch.arange(length + n_new, device=device).expand_as(tokens)
     sampled = Distribution.of([SamplingParams(TEMPERATURES[row % len(TEMPERATURES)]) for row in range(n_rows)], device)
     generator = torch.Generator(device).manual_seed(seed)
-    states: list[tuple[Tensor, Tensor]] = []
-    for row in range(n_rows):
-        runner.cache.reset_row(row)
-        view = runner.cache.view(slice(row, row + 1), length, block_at_end=True)
-        states.append(runner.model.hidden_states(tokens[row, None, :length], positions[:1, :length], view, layers))
-    blocks = [tuple(torch.cat(each).bfloat16() for each in zip(*states, strict=True))]
-    last = torch.cat([hidden[:, -1] for hidden, _ in states])
+    config = model.config
+    made = {
+        name: torch.empty(n_rows, length + n_new, width * config.dim, dtype=torch.bfloat16)
+        for name, width in (("last", 1), ("inputs", len(layers)))
+    }
+    last = torch.empty(n_rows, config.dim, dtype=model.dtype, device=device)
+
+    def run(rows: slice, here: slice, block_at_end: bool) -> None:
+        view = cache.view(rows, here.stop, block_at_end)
+        hidden, inputs = model.hidden_states(tokens[rows, here], positions[rows, here], view, layers)
+        made["last"][rows, here], made["inputs"][rows, here] = hidden, inputs
+        last[rows] = hidden[:, -1]
+
     with progress_bar("writing", n_rows * n_new) as bar:
+        for row in range(n_rows):
+            for start in range(0, length, chunk):
+                run(slice(row, row + 1), slice(start, min(start + chunk, length)), True)
         for n in range(length, length + n_new):
-            tokens[:, n] = torch.multinomial(sampled.probs(runner.model.logits(last)), 1, generator=generator)[:, 0]
-            here, view = slice(n, n + 1), runner.cache.view(slice(0, n_rows), n + 1)
-            hidden, inputs = runner.model.hidden_states(tokens[:, here], positions[:, here], view, layers)
-            blocks.append((hidden.bfloat16(), inputs.bfloat16()))
-            last = hidden[:, 0]
+            tokens[:, n] = torch.multinomial(sampled.probs(model.logits(last)), 1, generator=generator)[:, 0]
+            run(slice(0, n_rows), slice(n, n + 1), False)
             bar.update(n_rows)
-    hidden, inputs = (torch.cat(each, dim=1).cpu() for each in zip(*blocks, strict=True))
-    return {"tokens": tokens.cpu(), "last": hidden, "inputs": inputs}
+    return {"tokens": tokens.cpu(), **made}
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("examples-*.safetensors"))
 
 
-def windows_of(folder: Path, width: int) -> list[Examples]:
-    """Return all examples in windows of `width` tokens; files are mapped into memory."""
-    return [
-        {name: x[row, start : start + width] for name, x in file.items()}
-        for file in map(load_file, _files(folder))
-        for row in range(len(file["tokens"]))
-        for start in range(0, file["tokens"].shape[1] - width + 1, width)
-    ]
+def windows_of(folder: Path, width: int, n_sink: int) -> tuple[list[Window], list[Window]]:
+    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows; files are mapped into
+    memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the target generated."""
+    training, held_out, number = list[Window](), list[Window](), 0
+    for file in map(load_file, _files(folder)):
+        n_rows, length = file["tokens"].shape
+        for row in range(n_rows):
+            windows = [(file, row, start) for start in range(length - 1 - width, n_sink - 1, -width)]
+            if number % HELD_OUT:
+                training += windows
+            else:
+                held_out += windows[:1]
+            number += 1
+    return training, held_out
 
 
-def most_frequent(windows: Sequence[Examples], n: int, vocab_size: int) -> Tensor:
-    """Return the ids of the `n` most frequent tokens, ascending; lower ids first among equals."""
-    counts = torch.stack([window["tokens"].bincount(minlength=vocab_size) for window in windows]).sum(dim=0)
-    return counts.sort(descending=True, stable=True).indices[:n].sort().values
+def stacked(windows: Sequence[Window], width: int, n_sink: int) -> Examples:
+    """Return windows side by side, each behind the first `n_sink` tokens of its row, as a streaming cache keeps them:
+    the tensors of a file, `[n, n_sink + width, ...]`, with `positions`, and `next`, the tokens that followed."""
+    batch = dict[str, list[Tensor]]()
+    for file, row, start in windows:
+        at = torch.cat([torch.arange(n_sink), torch.arange(start, start + width)])
+        window = {name: torch.cat([x[row, :n_sink], x[row, start : start + width]]) for name, x in file.items()}
+        for name, x in (window | {"positions": at, "next": file["tokens"][row, at + 1]}).items():
+            batch.setdefault(name, []).append(x)
+    return {name: torch.stack(each) for name, each in batch.items()}
 
 
-def batch_of(windows: Sequence[Examples], n: int, step: int) -> Examples:
-    """Return a batch of `n` windows, which follow from the step alone. Every epoch has all windows in a new order."""
+def chosen(windows: Sequence[Window], n: int, step: int) -> list[Window]:
+    """Return a step's `n` windows, which follow from the step alone. Every epoch has all windows in a new order."""
     epoch, number = divmod(step, max(1, len(windows) // n))
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(epoch))
-    chosen = [windows[index] for index in order[number * n : number * n + n].tolist()]
-    return {name: torch.stack([window[name] for window in chosen]) for name in chosen[0]}
+    return [windows[index] for index in order[number * n : number * n + n].tolist()]
+
+
+def token_counts(folder: Path, vocab_size: int) -> Tensor:
+    """Return how often the examples have each token, `[vocab_size]` int64."""
+    files = map(load_file, _files(folder))
+    return torch.stack([file["tokens"].flatten().bincount(minlength=vocab_size) for file in files]).sum(dim=0)

@@ -1,37 +1,39 @@
-"""Train an EAGLE-3 head and Medusa heads on stored examples, from the checkpoint of an earlier run if it exists."""
+"""Train an EAGLE-3.1 or a DFlash head on stored examples, from the checkpoint of an earlier run if it exists."""
 
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.jsonl import append_record, read_lines
 from common.say import say
-from kv_cache.entries import KV, Store, store
-from kv_cache.views import NoCache
-from models import Transformer
-from models.attention import AttentionSpec, TorchAttention
-from models.attention.base import AnySlots
+from models import ModelConfig, Transformer
 from models.checkpoints.manifest import CONFIG, atomic_path, write_text
+from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
-from models.heads.medusa import MedusaHeads, MedusaShape
 from models.packed_linear import can_pack
-from reproduce.heads.examples import Examples, batch_of
+from reproduce.heads.examples import Examples, Window, chosen, stacked
+from reproduce.heads.forwards import dflash_logits, eagle_logits
 
+TrainedHead: TypeAlias = EagleHead | DFlashHead
 # Factor from the weight of a draft position's loss to that of the next position; largest norm of a head's gradient.
 DECAY, CLIP = 0.8, 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
 WARM_UP, SAVE_SECONDS = 20, 60.0
+# First tokens of a row in front of every window; held-out windows that are measured with every checkpoint.
+N_SINK, MEASURED = 4, 8
+# A step whose blocks are long, as the blocks that are measured are.
+MEASURED_STEP = 2
 CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 
 
@@ -39,166 +41,196 @@ CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
 class Recipe:
     """How heads are trained."""
 
-    steps: int = 2000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
-    window: int = 256  # tokens of a training window
-    windows: int = 4  # windows of a step
-    lr: float = 2e-3  # largest learning rate of AdamW
-    depth: int = 3  # draft positions: Medusa heads, and steps of the EAGLE head from its own states
-    draft_vocab_size: int = 4096  # the most frequent tokens, which alone the EAGLE head drafts
+    steps: int = 20_000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
+    window: int = 512  # tokens of a training window, behind the row's first 4 tokens
+    windows: int = 2  # windows of a step
+    lr: float = 3e-3  # largest learning rate of AdamW
+    depth: int = 3  # draft positions of the EAGLE head, which continues its own states
+    draft_vocab_size: int = 6144  # the most frequent tokens, which alone the heads draft
+    layers: int = 3  # layers of the DFlash head
+    block_size: int = 8  # tokens of the DFlash head's longest blocks; two of three steps have blocks half as long
+    blocks: int = 64  # of a window
 
 
 def inputs_of(n_layer: int) -> tuple[int, ...]:
-    """Return the layers whose inputs EAGLE-3 reads, those of its published code; fewer for a target of few layers."""
+    """Return the layers whose inputs heads read, those of EAGLE-3's published code; fewer for a target of few."""
     return tuple(sorted({min(2, n_layer), n_layer // 2, max(0, n_layer - 3)}))
 
 
-def new_heads(target: Transformer, known: Tensor, depth: int) -> nn.ModuleDict:
-    """Return the heads `eagle`, which drafts the tokens `known [n]`, ascending, and `medusa`, in float32. EAGLE begins
-    with the weights of the target's last layer over the last of its inputs, Medusa with those of the output layer."""
-    config, last_layer = target.config, target.layers[-1]
-    one_layer = replace(config, n_layer=1, tie_embeddings=False, unrotated_layers=(), qk_norm=False)
-    one_layer = replace(one_layer, qkv_bias=False, wo_bias=False, mlp_bias=False)
-    shape = EagleShape(one_layer, config.dim, len(known), inputs_of(config.n_layer), has_embedding=False)
-    eagle, medusa = EagleHead(shape), MedusaHeads(MedusaShape(depth, 1, config.dim, config.vocab_size, False))
-    eagle.target_ids = known
+def head_config(target: ModelConfig, n_layer: int, qk_norm: bool) -> ModelConfig:
+    """Return the layers of a head: as the target's, but as plain as published heads are."""
+    plain = {"unrotated_layers": (), "qkv_bias": False, "wo_bias": False, "mlp_bias": False, "tie_embeddings": False}
+    return replace(target, n_layer=n_layer, qk_norm=qk_norm, **plain)
+
+
+def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sample: Tensor) -> TrainedHead:
+    """Return an untrained `eagle` or `dflash` head in float32, which begins as the target's last layers, over the last
+    of its inputs.
+
+    target: in float32, its linear layers not packed. counts: of the target's tokens in the examples, of which the head
+    drafts the most frequent ones. sample: states of some tokens, `[N, k * dim]`, whose sizes norms begin with."""
+    config, known = target.config, counts.sort(descending=True, stable=True).indices
+    ids = known[: recipe.draft_vocab_size].sort().values
+    sizes = {"draft_vocab_size": len(ids), "inputs_of": inputs_of(config.n_layer), "has_embedding": False}
+    head: TrainedHead
+    if kind == "eagle":
+        shape = EagleShape(head_config(config, 1, False), config.dim, **sizes, fc_norm=True, norm_output=True)
+        head = EagleHead(shape)
+    else:
+        layers = head_config(config, min(recipe.layers, config.n_layer), True)
+        mask = {"mask_token": int(known[-1]), "block_size": recipe.block_size, "drafts_anchor": True}
+        head = DFlashHead(DFlashShape(layers, config.dim, **sizes, **mask))
     with torch.no_grad():
-        first, eye = eagle.body.layers[0], torch.eye(config.dim)
-        eagle.fc.weight.copy_(torch.cat([0 * eye] * (len(shape.inputs_of) - 1) + [eye], dim=1))
-        first.attention.wqkv.weight.copy_(torch.cat([plain(last_layer.attention.wqkv)] * 2, dim=1) / 2)
-        for name in ("attention_norm", "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2"):
-            first.get_submodule(name).weight.copy_(plain(last_layer.get_submodule(name)))
-        first.hidden_norm.weight.copy_(last_layer.attention_norm.weight)
-        eagle.body.norm.weight.copy_(target.norm.weight)
-        eagle.body.output.weight.copy_(output_rows(target, known))
-        for parameter in medusa.parameters():
-            parameter.zero_()
-    eagle.borrow(target)
-    return nn.ModuleDict({"eagle": eagle, "medusa": medusa}).to(known.device)
+        n_input = len(sizes["inputs_of"])
+        head.fc.weight.copy_(torch.eye(config.dim).repeat(1, n_input))
+        head.fc.weight[:, : (n_input - 1) * config.dim] = 0
+        last = sample.float()[:, -config.dim :]
+        begin = _begin_eagle if isinstance(head, EagleHead) else _begin_dflash
+        begin(head, target, last)
+        head.body.norm.weight.copy_(target.norm.weight)
+        head.body.output.weight.copy_(output_rows(target, ids))
+    head.target_ids = ids
+    head.borrow(target)
+    return head
 
 
-def plain(layer: nn.Module) -> Tensor:
-    """Return the dense weight of a linear layer, which may be packed."""
-    return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+def _begin_eagle(eagle: EagleHead, target: Transformer, last: Tensor) -> None:
+    """Copy the target's last layer to a head. Its stream is normalised, so what the layer adds shrinks like it."""
+    layer, from_layer = eagle.body.layers[0], target.layers[-1]
+    _copy(layer, from_layer, "attention_norm", "ffn_norm", "feed_forward.w13")
+    layer.hidden_norm.weight.copy_(from_layer.attention_norm.weight)
+    layer.attention.wqkv.weight.copy_(from_layer.attention.wqkv.weight.repeat(1, 2) / 2)
+    for name in ("attention.wo", "feed_forward.w2"):
+        layer.get_submodule(name).weight.copy_(from_layer.get_submodule(name).weight / _size(last).mean())
+
+
+def _begin_dflash(dflash: DFlashHead, target: Transformer, last: Tensor) -> None:
+    """Copy the target's last layers to a head. Their queries and keys of the text keep their mean sizes; norms of
+    attention move into the projections, which text and block share."""
+    layers = dflash.body.layers
+    for layer, from_layer in zip(layers, target.layers[-len(layers) :], strict=True):
+        _copy(layer, from_layer, "attention.wo", "ffn_norm", "feed_forward.w13", "feed_forward.w2")
+        wqkv = from_layer.attention.wqkv.weight * from_layer.attention_norm.weight
+        layer.attention.wqkv.weight.copy_(wqkv)
+        heads = F.linear(F.rms_norm(last, last.shape[-1:]), wqkv).unflatten(1, (-1, target.config.head_dim))
+        n_head, n_kv_head = target.config.n_head, target.config.n_kv_head
+        sizes = [_size(part).mean() for part in heads.split([n_head, n_kv_head, n_kv_head], dim=1)[:2]]
+        layer.attention.qk_norm.weight.copy_(torch.stack(sizes).repeat_interleave(target.config.head_dim))
+
+
+def _copy(layer: torch.nn.Module, source: torch.nn.Module, *names: str) -> None:
+    for name in names:
+        layer.get_submodule(name).weight.copy_(source.get_submodule(name).weight)
+
+
+def _size(x: Tensor) -> Tensor:
+    return x.square().mean(dim=-1).sqrt()
 
 
 def output_rows(target: Transformer, ids: Tensor) -> Tensor:
-    """Return rows of the target's output layer, `[n, dim]` float32."""
-    tied = target.config.tie_embeddings or target.output is None
-    return plain(target.tok_embeddings if tied else target.output)[ids].float()
+    """Return rows of the target's output layer, `[n, dim]`."""
+    return (target.tok_embeddings if target.output is None else target.output).weight[ids].detach()
 
 
-class Unrolled(NoCache, TorchAttention):
-    """Cache and attention of a one-layer head that is run from its own states, step by step. Row i of the first step
-    sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting (training-time test,
-    EAGLE-3, arXiv 2503.01840, section 3.2)."""
+def losses(
+    head: TrainedHead, known_rows: Tensor, batch: Examples, recipe: Recipe, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss at each draft position, `[n]`: the cross entropy to the target's distribution p over the tokens
+    that can be drafted; and the logits and p, `[n, N, draft_vocab_size]`. A step's blocks follow from its number.
 
-    in_order = block_ends_view = False
-
-    def __init__(self, positions: Tensor) -> None:
-        super().__init__(positions)
-        self._written: list[Tensor] = []
-
-    def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
-        self._written.append(new)
-
-    def read(self, layer: int, queries: Tensor) -> KV:
-        return KV(*torch.cat(self._written, dim=1).unbind(2))
-
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor:
-        n = queries.shape[1]
-        diagonal = torch.eye(n, dtype=torch.bool, device=queries.device)
-        visible = torch.cat([torch.ones_like(diagonal).tril(), *[diagonal] * len(self._written)], dim=1)
-        return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[None, None]
+    known_rows: the target's output layer for those tokens. batch: of `examples.stacked`."""
+    batch = batch | {name: batch[name].float() for name in ("last", "inputs")}
+    if isinstance(head, EagleHead):
+        logits, judged = eagle_logits(head, batch, recipe.depth, N_SINK)
+    else:
+        size = recipe.block_size if step % 3 == 2 else max(2, recipe.block_size // 2)
+        logits, judged = dflash_logits(head, batch, size, recipe.blocks, N_SINK, seed=step)
+    with torch.no_grad():
+        law = F.linear(batch["last"].flatten(0, 1), known_rows).float().softmax(dim=-1)[judged]
+    each = [F.cross_entropy(x.float(), p) for x, p in zip(logits, law, strict=True)]
+    return torch.stack(each), logits, law
 
 
-def unrolled_losses(
-    eagle: EagleHead, medusa: MedusaHeads, known_rows: Tensor, batch: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the losses of both heads at each draft position, `[2, depth]`, EAGLE's first, and in the same shape the
-    mean of sum(min(p, q)). A loss is the cross entropy to the target's distribution p over the tokens that
-    can be drafted.
-
-    known_rows: the target's output layer for those tokens, `[n, dim]`. batch: Examples with states in float32. The i-th
-    draft behind position t follows the token at t + 1 + i, so p is made of the target's state there."""
-    depth, length = len(medusa), batch["tokens"].shape[1] - len(medusa)
-    targets = F.linear(batch["last"], known_rows).softmax(dim=-1)
-    states, last = eagle.fused(batch["inputs"][:, :length]), batch["last"][:, :length]
-    positions = torch.arange(length, device=last.device).expand(last.shape[:2])
-    eagle.body.backend = unrolled = Unrolled(positions)
-    losses, shared = [], []
-    for i in range(depth):
-        ahead = slice(1 + i, 1 + i + length)
-        states = eagle.advance(states, batch["tokens"][:, ahead], positions + i, unrolled)
-        for logits in (eagle.draft_logits(states), F.linear(medusa[i](last), known_rows)):
-            target = targets[:, ahead]
-            losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1)))
-            shared.append(torch.minimum(logits.detach().softmax(dim=-1), target).sum(dim=-1).mean())
-    return tuple(torch.stack(each).view(depth, 2).T for each in (losses, shared))
+def shared(logits: Tensor, law: Tensor) -> list[float]:
+    """Return the mean of sum(min(p, q)) at each draft position: how often a draft is accepted."""
+    q = logits.detach().float().softmax(dim=-1)
+    return [round(x, 4) for x in torch.minimum(q, law).sum(dim=-1).mean(dim=-1).tolist()]
 
 
 def train(
-    heads: nn.ModuleDict,
+    head: TrainedHead,
     known_rows: Tensor,
-    windows: Sequence[Examples],
+    windows: Sequence[Window],
+    held_out: Sequence[Window],
     recipe: Recipe,
     folder: Path,
-    share_of_time: Callable[[float], float],
+    limit: float,
 ) -> float:
-    """Train until the steps or the time are over, and return the seconds of training, earlier runs included.
+    """Train until the steps, or `limit` seconds of training, are over; return the seconds, earlier runs included.
 
-    share_of_time: gives the share of the time that is over from the seconds of training. The curve in the folder has
-    the losses and the shared probability of each head and position. A run from a checkpoint gives the weights of an
-    uninterrupted run, if time suffices, since a step's windows follow from its number."""
-    optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    done, before, device = 0, 0.0, known_rows.device
+    Windows are stretches from anywhere in the rows at their absolute positions, behind the row's first tokens: a head
+    is trained as a streaming cache of that many entries lets it draft. The folder's curve has the losses, and with
+    every checkpoint the shared probability there and in held-out windows. A run from a checkpoint gives the weights of
+    an uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
+    device = known_rows.device
+    optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    done, before, line = 0, 0.0, dict[str, Any]()
     if (folder / CHECKPOINT).exists():
         saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
-        heads.load_state_dict(saved["heads"])
+        head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
         done, before = saved["step"], saved["seconds"]
         say(f"continuing after step {done}")
     in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
-    weights = DECAY ** torch.arange(recipe.depth, device=device)
     started = last_saved = perf_counter()
 
     def seconds() -> float:
         return before + perf_counter() - started
 
-    def save(step: int) -> None:
-        state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds()}
-        with atomic_path(folder / CHECKPOINT) as partial:
-            torch.save(state, partial)
-
-    for step in range(done, recipe.steps):
-        progress = max(step / recipe.steps, share_of_time(seconds()))
-        if step and progress >= 1:  # a curve needs a step
-            break
-        batch = {name: x.to(device) for name, x in batch_of(windows, recipe.windows, step).items()}
-        batch |= {name: batch[name].float() for name in ("last", "inputs")}
+    def run(some: Sequence[Window], step: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch = {name: x.to(device) for name, x in stacked(some, recipe.window, N_SINK).items()}
         # Ignores the warning that norms in mixed dtypes have no fused kernel.
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
         with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
-            losses, shared = unrolled_losses(heads["eagle"], heads["medusa"], known_rows, batch)
+            return losses(head, known_rows, batch, recipe, step)
+
+    def save(line: dict[str, Any]) -> None:
+        with torch.no_grad():
+            held_out_shared = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], MEASURED_STEP)[1:])
+        append_record(str(folder / CURVE), line | {"held_out": held_out_shared})
+        say(
+            f"step {line['step']}, {progress:.0%} of the time or the steps; shared probability in text that was held "
+            f"out: {held_out_shared}"
+        )
+        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict()}
+        with atomic_path(folder / CHECKPOINT) as partial:
+            torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
+
+    for step in range(done, recipe.steps):
+        if step and is_over(seconds(), limit):  # a curve needs a step
+            break
+        progress = max(step / recipe.steps, seconds() / limit)
+        loss, logits, law = run(chosen(windows, recipe.windows, step), step)
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
         optimizer.zero_grad()
-        (losses * weights).sum().backward()
-        for head in heads.values():
-            torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
+        (loss * DECAY ** torch.arange(len(loss), device=device)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
-        done = step + 1
-        line = {"step": done, "seconds": round(seconds(), 1)}
-        for head, loss, share in zip(heads, losses.tolist(), shared.tolist(), strict=True):
-            line |= {f"{head}_loss": loss, f"{head}_shared": share}
-        append_record(str(folder / CURVE), line)
-        if done % 10 == 0:
-            shares = ", ".join(f"{head} {share:.3f}" for head, share in zip(heads, shared[:, 0].tolist(), strict=True))
-            say(f"step {done}, {progress:.0%} of the time or the steps; shared probability at position 0: {shares}")
-        if perf_counter() - last_saved > SAVE_SECONDS:
-            save(done)
+        line = {"step": step + 1, "seconds": round(seconds(), 1), "loss": loss.tolist()}
+        if step == done or perf_counter() - last_saved > SAVE_SECONDS:
+            line["shared"] = shared(logits, law)
+            save(line)
             last_saved = perf_counter()
-    save(done)
+        else:
+            append_record(str(folder / CURVE), line)
+    if line:
+        save(line)
     return seconds()
+
+
+def is_over(seconds: float, limit: float) -> bool:
+    return seconds >= limit
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
@@ -207,21 +239,22 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
     return [curve[step] for step in sorted(curve)]
 
 
-def save_heads(heads: nn.ModuleDict, folder: Path, target: Mapping[str, Any]) -> None:
-    """Write heads in their published formats, each in a folder. target: the values of the target's config.json."""
-    single = {"num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
-    shape = heads["eagle"].shape
-    eagle = {
-        **target,
-        **single,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": shape.draft_vocab_size,
-    }
-    eagle["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
-    medusa = {"medusa_num_heads": len(heads["medusa"]), "medusa_num_layers": heads["medusa"].shape.n_layer}
-    for name, file, config in (("eagle", "model", eagle), ("medusa", "medusa_lm_head", medusa)):
-        renamed = ((part.replace("layers.0.", "midlayer."), x) for part, x in published(heads[name]).items())
-        tensors = {part: x.detach().cpu().contiguous() for part, x in renamed}
-        with atomic_path(folder / name / f"{file}.safetensors") as partial:
-            save_file(tensors, partial)
-        write_text(folder / name / CONFIG, json.dumps(config, indent=2) + "\n")
+def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:
+    """Write a head as its authors (EAGLE-3) or `speculators` (DFlash) publish them. target: the values of the target's
+    config.json."""
+    shape, tensors = head.shape, published(head)
+    layers = {**target, "num_hidden_layers": shape.config.n_layer, "tie_word_embeddings": False, "eos_token_id": None}
+    config: dict[str, Any]
+    if isinstance(head, EagleHead):
+        tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+        config = {**layers, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
+    else:
+        config = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        config["transformer_layer_config"] = {**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        config |= {"aux_hidden_state_layer_ids": shape.inputs_of, "mask_token_id": shape.mask_token}
+        config |= {"block_size": head.shape.block_size, "sample_from_anchor": True}
+    config["draft_vocab_size"] = shape.draft_vocab_size
+    with atomic_path(folder / "model.safetensors") as partial:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,128 @@
+"""Training forwards of heads over windows: EAGLE from its own states, DFlash with many blocks over one text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv_cache.entries import KV, Store, store
+from kv_cache.views import NoCache
+from models.attention import AttentionSpec, TorchAttention
+from models.attention.base import AnySlots
+from models.heads.dflash import DFlashHead
+from models.heads.eagle import EagleHead
+
+
+class Unrolled(NoCache, TorchAttention):
+    """Cache and attention of a one-layer head that is run from its own states, step by step. Row i of the first step
+    sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting (training-time test,
+    EAGLE-3, arXiv 2503.01840, section 3.2)."""
+
+    in_order = block_ends_view = False
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(positions)
+        self._written: list[Tensor] = []
+
+    def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
+        self._written.append(new)
+
+    def read(self, layer: int, queries: Tensor) -> KV:
+        return KV(*self._written[0].unbind(2))
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> None:
+        return None
+
+    def attend(self, q: Tensor, kv: KV, prepared: None) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
+        if len(self._written) == 1:
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+        # Of its later steps a row sees a single entry each: fewer products than with a mask over all rows.
+        own_keys, own_values = torch.stack(self._written[1:], dim=2).unbind(3)  # [B, n, steps, n_kv_head, D]
+        n, n_kv_head = q.shape[1], k.shape[1]
+        q = q.unflatten(2, (n_kv_head, -1)) * q.shape[-1] ** -0.5
+        hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        text = (q.permute(0, 2, 3, 1, 4).flatten(2, 3) @ k.mT).unflatten(2, (-1, n)).masked_fill(hidden, -torch.inf)
+        own = torch.einsum("bnkgd,bnskd->bkgns", q, own_keys)
+        shares = torch.cat([text, own], dim=-1).float().softmax(dim=-1)
+        out = (shares[..., :n].flatten(2, 3) @ v).unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
+        return (out + torch.einsum("bkgns,bnskd->bnkgd", shares[..., n:], own_values)).flatten(2, 3)
+
+
+class BlocksBehindText(NoCache, TorchAttention):
+    """Cache and attention of `n` blocks behind each text of a batch. It first takes a text's entries, `[B, T, ...]`,
+    then those of blocks, `[B * n, size, ...]`, of which each sees the text before it and itself."""
+
+    in_order = block_ends_view = False
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(positions)
+        self._text: list[Tensor] = []
+        self._anchors: Tensor | None = None
+
+    def begin_blocks(self, anchors: Tensor) -> None:
+        """Begin blocks at `anchors [B, n]`, indices in the text."""
+        self._anchors = anchors
+
+    def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
+        if self._anchors is None:
+            self._text.append(new)
+        else:
+            self._new = torch.cat([self._text[layer], new.view(len(self._anchors), -1, *new.shape[2:])], dim=1)
+
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor:
+        assert self._anchors is not None
+        size, n = queries.shape[1], self._anchors.shape[1]
+        at = torch.arange(self.positions.shape[1], device=queries.device)
+        text = at < self._anchors.repeat_interleave(size, dim=1)[..., None]
+        block = torch.arange(n * size, device=queries.device) // size
+        visible = torch.cat([text, (block[:, None] == block).expand(len(text), -1, -1)], dim=2)
+        return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[:, None]
+
+    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
+        queries = q.view(len(prepared), -1, *q.shape[2:]).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=prepared, enable_gqa=True)
+        return out.transpose(1, 2).reshape(q.shape)
+
+
+def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_sink: int) -> tuple[Tensor, Tensor]:
+    """Return the head's logits at `depth` draft positions behind each token of the windows, `[depth, N,
+    draft_vocab_size]`, and the token of the batch, `[depth, N]`, whose state gives the target's distribution there.
+
+    batch: windows of `examples.stacked` behind `n_sink` tokens, with states in float32."""
+    n_window, width = batch["tokens"].shape
+    length = width - depth
+    states, positions = eagle.fused(batch["inputs"][:, :length]), batch["positions"][:, :length]
+    eagle.body.backend = unrolled = Unrolled(positions)
+    index = torch.arange(n_window * width, device=states.device).view(n_window, width)
+    logits, judged = [], []
+    for i in range(depth):
+        # The next tokens behind sinks are right in the first step, the only one whose entries other tokens see.
+        states = eagle.advance(states, batch["next"][:, i : i + length], positions + i, unrolled)
+        logits.append(eagle.draft_logits(states[:, n_sink:]).flatten(0, 1))
+        judged.append(index[:, n_sink + 1 + i : 1 + i + length].flatten())
+    return torch.stack(logits), torch.stack(judged)
+
+
+def dflash_logits(
+    dflash: DFlashHead, batch: Mapping[str, Tensor], size: int, n_blocks: int, n_sink: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return logits, and tokens of the batch, like `eagle_logits`: at the draft positions of `n_blocks` random blocks
+    of `size` tokens in each window."""
+    n_window, width = batch["tokens"].shape
+    generator = torch.Generator().manual_seed(seed)
+    anchors = torch.randint(n_sink, width - size + 1, (n_window, n_blocks), generator=generator)
+    anchors = anchors.to(batch["tokens"].device)
+    ahead = torch.arange(size, device=anchors.device)
+    positions = (batch["positions"].gather(1, anchors)[..., None] + ahead).flatten(0, 1)
+    dflash.body.backend = cache = BlocksBehindText(batch["positions"])
+    dflash.remember(dflash.fused(batch["inputs"]), batch["positions"], cache)
+    cache.begin_blocks(anchors)
+    states = dflash.draft(batch["tokens"].gather(1, anchors).flatten(), positions, cache)
+    logits = dflash.output_logits(states).transpose(0, 1)
+    first = anchors + width * torch.arange(n_window, device=anchors.device)[:, None]
+    return logits, first.flatten() + ahead[: len(logits), None]
