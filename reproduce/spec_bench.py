@@ -39,8 +39,8 @@ PLAIN, ALL = "plain", "all"
 Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 ALONE = draft_flags().KINDS
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
-# Text drafters, a drafter, its checkpoint or policy, and its gamma or schedule.
-NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:@(\d+|constant|heuristic|confidence))?")
+# Text drafters, a drafter, its checkpoint or policy, its policy beside a checkpoint, and its gamma or schedule.
+NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@(\d+|constant|heuristic|confidence|auto))?")
 # Tokens that a token of an answer is at most when its text is encoded again: three for each byte of a character that
 # was cut off.
 READ_AGAIN = 3
@@ -64,8 +64,9 @@ class Drafters:
     output: Output = field(default_factory=Output)
     draft: Draft = field(default_factory=Draft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
-    """drafters: names, KIND:CHECKPOINT (standalone or a head), or self:POLICY; with text drafters before it
-    (suffix+self), with its schedule or gamma behind it (self@heuristic, self@5)"""
+    """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
+    eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma behind it
+    (self@heuristic, self@5)"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Return every drafter by its name. Errors: ConfigError."""
@@ -101,11 +102,13 @@ class Flags(Drafters):
 def _chosen(name: str) -> dict[str, Any]:
     """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
     match = NAME.fullmatch(name)
-    texts, kind, path, length = match.groups(default="") if match else [""] * 4
+    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
     has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
-    is_known = path != "" if has_model else kind in ALONE and path in ("", *policies())
+    if not has_model:
+        path, policy = "", policy or path
+    is_known = policy in ("", *policies()) and (path != "" if has_model else kind in ALONE)
     if is_known and TEXTS.keys() >= {*before}:
-        given = {"draft": kind, "draft_model" if has_model else "draft_policy": path, "text_drafts": before}
+        given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
         given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
         return {name: value for name, value in given.items() if value}
     required = f"{', '.join(ALONE)}, or standalone:CHECKPOINT"

@@ -1,0 +1,103 @@
+"""Measure what drafters gain by context: plain decoding and each drafter in turns, behind the same prompts.
+
+    python -m reproduce.context_sweep --drafters self suffix ngram --contexts 512 2000 7500 --output reproduction/lengths.jsonl
+    python -m reproduce.context_sweep --dataset reproduction/heads/held_back.txt --temperature 0.6 \
+        --drafters eagle:reproduction/heads/eagle eagle:reproduction/heads/eagle=full self eagle:reproduction/heads/eagle@auto
+
+A record holds the sums over `num_prompts` prompts of a context, each decoded by every drafter after a single prefill.
+`drafting_ms` is the mean time of a round before the target verifies. Drafters with `@auto` choose before every round
+among the first drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import fmean
+
+import bench
+from bench.config import AUTO, BatchSize, Rows, RunConfig, Sizes, Text
+from common import cli
+from common.errors import require_at_least
+from common.jsonl import append_record, publish, require_appendable
+from common.tables import console
+from engine.counts import total
+from engine.drafters.config import DrafterConfig
+from engine.timing import PhaseTimer
+from reproduce.helpers.columns import of
+from reproduce.helpers.records import Record
+from reproduce.spec_bench import PLAIN, Drafters, counted, open_session, summed
+
+COLUMNS = "prefix_len drafter gamma acceptance mean_accepted_length drafting_ratio speedup identical"
+
+
+@dataclass(frozen=True)
+class Flags(Drafters):
+    text: Text = field(default_factory=Text)
+    contexts: tuple[int, ...] = (512, 1000, 2000, 4000, 7500)  # tokens of the prompts
+    num_prompts: int = 5  # prompts of each context
+    B: BatchSize = 1  # prompts decoded together
+    gen_len: int = 128  # new tokens
+
+    def run(self, context: int) -> RunConfig:
+        rows = Rows(num_prompts=self.num_prompts)
+        sizes = Sizes(self.B, context, self.gen_len)
+        return RunConfig(self.target, self.text, sizes, rows, sampling=self.sampling, output=self.output)
+
+
+def measure(session: bench.Session, configs: Mapping[str, DrafterConfig]) -> list[Record]:
+    """Return a row for each drafter: the sums over all prompts of the session."""
+    sessions = {name: session.variant(draft=draft) for name, draft in {PLAIN: None, **configs}.items()}
+    parts: dict[str, list[Record]] = {name: [] for name in configs}
+    each: dict[str, list] = {name: [] for name in configs}
+    drafting: dict[str, list[float]] = {name: [] for name in configs}
+    costs: dict[str, bench.RunCosts | None] = {}
+    turned = list(sessions)
+    for first in range(0, len(session.prompts), session.runner.max_batch):
+        prompts = session.prompts[first : first + session.runner.max_batch]
+        bench.prefill(replace(session, prompts=prompts))
+        seen: dict[str, bench.Decoded] = {}
+        for name in turned:
+            here = replace(sessions[name], prompts=prompts, numbered_from=first)
+            timer, pacing = PhaseTimer(session.runner.device), None
+            if name != PLAIN:
+                drafters = here.drafters()
+                bench.warm_up(here, drafters)
+                if name not in costs:
+                    costs[name] = bench.costs_of(here, drafters, whole=True)
+                pacing = bench.make_pacing(here, drafters, costs[name])
+            seen[name] = bench.decode(here, f"{name}, {len(prompts[0])} tokens", phase=timer, pacing=pacing)
+        for name in configs:
+            parts[name].append(counted(seen[PLAIN], seen[name], session.plan.reproducible))
+            each[name] += [total([counts]) for counts in seen[name].stats.rows]
+            phases = seen[name].phases
+            drafting[name] += [sum(round_) for round_ in zip(phases["resume"], phases["draft"], strict=True)]
+        turned.reverse()
+    rows = []
+    for name, config in configs.items():
+        row = {"drafter": name, "gamma": config.gamma, **summed(parts[name], each[name])}
+        row["baseline_step_ms"] = 1e3 * session.plan.n_rows / row["baseline_tokens_per_second"]
+        rows.append(row | {"drafting_ms": 1e3 * fmean(drafting[name]) if drafting[name] else None})
+    return rows
+
+
+def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record]:
+    """Yield the record of each context, appended to the output. Errors: UserError."""
+    for context in flags.contexts:
+        session = open_session(flags.run(context), list(configs.values()))
+        measured = {"text": session.plan.dataset, "rows": measure(session, configs)}
+        plain = session.variant(draft=None)
+        record = bench.record_of("context_sweep", plain, bench.rounded(measured), ("gamma", "draft_budget"))
+        append_record(flags.output.output, record)
+        yield record
+
+
+def main(flags: Flags) -> None:
+    require_at_least("contexts", min(flags.contexts, default=0), 1)
+    require_appendable(flags.output.output)
+    records = [*sweep(flags, flags.configs())]
+    rows = [record | row for record in records for row in record["rows"]]
+    publish(None, records[-1], console(rows, of(COLUMNS)))
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)
