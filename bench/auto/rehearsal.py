@@ -18,8 +18,9 @@ class Rehearsal:
     """A `Pacing` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
 
     gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
-    parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter, the seconds
-    of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not finite.
+    parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter,
+    the seconds of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not
+    finite.
     """
 
     def __init__(
