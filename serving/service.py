@@ -269,7 +269,7 @@ class Service(Collector):
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
         """Return the tokens of a predicted text. Raises Failure."""
-        draft = self.plan.draft and self.plan.draft.config
+        draft = self.plan.draft.config if self.plan.draft else None
         if draft is None or not any(each.reads_predictions for each in draft.every):
             fix = "start the server with --draft suffix or --text_drafts suffix"
             raise invalid("prediction", f"this server's draft does not read it: {fix}")
