@@ -206,3 +206,12 @@ def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
     pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
     best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
     assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best
+
+
+def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpoint: Path) -> None:
+    draft = SelfConfig(gamma="auto", policy=Streaming(5, n_sink=4))
+    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8), draft=draft)
+    assert not resolve(config, [[1] * 40]).chooses
+    several = replace(draft, alternatives=(SuffixConfig(gamma="auto"),))
+    with pytest.raises(ConfigError, match="--draft_budget"):
+        resolve(replace(config, draft=several), [[1] * 40])

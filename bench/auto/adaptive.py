@@ -18,7 +18,7 @@ MOST_MEASURED = 4.0
 MEMORY = 0.96
 # Among several kinds of drafters, the evidence on those that did not draft keeps this share: a trial costs time.
 MEMORY_OF_OTHERS = 0.99
-# A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
+# A drafter that comes back has to pay for catching up within this share of the plain steps that it missed.
 PAID_WITHIN = 1 / 3
 # Another drafter has to promise this much more, since a change costs something.
 WORTH_A_CHANGE = 1.03
@@ -93,7 +93,7 @@ class Adaptive:
         return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
 
     def _catch_up(self, drafter: int) -> float:
-        """Return the ms of catching up as a share of the rounds that have to pay for them."""
+        """Return the ms of catching up as a share of the steps that have to pay for them."""
         missed, costs = self._missed[drafter], self._full_batch[drafter]
         n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
