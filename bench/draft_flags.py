@@ -20,7 +20,7 @@ from kv_cache.policy import BudgetedPolicy, policies
 FULL_BUDGET = -1
 DEFAULT_POLICY = "streaming"
 # Fields of drafters that are made from other flags.
-NO_OPTIONS = ("policy", "policies", "texts")
+NO_OPTIONS = ("policy", "policies", "texts", "alternatives")
 # Names of flags in MagicDec's scripts.
 ALIASES = {"draft_budget": ["--streamingllm_budget"]}
 PolicyName: Any = Literal[tuple(policies())]
@@ -92,6 +92,9 @@ def draft_flags(
         specs["draft_policy"] = Annotated[PolicyName | Literal["auto"] | None, arg(help=says)], None
         says = "drafters from text that stand in for a draft model where they find a long match"
         specs["text_drafts"] = Annotated[tuple[TextName, ...], arg(help=says)], ()
+    if "gamma" not in without:
+        says = "drafters that --gamma auto may take instead of the draft, in any round, if they pay more"
+        specs["auto_drafts"] = Annotated[tuple[OtherName, ...], arg(help=says)], ()
     for name, kinds_with in owners.items():
         if name in NO_OPTIONS:
             continue
@@ -118,14 +121,16 @@ def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str
 
     kind = kinds[given.get("draft", next(iter(kinds)))]
     given = {"gamma": AUTO, **given} if given.get("gamma_schedule") == AUTO else given
+    alone = {name: value for name, value in given.items() if name != "auto_drafts"}
+    others = tuple(_drafter_config(OTHERS, alone | {"draft": name}) for name in given.get("auto_drafts", ()))
     if not issubclass(kind, ModelDrafterConfig):
-        return made(kind)
+        return made(kind, alternatives=others)
     name = given.get("draft_policy", DEFAULT_POLICY)
     # With auto, the first drafts until another policy pays more.
     several = tuple(map(made, sorted(BUDGETED.values(), key=lambda kind: kind.name != DEFAULT_POLICY))) * (name == AUTO)
     policy = several[0] if several else made(policies()[name])
     texts = tuple(made(TEXTS[text], gamma_schedule=None) for text in given.get("text_drafts", ()))
-    return made(kind, policy=policy, policies=several, texts=texts)
+    return made(kind, policy=policy, policies=several, texts=texts, alternatives=others)
 
 
 def _required(kind: type[DrafterConfig]) -> list[str]:
@@ -139,6 +144,7 @@ def _used_options(config: DrafterConfig) -> list[str]:
     if config.gamma == 0:
         return ["gamma", *_required(type(config))]
     used = [option.name for option in fields(config) if option.name not in config.unused]
+    used += ["auto_drafts", *(name for other in config.alternatives for name in _used_options(other))]
     if not isinstance(config, ModelDrafterConfig):
         return used
     owners: list[Any] = [*(config.policies or [config.policy]), *config.texts]
@@ -174,6 +180,9 @@ def _listed(kinds: Mapping[str, type]) -> str:
     return "; ".join(f"{name}: {line[:1].lower()}{line[1:]}" for name, line in first_lines.items())
 
 
+# Drafters that can take the place of another in any round.
+OTHERS = {name: kind for name, kind in drafters().items() if not _required(kind) and not kind.needs_baseline}
+OtherName: Any = Literal[tuple(OTHERS)]
 NAMES = [*draft_flags().KINDS]
 WITH_MODEL = [name for name in drafters() if name not in NAMES]
 PATHS = ", ".join(f"{name}:PATH" for name in HEADS)

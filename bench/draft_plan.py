@@ -35,6 +35,11 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
     draft = _resolve_draft(plan, config)
     if config.inner:
         draft = replace(draft, inner=_resolve_draft(plan, config.inner, outer=draft))
+    draft = replace(draft, others=tuple(_resolve_draft(plan, other) for other in config.alternatives))
+    _check_saving(draft)
+    for each in draft.each() if draft.others else ():
+        if each.policy is not None:
+            check_gamma(1, each.policy.room)
     return replace(plan, draft=draft)
 
 
@@ -95,9 +100,15 @@ def _check_choice(config: ModelDrafterConfig) -> None:
     if not isinstance(config, SelfConfig):
         what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
         raise ConfigError(what, where, AUTO, "a policy and a number of entries", "name them")
-    if any(getattr(text, "ngram_cache", None) for text in config.texts):
-        what = "each of the drafts to choose among would save its n-grams"
-        raise ConfigError(what, flag("ngram_cache"), f"a file beside {where} {AUTO}", "a fixed draft", "leave it out")
+
+
+def _check_saving(draft: DraftPlan) -> None:
+    """Raise ConfigError if several of the drafters to choose among would save their n-grams."""
+    each = [(drafted.config, *getattr(drafted.config, "texts", ())) for drafted in draft.each()]
+    files = [file for configs in each for config in configs if (file := getattr(config, "ngram_cache", None))]
+    if len(files) > 1:
+        what, seen = "each of the drafts to choose among would save its n-grams", f"a file for {len(files)} drafts"
+        raise ConfigError(what, flag("ngram_cache"), seen, "a single draft that saves", "leave it out")
 
 
 def check_layers(layers: Sequence[int] | None, n_layer: int) -> None:

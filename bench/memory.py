@@ -54,7 +54,8 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     weights = model_bytes(target, plan.dtype, plan.config.target.quantize, plan.device)
     kv, draft_kv = FullKVCache(target, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes, 0
     for draft in plan.draft.levels if plan.draft else ():
-        dtype, is_inner, config = draft.dtype or plan.dtype, draft is not plan.draft, target
+        dtype, config = draft.dtype or plan.dtype, target
+        is_inner = plan.draft is not None and draft is plan.draft.inner
         n_caches = len(plan.draft.policies) if is_inner and plan.draft else 1  # each outer draft has an inner draft
         if isinstance(draft.source, HeadSource):
             config = draft.source.config
@@ -65,7 +66,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
             n_caches *= 2 if plan.chooses else 1  # entries of prompts are kept while costs are measured
         else:
             config = target if draft.layers is None else replace(target, n_layer=len(draft.layers))
-            if draft.dtype is not None and not plan.shares_weights and not is_inner:
+            if draft.dtype is not None and not plan.shares_weights(draft) and not is_inner:
                 weights += model_bytes(config, dtype, draft.quantize, plan.device)
         sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or dtype
         for cache in (policy.new_cache(*sizes) for policy in draft.policies):

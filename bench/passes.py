@@ -109,7 +109,7 @@ def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts 
     draft = session.plan.draft
     assert draft is not None
     by_context = {measured.context: measured.by_rows for measured in costs if measured}
-    names = [policy.name for policy in draft.policies]
+    names = [(each.config.name, each.policy.name if each.policy else "") for each in draft.each()]
     return Adaptive(drafters, by_context, draft.gammas, names) if by_context else Fixed(drafters[0])
 
 
@@ -119,7 +119,8 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     if session.plan.gen_len < 2 or (not session.plan.config.target.compile and runner.graphs is None):
         return
     choices = [PLAIN] if not drafters or (draft and draft.automatic) else []
-    choices += [Choice(index, gamma) for index in range(len(drafters)) for gamma in (draft.gammas if draft else ())]
+    gammas = draft.gammas if draft else ()
+    choices += [Choice(i, gamma) for i, drafter in enumerate(drafters) for gamma in gammas if gamma <= drafter.gamma]
     gamma = max(choice.gamma for choice in choices)
     # Twice as many rounds as a policy has between two refreshes.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])

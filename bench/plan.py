@@ -91,13 +91,13 @@ def resolve_several(
     deepest = max(drafts, key=lambda draft: (most_drafts(draft), draft.has_model))
     plan = resolve(replace(config, draft=deepest), texts)
     caches: list[tuple[int, Policy]] = []
-    for planned in (with_draft(plan, draft).draft for draft in drafts):
-        assert planned is not None
+    for planned in (each for draft in drafts if (found := with_draft(plan, draft).draft) for each in found.each()):
         sizes = plan.target.config, 1, plan.capacity, "meta", planned.kv_dtype or plan.dtype
         caches += [(policy.new_cache(*sizes).n_bytes, policy) for policy in planned.policies]
     caches.sort(key=itemgetter(0), reverse=True)
     assert plan.draft is not None
-    return replace(plan, draft=replace(plan.draft, policies=tuple(policy for _, policy in caches[:at_once])))
+    policies = tuple(policy for _, policy in caches[:at_once])
+    return replace(plan, draft=replace(plan.draft, policies=policies, others=()))
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
@@ -120,7 +120,7 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
     if target.compile and device == "cpu":
         note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
         target = replace(target, compile=False)
-    read = {"draft_text": [config.draft, *getattr(config.draft, "texts", ())], "prompts": [rows], "stop_at_eos": [rows]}
+    read = {"draft_text": config.draft.every if config.draft else (), "prompts": [rows], "stop_at_eos": [rows]}
     unused = [name for name, options in read.items() if any(getattr(each, name, None) for each in options)]
     if unused and not has_text:
         note_without_effect(unused, "random weights have no text")

@@ -28,7 +28,7 @@ class DraftPlan:
     gamma: draft tokens per round; with `auto_gamma`, the most. policies: policies of its KV cache to choose among in
     every round, largest budget first; empty without a cache. length: tokens of the longest row. dtype, quantize,
     kv_dtype: storage of a draft with a cache. source: the second model, or None if the target drafts. inner: the draft
-    that drafts for this draft.
+    that drafts for this draft. others: drafts that rounds may take instead of this draft.
     """
 
     config: DrafterConfig
@@ -41,6 +41,7 @@ class DraftPlan:
     kv_dtype: torch.dtype | None = None
     source: ModelSource | None = None
     inner: DraftPlan | None = None
+    others: tuple[DraftPlan, ...] = ()
 
     @property
     def policy(self) -> Policy | None:
@@ -64,8 +65,9 @@ class DraftPlan:
 
     @property
     def levels(self) -> tuple[DraftPlan, ...]:
-        """The draft, and the drafts that draft for it."""
-        return (self, *self.inner.levels) if self.inner else (self,)
+        """The draft, the drafts that draft for it, and those of the other drafts."""
+        below = (self.inner, *self.others) if self.inner else self.others
+        return (self, *(level for draft in below for level in draft.levels))
 
     @property
     def weights(self) -> tuple[object, ...]:
@@ -74,8 +76,13 @@ class DraftPlan:
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Every gamma above 0 that a round may have, ascending."""
-        return tuple(range(1, self.gamma + 1)) if self.auto_gamma else (self.gamma,)
+        """Every gamma above 0 that a round of any of the drafts may have, ascending."""
+        return tuple(range(1, self.most_gamma + 1)) if self.auto_gamma else (self.gamma,)
+
+    @property
+    def most_gamma(self) -> int:
+        """The most draft tokens of a round of any of the drafts."""
+        return max([self.gamma, *(other.gamma for other in self.others)])
 
     @property
     def auto_policy(self) -> bool:
@@ -91,8 +98,10 @@ class DraftPlan:
         return self.auto_gamma or self.auto_policy or self.auto_budget
 
     def each(self) -> list[DraftPlan]:
-        """Return a draft for each policy, in their order; the draft itself if it has no cache."""
-        return [replace(self, policies=(policy,)) for policy in self.policies] or [self]
+        """Return a draft for each policy, in their order, or the draft itself without a cache; then the others'."""
+        alone = replace(self, others=())
+        each = [replace(alone, policies=(policy,)) for policy in self.policies] or [alone]
+        return each + [draft for other in self.others for draft in other.each()]
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class Plan:
     @property
     def gamma(self) -> int:
         """The most draft tokens of a round."""
-        return self.draft.gamma if self.draft else 0
+        return self.draft.most_gamma if self.draft else 0
 
     @property
     def chooses(self) -> bool:
@@ -141,11 +150,9 @@ class Plan:
         """True if speculation emits the tokens of plain decoding, not only tokens of their distribution."""
         return self.sampling.greedy or self.verification == "coupled"
 
-    @property
-    def shares_weights(self) -> bool:
-        """True if the draft runs the target's weights as they are stored."""
-        target = None, self.dtype, self.config.target.quantize
-        return self.draft is not None and (self.draft.source, self.draft.dtype, self.draft.quantize) == target
+    def shares_weights(self, draft: DraftPlan) -> bool:
+        """Return whether a draft runs the target's weights as they are stored."""
+        return (draft.source, draft.dtype, draft.quantize) == (None, self.dtype, self.config.target.quantize)
 
     def attention(self, config: ModelConfig, dtype: torch.dtype, entries: torch.dtype | None = None) -> Selection:
         """Return the attention backend for a model, or its shard, over KV entries of a dtype, and why it was chosen."""

@@ -162,7 +162,7 @@ def _phase_times(timed: Decoded | None) -> dict[str, float | None]:
 
 
 def _choices(session: Session, speculative: GenerateOutput) -> list[dict[str, Any]]:
-    """Return the number of rounds of each policy, budget and gamma."""
+    """Return the number of rounds of each draft, policy, budget and gamma."""
     counts = Counter(round_.choice for round_ in speculative.stats.rounds)
     return [
         {**cache_of(session, choice), "gamma": choice.gamma, "rounds": n}
@@ -178,7 +178,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
             **cache_of(session, Choice(index, cost.at[-1])),
             "plain_ms": cost.plain_ms,
             "gammas": cost.at,
-            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
+            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")},
             "accepted_share": cost.acceptance.value if cost.acceptance else None,
             "verified": cost.acceptance.n if cost.acceptance else None,
         }
@@ -188,8 +188,11 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
 
 
 def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
-    """Return the policy and the KV entries of a row in rounds of a choice; None for drafts without a cache."""
+    """Return the policy and the KV entries of a row in rounds of a choice, None for drafts without a cache; and the
+    name of the draft, if there are several."""
     draft = session.plan.draft
-    if not draft or not draft.policies or choice.drafter is None or not choice.gamma:
-        return {"draft_policy": None, "draft_budget": None}
-    return {"draft_policy": draft.policies[choice.drafter].name, "draft_budget": draft.capacities[choice.drafter]}
+    chosen = draft.each()[choice.drafter] if draft and choice.drafter is not None and choice.gamma else None
+    named = {"draft": chosen.config.name if chosen else None} if draft and draft.others else {}
+    if chosen is None or chosen.policy is None:
+        return named | {"draft_policy": None, "draft_budget": None}
+    return named | {"draft_policy": chosen.policy.name, "draft_budget": chosen.capacity}

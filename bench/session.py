@@ -178,7 +178,7 @@ class Session:
         return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
 
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
-        """Return a drafter for each policy and budget to choose among, largest budget first."""
+        """Return a drafter for each draft, policy and budget to choose among, largest budget first."""
         assert self.plan.draft is not None, "the session was opened without a draft"
         return [self._build(draft, texts) for draft in self.plan.draft.each()]
 
@@ -279,7 +279,7 @@ def _draft_model(
         return draft.source.load(device=plan.device, **stored)
     if draft.source is not None:
         return _load(plan, draft.source, draft_ranks, **stored) if draft_ranks and draft_ranks.holds else None
-    if not plan.shares_weights:
+    if not plan.shares_weights(draft):
         return _load(plan, plan.target, target_ranks, **stored, layers=draft.layers)
     return select_layers(target, draft.layers) if draft.layers is not None else None
 

@@ -32,7 +32,8 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a record's draft and its policy, by name; older records have them beside their results."""
     draft = record.get("config", {}).get("draft", {})
     texts = [text["name"] for text in draft.get("texts", ())]
-    options = draft | draft.get("policy", {}) | {"text_drafts": texts or None}
+    others = [other["name"] for other in draft.get("alternatives", ())]
+    options = draft | draft.get("policy", {}) | {"text_drafts": texts or None, "auto_drafts": others or None}
     known = {name: options[name] for name in option_names() if options.get(name) is not None}
     return known | {name: record[name] for name in option_names() if name in record}
 
@@ -40,9 +41,9 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 def option_names() -> list[str]:
     """Return the names of all options of drafters and policies."""
     kinds: list[Any] = [*policies().values(), *drafters().values()]
-    not_options = {"policy", "policies", "texts", "gamma", "draft_model", "draft_ranks"}
+    not_options = {"policy", "policies", "texts", "alternatives", "gamma", "draft_model", "draft_ranks"}
     names = dict.fromkeys(field.name for kind in kinds for field in fields(kind))
-    return [*(name for name in names if name not in not_options), "text_drafts"]
+    return [*(name for name in names if name not in not_options), "text_drafts", "auto_drafts"]
 
 
 def settings_record(session: Session) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def _draft_record(draft: DraftPlan | None) -> dict[str, Any]:
         return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
     record: dict[str, Any] = {"draft": draft.config.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
     record |= {"draft_policy": None, "draft_budget": None}
+    if draft.others:
+        record["auto_drafts"] = [other.config.name for other in draft.others]
     if draft.source:
         record |= {"draft_model": draft.source.name, "draft_borrows": list(draft.source.borrowed)}
     if draft.policy and draft.dtype:

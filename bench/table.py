@@ -82,7 +82,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
         f"context extended by {target.rope_scaling}" if target.rope_scaling else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
-        _draft_text(plan.draft) if plan.draft and plan.draft.gamma else "",
+        " or ".join(map(_draft_text, (plan.draft, *plan.draft.others))) if plan.draft and plan.draft.gamma else "",
     ]
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
@@ -149,12 +149,13 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _chosen(record: dict[str, Any]) -> str:
-    """Return the rounds by choice, such as `12 x gamma 3`, with policy and budget if these are chosen, too."""
+    """Return the rounds by choice, such as `12 x gamma 3`, with draft, policy and budget if these are chosen, too."""
     parts = []
     for choice in record["choices"]:
+        name = f"{choice['draft']}, " if "draft" in choice else ""
         policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
         budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
-        round_ = f"{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
+        round_ = f"{name}{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
         parts.append(f"{choice['rounds']} x {round_}")
     return "; ".join(parts)
 

@@ -98,7 +98,7 @@ class Serve:
         if draft is not None and draft.needs_baseline:
             what, fix = "this draft needs the answer of plain decoding", f"leave out {flag('draft')}"
             raise ConfigError(what, flag("draft"), draft.name, "a draft that can be served, such as self", fix)
-        drafts = [] if draft is None else [draft, *getattr(draft, "texts", ())]
+        drafts = draft.every if draft else ()
         sharing = [config.name for config in drafts if config.shares_texts]
         if sharing and self.batch.no_prefix_reuse:
             what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"

@@ -269,8 +269,8 @@ class Service(Collector):
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
         """Return the tokens of a predicted text. Raises Failure."""
-        draft = self.plan.draft and self.plan.draft.config
-        if not any(getattr(each, "reads_predictions", False) for each in (draft, *getattr(draft, "texts", ()))):
+        draft = self.plan.draft.config if self.plan.draft else None
+        if draft is None or not any(each.reads_predictions for each in draft.every):
             fix = "start the server with --draft suffix or --text_drafts suffix"
             raise invalid("prediction", f"this server's draft does not read it: {fix}")
         if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:

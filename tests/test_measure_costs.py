@@ -65,7 +65,7 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
     both = measure_costs(rounds, [1, 2, 4])
     assert [one.at for one in both] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in both)
-    assert both[0].verify_ms == both[1].verify_ms and both[0].plain_ms == both[1].plain_ms
+    assert both[0].verify_ms != both[1].verify_ms and both[0].plain_ms == both[1].plain_ms
     seen = [one.acceptance for one in both]
     assert all(one and one.n for one in seen) and seen[0].value == 1 and seen[1].value < 0.5
     out = generate(runner, prompts, max_new_tokens=10, drafter=own)
@@ -96,7 +96,7 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes)
 
 def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
     """Three rounds, ms; the one that something else held up counts for nothing."""
-    usual = {"draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002}
+    usual = {"resume": 0.001, "draft": draft / 1e3, "verify": verify / 1e3, "other": 0.002}
     return [usual, dict.fromkeys(usual, 1.0), usual]
 
 
@@ -109,17 +109,17 @@ def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], si
 
 
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
-    rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(11), Choice(0, 3): timed(29, 70), Choice(1, 3): timed(12, 90)}
+    rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(10), Choice(0, 3): timed(32, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rehearsed(rounds, rates, [0, 0], [40, 20]), [1, 3], 0)
-    assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (11 + 29) / (1 + 3)))
+    first, second = costs_of_rounds(rehearsed(rounds, rates, [0, 0], [40, 20]), 0)
+    assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (10 + 32) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
 
 
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
-    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), [3], 0)
+    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), 0)
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
     assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
 

@@ -49,7 +49,7 @@ def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None
     accepted = [row.accepted for row in drafted.stats.rows]
     assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
     assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
-    assert not session.models and session.plan.shares_weights
+    assert not session.models and session.plan.shares_weights(session.plan.draft)
 
 
 def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:

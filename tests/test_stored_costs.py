@@ -56,7 +56,8 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
         assert n_rounds == CHECKED_ROUNDS
         for choice in choices:  # the first one was held up
             now = ms[choice] / 1e3
-            self.timed[choice] += [{"draft": 9e9, "verify": now}, {"draft": now / 4, "verify": now * 3 / 4}]
+            held_up, usual = {"draft": 9e9, "verify": now}, {"draft": now / 4, "verify": now * 3 / 4}
+            self.timed[choice] += [{"resume": 0.0} | held_up, {"resume": 0.5} | usual]
         self._verified[0], self._accepted[0] = 10, 7
 
     monkeypatch.setattr(Rehearsal, "run", run)

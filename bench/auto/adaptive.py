@@ -16,7 +16,9 @@ PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
 MOST_MEASURED = 4.0
 # Evidence keeps this share of its weight from round to round, since texts change.
 MEMORY = 0.96
-# A drafter that comes back has to pay for catching up within this share of the rounds that it missed.
+# Among several kinds of drafters, the evidence on those that did not draft keeps this share: a trial costs time.
+MEMORY_OF_OTHERS = 0.99
+# A drafter that comes back has to pay for catching up within this share of the plain steps that it missed.
 PAID_WITHIN = 1 / 3
 # Another drafter has to promise this much more, since a change costs something.
 WORTH_A_CHANGE = 1.03
@@ -26,8 +28,8 @@ class Adaptive:
     """A `Pacing` that takes the plain step, or the drafter and gamma, with the largest value of tokens less ms.
 
     costs: `costs[c][n][i]` of drafter i while n rows decode behind c tokens, largest budget first; interpolated between
-    the n that were measured at every c. gammas: gammas to choose among, if they were measured. policies: the name of
-    each drafter's policy; None if drafters differ only in their budgets.
+    the n that were measured at every c. gammas: gammas to choose among, if they were measured. names: the name of each
+    drafter's kind and of its policy; None if drafters differ only in their budgets.
 
     A drafter's expected acceptance rate combines discounted counts of verified and accepted draft positions with a
     prior. It is at most the rate of the same policy with a larger budget, since the best of several small counts is
@@ -44,34 +46,35 @@ class Adaptive:
         drafters: Sequence[Drafter],
         costs: Mapping[int, Mapping[int, Sequence[Costs]]],
         gammas: Sequence[int],
-        policies: Sequence[str] | None = None,
+        names: Sequence[tuple[str, str]] | None = None,
     ) -> None:
-        self.drafters, self._policies = tuple(drafters), policies or [""] * len(drafters)
+        self.drafters, self._names = tuple(drafters), names or [("", "")] * len(drafters)
+        self._is_single_kind = len({kind for kind, _ in self._names}) == 1
         self.max_gamma = max(gammas)
         self._contexts = sorted(costs)
         # With little time, few rows or some gammas were not measured at every context.
         self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
         full_batch = costs[self._contexts[-1]][self._rows[-1]]
-        largest = min(by_rows[self._rows[-1]][0].at[-1] for by_rows in costs.values())
+        largest = [min(by_rows[self._rows[-1]][i].at[-1] for by_rows in costs.values()) for i in range(len(drafters))]
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
         # Ms of a round of each choice, at each context and number of rows.
         self._ms = {PLAIN: np.array([cell[0].plain_ms for cell in cells])}
         for i, gamma in product(range(len(drafters)), gammas):
-            if 0 < gamma <= largest:
+            if 0 < gamma <= largest[i]:
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         self._verified = [min(rate.n, MOST_MEASURED) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         self._last_drafter = 0
-        self._full_batch, self._missed = full_batch, [0] * len(drafters)
+        self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
         alphas: list[float] = []
-        least: dict[str, float] = {}
-        for policy, accepted, verified in zip(self._policies, self._accepted, self._verified, strict=True):
+        least: dict[tuple[str, str], float] = {}
+        for name, accepted, verified in zip(self._names, self._accepted, self._verified, strict=True):
             alpha = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
-            least[policy] = min(alpha, least.get(policy, alpha))
-            alphas.append(least[policy])
+            least[name] = min(alpha, least.get(name, alpha))
+            alphas.append(least[name])
 
         def tokens(choice: Choice) -> float:
             """Return the expected tokens of a row, less the price of catching up and of a change."""
@@ -90,15 +93,19 @@ class Adaptive:
         return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
 
     def _catch_up(self, drafter: int) -> float:
-        """Return the ms of catching up as a share of the rounds that have to pay for them."""
+        """Return the ms of catching up as a share of the steps that have to pay for them."""
         missed, costs = self._missed[drafter], self._full_batch[drafter]
         n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        for counts in (self._verified, self._accepted):
-            counts[:] = [MEMORY * count for count in counts]
-        self._missed = [0 if index == choice.drafter else n + 1 for index, n in enumerate(self._missed)]
+        drafting = None if choice.drafter is None else self._names[choice.drafter][0]
+        for index, (kind, _) in enumerate(self._names):
+            kept = MEMORY if kind == drafting or self._is_single_kind else MEMORY_OF_OTHERS
+            self._verified[index] *= kept
+            self._accepted[index] *= kept
+        emitted = 1 + sum(accepted) / max(1, len(accepted))
+        self._missed = [0.0 if index == choice.drafter else n + emitted for index, n in enumerate(self._missed)]
         if choice.drafter is not None:
             self._last_drafter = choice.drafter
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))

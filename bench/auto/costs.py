@@ -18,7 +18,9 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of a batch at a context: a plain step, verifications of `at` draft tokens (ascending), a draft step,
-    the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text."""
+    the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text.
+
+    resume_ms: time to catch up a few tokens that another drafter or a plain step emitted."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -27,6 +29,7 @@ class Costs:
     other_ms: float
     acceptance: AcceptanceRate | None = None
     refresh_ms: float = 0.0
+    resume_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
         """Return the ms of a round; verifications are interpolated, and extrapolated, on straight lines."""
@@ -37,15 +40,16 @@ class Costs:
             verify = np.interp(gamma, at, ms)
         return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
 
-    def catch_up_ms(self, n_missed: int) -> float:
-        """Return the ms in which a draft model catches up `n_missed` tokens: draft_ms * verify_ms(n) / plain_ms."""
+    def catch_up_ms(self, n_missed: float) -> float:
+        """Return the ms in which a draft catches up `n_missed` tokens: a draft step, or `resume_ms` where that is more,
+        times verify_ms(n) / plain_ms."""
         per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
-        return self.draft_ms * (1 + n_missed * per_token)
+        return max(self.draft_ms, self.resume_ms) * (1 + n_missed * per_token)
 
     def slower(self, times: float) -> Self:
         """Return the costs where everything takes `times` as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)
-        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms")
+        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")
         return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in names})
 
     def speedup(self, tokens: float, gamma: int) -> float:

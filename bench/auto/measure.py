@@ -1,12 +1,15 @@
 """Measures what rounds cost: plain steps and rounds of every gamma, interleaved, over a filled cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import median, median_low
+
+import numpy as np
 
 from bench.auto.costs import Costs
 from bench.auto.rehearsal import Rehearsal
+from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
 # Bounds of the timed rounds of each choice, as many as fit into MEASURING_SECONDS.
@@ -23,14 +26,16 @@ CHECKED_ROUNDS, MOST_OFF = 2, 0.2
 def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS) -> list[Costs]:
     """Return the costs of each drafter: medians of interleaved rounds while all rows decode.
 
-    The first drafter, whose rounds cost most, is measured at every gamma. The others only add their draft step, at the
-    middle gamma. seconds: limit of all rounds, unless the fewest take longer. Code has to be compiled and captured
-    before. Errors: UserError if logits are not finite.
+    The first drafter of each kind, whose rounds cost most, is measured at every gamma that it has. The others only add
+    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. Code has to be
+    compiled and captured before. Errors: UserError if logits are not finite.
     """
     runner = rehearsal.runner
     n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
-    others = [Choice(index, middle(gammas)) for index in range(1, len(rehearsal.drafters))]
-    choices, fewest = [PLAIN, *(Choice(0, gamma) for gamma in gammas), *others], n_untimed + FEWEST_TIMED
+    choices, fewest = [PLAIN], n_untimed + FEWEST_TIMED
+    for first, *others in kinds(rehearsal.drafters):
+        choices += [Choice(first, gamma) for gamma in within(gammas, rehearsal.drafters[first])]
+        choices += [Choice(index, middle(within(gammas, rehearsal.drafters[index]))) for index in others]
     rehearsal.run(choices, fewest)
     for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
         if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
@@ -38,50 +43,55 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = 
     # The leader's clock decides, so that all ranks run the same rounds.
     n_more = runner.ranks.shared(lambda: int((seconds / rehearsal.seconds - 1) * fewest))
     rehearsal.run(choices, min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
-    return costs_of_rounds(rehearsal, gammas, n_untimed)
+    return costs_of_rounds(rehearsal, n_untimed)
 
 
 def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
     """Return the costs of rounds by the number of busy rows, for a decode of `n_steps` plain steps.
 
-    A short decode is measured at the middle gamma; a longer one at all gammas, and with the fewest rows that are
-    computed.
+    A short decode is measured at the middle gamma, and at the largest if kinds of drafters are compared; a longer
+    decode at all gammas, and with the fewest rows that are computed.
     """
     runner, n_rows = rehearsal.runner, len(rehearsal.prompts)
-    costs = measure_costs(rehearsal, [middle(gammas)], 0.0)
-    if not runner.ranks.shared(lambda: has_time(costs, gammas, n_steps)):
+    few = sorted({middle(gammas), gammas[-1]} if len(kinds(rehearsal.drafters)) > 1 else {middle(gammas)})
+    costs = measure_costs(rehearsal, few, 0.0)
+    if not runner.ranks.shared(lambda: has_time(costs, rehearsal.drafters, gammas, n_steps)):
         return {n_rows: costs}
     seconds = min(MEASURING_SECONDS, MOST_SHARE * n_steps * costs[0].plain_ms / 1e3)
     found = {n_rows: measure_costs(rehearsal, gammas, seconds)}
     if (few_rows := runner.n_computed(1)) < n_rows:
         rehearsal.keep(few_rows)
-        found[few_rows] = measure_costs(rehearsal, [middle(gammas)], 0.0)
+        found[few_rows] = measure_costs(rehearsal, few, 0.0)
     return found
 
 
-def has_time(costs: Sequence[Costs], gammas: Sequence[int], n_steps: int) -> bool:
+def has_time(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: Sequence[int], n_steps: int) -> bool:
     """Return whether rounds of all gammas and drafters take a small share of a decode of `n_steps` plain steps."""
     plain_ms = costs[0].plain_ms
-    ms = [plain_ms, *(costs[0].round_ms(gamma) for gamma in gammas), *(cost.round_ms(middle(gammas)) for cost in costs)]
+    ms = [plain_ms, *(cost.round_ms(middle(gammas)) for cost in costs)]
+    ms += [costs[first].round_ms(gamma) for first, *_ in kinds(drafters) for gamma in within(gammas, drafters[first])]
     return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) <= MOST_SHARE * n_steps * plain_ms
 
 
 def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
     """Return saved costs, scaled to the present speed of this machine, with the acceptance of a check.
 
-    The check runs plain steps and rounds of the first drafter; the fastest of each count. Returns None if the ratio of
-    the two, on which choices depend, has changed by more than MOST_OFF.
+    The check runs plain steps and rounds of the first drafter of each kind; the fastest of each count. Returns None if
+    a ratio of these, on which choices depend, has changed by more than MOST_OFF.
     """
-    saved = known[max(known)][0]
-    drafted = Choice(0, middle(saved.at))
-    rehearsal.run([PLAIN, drafted], CHECKED_ROUNDS)
+    saved = known[max(known)]
+    drafted = {first: Choice(first, middle(saved[first].at)) for first, *_ in kinds(rehearsal.drafters)}
+    rehearsal.run([PLAIN, *drafted.values()], CHECKED_ROUNDS)
+
+    def fastest(choice: Choice) -> float:
+        return 1e3 * min(sum(parts.values()) - parts["resume"] for parts in rehearsal.timed[choice])
 
     def slower() -> float | None:
         """Return the present over the saved time of a plain step; None if saved costs do not hold."""
-        timed = (rehearsal.timed[choice] for choice in (PLAIN, drafted))
-        plain, round_ = (1e3 * min(sum(parts.values()) for parts in rounds) for rounds in timed)
-        saved_ratio = replace(saved, refresh_ms=0.0).round_ms(drafted.gamma) / saved.plain_ms
-        return plain / saved.plain_ms if abs(round_ / plain / saved_ratio - 1) <= MOST_OFF else None
+        times = fastest(PLAIN) / saved[0].plain_ms
+        saved_ms = {i: replace(saved[i], refresh_ms=0.0).round_ms(choice.gamma) for i, choice in drafted.items()}
+        holds = all(abs(fastest(drafted[i]) / (times * ms) - 1) <= MOST_OFF for i, ms in saved_ms.items())
+        return times if holds else None
 
     if (times := rehearsal.runner.ranks.shared(slower)) is None:
         return None
@@ -97,32 +107,54 @@ def middle(gammas: Sequence[int]) -> int:
     return gammas[(len(gammas) - 1) // 2]
 
 
-def costs_of_rounds(rehearsal: Rehearsal, gammas: Sequence[int], n_untimed: int) -> list[Costs]:
-    """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice.
+def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
+    """Return the indices of neighbouring drafters that differ only in the cache that they draft over."""
+    each = [type(getattr(drafter, "model", drafter)) for drafter in drafters]
+    return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
 
-    Noise is removed from draft steps: they take as long with any policy of the same size, and no longer than with a
-    larger budget.
-    """
+
+def within(gammas: Sequence[int], drafter: Drafter) -> list[int]:
+    """Return the gammas, each lowered to what the drafter can draft."""
+    return sorted({min(gamma, drafter.gamma) for gamma in gammas})
+
+
+def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
+    """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice."""
 
     def ms(choice: Choice, part: str) -> float:
         times = rehearsal.timed[choice][n_untimed:]
         return 1e3 * median_low(parts[part] for parts in times)  # the faster of two was disturbed less
 
-    draft_ms, refresh_ms = [], []
-    for drafter, refreshes in enumerate(rehearsal.refreshes):
-        drafted = [choice for choice in rehearsal.timed if choice.drafter == drafter]
-        draft_ms.append(sum(ms(choice, "draft") for choice in drafted) / sum(choice.gamma for choice in drafted))
-        every = rehearsal.drafters[drafter].refresh_every
+    return [cost for same in kinds(rehearsal.drafters) for cost in _costs_of_kind(rehearsal, same, ms)]
+
+
+def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choice, str], float]) -> list[Costs]:
+    """Return the costs of drafters of a kind. ms: the time of a part of a choice's rounds.
+
+    A part of drafting that is the same at every gamma counts as the rest of a round. Noise is removed from draft steps:
+    they take as long with any policy of the same size, and no longer than with a larger budget.
+    """
+    drafted = {i: sorted(choice for choice in rehearsal.timed if choice.drafter == i) for i in same}
+    first = drafted[same[0]]
+    gammas, drafts = [choice.gamma for choice in first], [ms(choice, "draft") for choice in first]
+    at_no_gamma = float(np.polyfit(gammas, drafts, 1)[1]) if len(gammas) > 1 else 0.0
+    fixed_ms = min(max(0.0, at_no_gamma), *drafts)
+    draft_ms, refresh_ms, resume_ms = [], [], []
+    for drafter, choices in drafted.items():
+        n_tokens = sum(choice.gamma for choice in choices)
+        draft_ms.append(sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens)
+        every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
+        resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only
     # KV entries of a row; None without a cache.
-    sizes = [getattr(getattr(drafter, "cache", None), "capacity", None) for drafter in rehearsal.drafters]
+    sizes = [getattr(getattr(rehearsal.drafters[i], "cache", None), "capacity", None) for i in same]
     by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
     draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
     # A plain step has a little of every part but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
-    other_ms = median(ms(Choice(0, gamma), "other") for gamma in gammas)
-    verify_ms = tuple(ms(Choice(0, gamma), "verify") for gamma in gammas)
+    other_ms = fixed_ms + median(ms(choice, "other") for choice in first)
+    verify_ms, rates = tuple(ms(choice, "verify") for choice in first), rehearsal.acceptance
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, acceptance, refresh)
-        for draft, acceptance, refresh in zip(accumulate(draft_ms, min), rehearsal.acceptance, refresh_ms, strict=True)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh, resume)
+        for i, draft, refresh, resume in zip(same, accumulate(draft_ms, min), refresh_ms, resume_ms, strict=True)
     ]

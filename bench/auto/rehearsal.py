@@ -18,8 +18,9 @@ class Rehearsal:
     """A `Pacing` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
 
     gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
-    parts "draft", "verify" and "other" of every round, without catching up. `refreshes`: for each drafter, the seconds
-    of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not finite.
+    parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter,
+    the seconds of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not
+    finite.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Rehearsal:
             raise not_finite("measuring costs", "; ".join(broken[:8]))
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
-        parts = {"draft": draft, "verify": verify, "other": round_.seconds - resume - draft - verify}
+        other = round_.seconds - resume - draft - verify
+        parts = {"resume": resume, "draft": draft, "verify": verify, "other": other}
         if self._next.drafter is not None and (refresh := sum(refreshes[n_before:])):
             self.refreshes[self._next.drafter].append(refresh)
             parts["draft"] -= refresh

@@ -54,8 +54,8 @@ def costs_of(
         if whole or plan.config.passes.measure_costs or not (found := load_costs(key)):
             return None
         few_rows = min(n_rows, session.runner.n_computed(1))
-        is_partial = len(found[n_rows][0].at) < len(gammas) or few_rows not in found
-        return None if is_partial and has_time(found[n_rows], gammas, n_steps) else found
+        is_partial = max(len(cost.at) for cost in found[n_rows]) < len(gammas) or few_rows not in found
+        return None if is_partial and has_time(found[n_rows], drafters, gammas, n_steps) else found
 
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:

@@ -63,9 +63,17 @@ class DrafterConfig(ABC):
     """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else a
     token less; confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with it)"""
 
+    alternatives: tuple[DrafterConfig, ...] = ()
+
     @abstractmethod
     def build(self, parts: Parts) -> Drafter:
         """Make the drafter, over an empty cache if it has one."""
+
+    @property
+    def every(self) -> tuple[DrafterConfig, ...]:
+        """The options, and those of the text drafters and the alternatives beside them."""
+        others = (each for other in self.alternatives for each in other.every)
+        return (self, *getattr(self, "texts", ()), *others)
 
     @property
     def inner(self) -> DrafterConfig | None:
@@ -107,6 +115,24 @@ class DrafterConfig(ABC):
             what, where = "rows of this draft cannot stop by its confidence", flag("gamma_schedule")
             seen, required = f"{schedule} with draft {self.name}", "constant, heuristic or auto"
             raise ConfigError(what, where, seen, required, f"use {where} heuristic")
+        if self.alternatives:
+            self._check_alternatives()
+
+    def _check_alternatives(self) -> None:
+        """Raise ConfigError if drafts cannot be chosen while decoding."""
+        where, names = flag("auto_drafts"), [self.name, *(other.name for other in self.alternatives)]
+        if self.gamma != "auto":
+            what, required = "drafts are chosen together with gamma", f"{flag('gamma')} auto"
+            raise ConfigError(what, where, f"{flag('gamma')} {self.gamma}", required, f"use {required}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            what, required = "a draft is named twice", f"other drafts than {flag('draft')}, each once"
+            raise ConfigError(what, where, twice[0], required, f"leave out {twice[0]}")
+        for other in self.alternatives:
+            other.check()
+            if other.inner or other.has_model or other.needs_baseline:
+                what, fix = "this draft cannot take another draft's place", f"leave out {other.name} here"
+                required = f"self without {flag('draft_of_draft')}, or a draft from text"
+                raise ConfigError(what, where, other.name, required, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

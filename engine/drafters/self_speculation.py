@@ -112,7 +112,7 @@ class SelfConfig(ModelDrafterConfig):
         if self.draft_of_draft == "ngram":
             return NGramConfig(gamma=self.inner_gamma)
         policy = Streaming(self.inner_budget)
-        inner = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=())
+        inner = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=(), alternatives=())
         if self.draft_of_draft == "streaming":
             return replace(inner, draft_of_draft=None)
         shared = {field.name: getattr(inner, field.name) for field in fields(ModelDrafterConfig)}
