@@ -27,6 +27,7 @@ RULES |= dict.fromkeys(FLAGS, only(None, True, False))
 # The authors' options stand in `dflash_config` or beside it. Those that change embeddings or logits have one value.
 OPTIONS = {"target_layer_ids": LIST, "final_logit_softcapping": only(None, 0, 0.0)}
 OPTIONS |= dict.fromkeys(("output_multiplier", "input_embedding_scale"), only(None, 1, 1.0))
+SIZES = ("mask_token_id", "block_size", "num_target_layers")
 AUTHORS = {"architectures": only(None, ["DFlashDraftModel"]), "model_type": only(None, "qwen3"), **OPTIONS}
 
 
@@ -56,12 +57,13 @@ def _of_speculators(files: HeadFiles, n_layer: int) -> DFlashShape:
 def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
     where, inner = f"{files.where}: dflash_config", files.values["dflash_config"]
     values = {**files.values, **inner}
-    check(values, AUTHORS, where)
-    if unknown := sorted(inner.keys() - {*OPTIONS, "mask_token_id", "block_size"}):
-        raise refuse("options of DFlash are not supported", where, ", ".join(unknown), f"only {', '.join(OPTIONS)}")
+    check(values, AUTHORS, files.where)
+    if unknown := sorted(inner.keys() - {*OPTIONS, *SIZES}):
+        required = f"only {', '.join((*SIZES, *OPTIONS))}"
+        raise refuse("options of DFlash are not supported", where, ", ".join(unknown), required)
     if (depth := values.get("num_target_layers") or n_layer) != n_layer:
         raise CheckpointError("the head's num_target_layers is not the target's", files.where, depth, n_layer, FIX)
-    config = layers_config(files, values, "qwen3", where)
+    config = layers_config(files, values, "qwen3", files.where)
     windows = layer_windows(values, config.n_layer, files.where)
     # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.
     kinds = {window is not None for window in windows or (None,)}
