@@ -1,21 +1,20 @@
 """Measure what drafters gain by context: plain decoding and each drafter in turns, behind the same prompts.
 
-    python -m reproduce.context_sweep --drafters self suffix ngram --contexts 512 2000 7500 --output reproduction/lengths.jsonl
-    python -m reproduce.context_sweep --dataset reproduction/heads/held_back.txt --temperature 0.6 \
-        --drafters eagle:reproduction/heads/eagle eagle:reproduction/heads/eagle=full self eagle:reproduction/heads/eagle@auto
+    python -m reproduce.context_sweep --drafters self suffix ngram --contexts 512 2000 7500
+    python -m reproduce.context_sweep --dataset HEADS/held_back.txt --temperature 0.6 --auto_drafts self suffix \\
+        --drafters eagle:HEADS/eagle eagle:HEADS/eagle=full eagle:HEADS/eagle@auto self --output lengths.jsonl
 
 A record holds the sums over `num_prompts` prompts of a context, each decoded by every drafter after a single prefill.
 `drafting_ms` is the mean time of a round before the target verifies. Drafters with `@auto` choose before every round
-among the first drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context.
+between the drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from statistics import fmean
 
 import bench
-from bench.config import AUTO, BatchSize, Rows, RunConfig, Sizes, Text
+from bench.config import BatchSize, Rows, RunConfig, Sizes, Text
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import append_record, publish, require_appendable

@@ -18,6 +18,7 @@ from tyro.conf import arg
 import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
 from bench.draft_flags import TEXTS, draft_flags
+from bench.draft_plan import most_drafts
 from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
@@ -66,7 +67,7 @@ class Drafters:
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
     """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
     eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma behind it
-    (self@heuristic, self@5)"""
+    (self@heuristic, self@5, or self@auto, which may take --auto_drafts instead)"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Return every drafter by its name. Errors: ConfigError."""
@@ -83,8 +84,10 @@ class Drafters:
         if len(models) > 1:
             fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
             raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
-        configs = self.draft.variants(*chosen.values())
-        require_at_least("gamma", min(int(config.gamma) for config in configs), 1)
+        fixed = [options.get("gamma_schedule") != AUTO for options in chosen.values()]
+        alone = ({"auto_drafts": ()} if is_fixed else {} for is_fixed in fixed)
+        configs = self.draft.variants(*(options | more for options, more in zip(chosen.values(), alone, strict=True)))
+        require_at_least("gamma", min(most_drafts(config) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
 
 
@@ -121,9 +124,12 @@ def open_session(
     """Open a session with room for the prompts (`ids`, or those of `run`) and for every drafter. Errors: UserError."""
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
-    gamma = max(int(draft.gamma) for draft in configs)
+    gamma = max(map(most_drafts, configs))
     # A session is opened with the first drafter, which has to be the draft model if there is a draft model.
-    deepest = [replace(draft, gamma=gamma) for draft in sorted(configs, key=lambda draft: not draft.has_model)]
+    deepest = [
+        draft if draft.gamma == AUTO else replace(draft, gamma=gamma)
+        for draft in sorted(configs, key=lambda draft: not draft.has_model)
+    ]
     return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
 
 
