@@ -161,6 +161,8 @@ BAD = {
     "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
     "an embedding of another width": (3, replace(DEEP, dim=48), drop("embed_tokens.weight"), {}, "embed_tokens.weight"),
     "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
+    "a width that is no number": (3, DEEP, as_they_are, {"target_hidden_size": "32"}, "target_hidden_size"),
+    "layers that are not causal": (3, DEEP, as_they_are, {"is_causal": False}, "is_causal"),
     "two norms of inputs": (3, DEEP, as_they_are, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
     "a DFlash head": (3, DEEP, as_they_are, {"dflash_config": {}}, "dflash_config"),
     "another kind": (3, DEEP, as_they_are, {"speculators_model_type": "mtp"}, "mtp"),
@@ -204,6 +206,9 @@ BAD_DFLASH = {
     "another vocabulary": ({"vocab_size": 62}, "vocab_size"),
     "another family": ({"model_type": "llama"}, "model_type"),
     "no options": ({"dflash_config": None}, "layout"),
+    "options of both layouts": ({"speculators_model_type": "dflash"}, "dflash_config"),
+    "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
+    "layers of the other layout": ({"aux_hidden_state_layer_ids": [1, 2, 3]}, "aux_hidden_state_layer_ids"),
     **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "dflash2", "mtp", "xpress", "eagle3")},
 }
 

@@ -47,11 +47,11 @@ class Eagle(HeadDrafter):
         self, states: Tensor, following: Tensor, positions: Tensor, last: Tensor, view: KVCache, n_draft: int
     ) -> Tensor:
         """Run the accepted states and `n_draft - 1` masks behind them; return the states `[B, n_draft, dim]` that
-        draft. Rows that need fewer than all places repeat the last, whose entry is then written again."""
+        draft. Shapes never change: shorter rows repeat their last token, whose entry is then written again."""
         mask, token = self._head.mask_hidden, self._head.shape.mask_token
         assert mask is not None and token is not None
-        places, drafts = (torch.arange(n, device=last.device) for n in (self.gamma + n_draft, n_draft))
-        index = torch.minimum(places, last + n_draft - 1)
+        columns, drafts = (torch.arange(n, device=last.device) for n in (self.gamma + n_draft, n_draft))
+        index = torch.minimum(columns, last + n_draft - 1)
         is_mask, seen = index > last, torch.minimum(index, last)
         states = torch.where(is_mask[..., None], mask, states.to(mask.dtype).take_along_dim(seen[..., None], dim=1))
         tokens = following.gather(1, seen).masked_fill(is_mask, token)

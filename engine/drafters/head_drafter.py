@@ -16,8 +16,7 @@ from engine.drafters.observed import ObservedStates
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import KVCache, Policy
-from models.heads.dflash import DFlashHead
-from models.heads.eagle import EagleHead
+from models.heads.base import TransformerHead
 
 
 class HeadDrafter(ModelDrafter):
@@ -29,10 +28,10 @@ class HeadDrafter(ModelDrafter):
     through it again. Errors: ConfigError if a round does not fit the cache's window.
     """
 
-    _head: EagleHead | DFlashHead
+    _head: TransformerHead
     _logits: Tensor
 
-    def __init__(self, runner: ModelRunner, head: EagleHead | DFlashHead, cache: KVCache, gamma: int) -> None:
+    def __init__(self, runner: ModelRunner, head: TransformerHead, cache: KVCache, gamma: int) -> None:
         require_by_position(cache, type(cache).__name__)
         super().__init__(runner.over(cache, head.body), gamma, runner.cache)
         head.borrow(runner.model)

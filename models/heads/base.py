@@ -1,6 +1,7 @@
 """Heads with decoder layers: their shape, what they borrow from the target, and their vocabulary."""
 
 import sys
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,17 +58,17 @@ class TransformerHead(nn.Module):
     target_ids: the target's id of each id of the output layer, `[draft_vocab_size]` int64; None if they are equal.
     """
 
+    shape: HeadShape
     target_ids: Tensor | None
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        config = shape.config
+        self.shape, config = shape, shape.config
         self.body = Transformer(replace(config, tie_embeddings=True))
         if shape.draft_vocab_size is not None:
             self.body.output = Head(config.dim, shape.draft_vocab_size, bias=False)
         if not shape.has_embedding:
             del self.body.tok_embeddings
-        self._has_embedding, self._vocab_size, self._windows = shape.has_embedding, config.vocab_size, shape.windows
         self.register_buffer("target_ids", None, persistent=False)
         self._target: tuple[Transformer, ...] = ()
 
@@ -75,19 +76,29 @@ class TransformerHead(nn.Module):
         """Use the target's embedding or output layer if the head has none."""
         self._target = (target,)  # in a tuple, so that it is no submodule
 
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits of the target's ids, `[..., vocab_size]`, from states that draft: minus infinity for ids that
+        the head lacks."""
+
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embeddings of `tokens [B, T]`, flattened to `[B * T, dim]`."""
-        embedding = self.body.tok_embeddings if self._has_embedding else self._target[0].tok_embeddings
+        embedding = self.body.tok_embeddings if self.shape.has_embedding else self._target[0].tok_embeddings
         return embedding(tokens).flatten(0, 1).to(dtype)
 
     @property
     def see(self) -> See | None:
         """Prepares what each layer of a causal block sees; None if no layer has a window."""
-        return self._see_windows if any(self._windows) else None
+        return self._see_windows if any(self.shape.windows) else None
 
     def _see_windows(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
-        prepared = {window: self.prepared(window, positions, cache, dtype) for window in {*self._windows}}
-        return [prepared[window] for window in self._windows]
+        windows = self.shape.windows
+        prepared = {window: self.prepared(window, positions, cache, dtype) for window in {*windows}}
+        return [prepared[window] for window in windows]
 
     def prepared(self, window: int | None, positions: Tensor, slots: Any, dtype: torch.dtype) -> Any:
         """Prepare attention over `slots` of tokens that see up to `positions [B, T]`, and `window` tokens at most."""
@@ -105,6 +116,6 @@ class TransformerHead(nn.Module):
         """Return logits of the target's ids, `[..., vocab_size]`: minus infinity for ids that the head lacks."""
         if self.target_ids is None:
             return known
-        logits = known.new_full((*known.shape[:-1], self._vocab_size), float("-inf"))
+        logits = known.new_full((*known.shape[:-1], self.shape.config.vocab_size), float("-inf"))
         logits[..., self.target_ids] = known
         return logits

@@ -19,9 +19,9 @@ class DFlashShape(HeadShape):
     block_size: tokens of a block in training: the current token, and masks behind it.
     drafts_anchor: the state at the current token drafts, too, so that a block needs a mask less
         (`sample_from_anchor`).
-    windows: tokens of the text that a layer sees; the block comes on top. None: all.
-    is_causal: in layers with a window, a token of the block sees no later one.
-    is_anchored: windows end before the block, for all its tokens; else each token has a window of its own, with itself.
+    is_causal: in layers with a window, a token of the block sees no later token.
+    is_anchored: windows are of the text before the block, for all tokens of the block, which they see besides; else a
+        token's window ends with that token.
     """
 
     block_size: int = 16
@@ -42,14 +42,15 @@ class DFlashHead(TransformerHead):
     them: every token sees the text before the block and the whole block, also what is behind it.
     """
 
+    shape: DFlashShape
+
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
-        config, self.shape = shape.config, shape
+        config = shape.config
         self.fc = Linear(shape.state_dim, config.dim, bias=False)
         self.hidden_norm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def fused(self, states: Tensor) -> Tensor:
-        """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
         return self.hidden_norm(self.fc(states))
 
     def remember(self, fused: Tensor, positions: Tensor, cache: Slots) -> None:
@@ -89,7 +90,6 @@ class DFlashHead(TransformerHead):
         return [seen[window] for window in windows]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits of the target's ids, `[..., vocab_size]`, from states of `draft`."""
         return self.over_target_ids(self.output_logits(states))
 
 

@@ -18,17 +18,18 @@ from models.heads.files import (
     mask_token,
     speculators_layers,
 )
-from models.hf_rules import OBJECT, Rule, Values, check, only, positive, refuse
+from models.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive, refuse
 
 LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
-RULES: dict[str, Rule] = {"speculators_model_type": only(None, "dflash"), LAYER_IDS: LIST}
-RULES |= dict.fromkeys(("transformer_layer_config", "dflash_config"), OBJECT)
-RULES |= dict.fromkeys(FLAGS, only(None, True, False))
+RULES = {"speculators_model_type": only(None, "dflash"), "dflash_config": OBJECT}
+SPECULATORS: dict[str, Rule] = {"transformer_layer_config": OBJECT, "dflash_config": UNSET, LAYER_IDS: LIST}
+SPECULATORS |= dict.fromkeys(FLAGS, only(None, True, False))
 # The authors' options stand in `dflash_config` or beside it. Those that change embeddings or logits have one value.
 OPTIONS = {"target_layer_ids": LIST, "final_logit_softcapping": only(None, 0, 0.0)}
 OPTIONS |= dict.fromkeys(("output_multiplier", "input_embedding_scale"), only(None, 1, 1.0))
 SIZES = ("mask_token_id", "block_size", "num_target_layers")
 AUTHORS = {"architectures": only(None, ["DFlashDraftModel"]), "model_type": only(None, "qwen3"), **OPTIONS}
+AUTHORS |= dict.fromkeys(("transformer_layer_config", LAYER_IDS), UNSET) | dict.fromkeys(FLAGS, only(None, False))
 
 
 def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
@@ -45,13 +46,15 @@ def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
 
 
 def _of_speculators(files: HeadFiles, n_layer: int) -> DFlashShape:
-    (config, windows), values, where = speculators_layers(files), files.values, files.where
+    values, where = files.values, files.where
+    check(values, SPECULATORS, where)
+    config, windows = speculators_layers(files)
     n_draft = positive(values, "draft_vocab_size", where, config.vocab_size)
     is_non_causal, drafts_anchor = (bool(values.get(name)) for name in FLAGS)
     ids = layer_ids(values.get(LAYER_IDS) or [2, n_layer // 2, n_layer - 3], n_layer, f"{where}: {LAYER_IDS}")
-    n_own = None if n_draft == config.vocab_size else n_draft
+    n_output = None if n_draft == config.vocab_size else n_draft
     masks = {"is_causal": not is_non_causal, "drafts_anchor": drafts_anchor}
-    return _shape(config, values, where, 8, draft_vocab_size=n_own, inputs_of=ids, windows=windows, **masks)
+    return _shape(config, values, where, 8, draft_vocab_size=n_output, inputs_of=ids, windows=windows, **masks)
 
 
 def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
@@ -63,7 +66,7 @@ def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
         raise refuse("options of DFlash are not supported", where, ", ".join(unknown), required)
     if (depth := values.get("num_target_layers") or n_layer) != n_layer:
         raise CheckpointError("the head's num_target_layers is not the target's", files.where, depth, n_layer, FIX)
-    config = layers_config(files, values, "qwen3", files.where)
+    config = layers_config(files, {**values, "is_causal": True}, "qwen3", files.where)
     windows = layer_windows(values, config.n_layer, files.where)
     # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.
     kinds = {window is not None for window in windows or (None,)}

@@ -71,9 +71,11 @@ class EagleHead(TransformerHead):
     state at p + 1, whose `logits` predict the token at p + 2.
     """
 
+    shape: EagleShape
+
     def __init__(self, shape: EagleShape) -> None:
         super().__init__(shape)
-        config, self.shape, self.is_third = shape.config, shape, bool(shape.inputs_of)
+        config, self.is_third = shape.config, bool(shape.inputs_of)
         first = WideFirstBlock(config, shape.norm_before_residual) if self.is_third else PlainFirstBlock(config)
         self.body.layers[0] = first
         if not self.is_third:
@@ -87,7 +89,6 @@ class EagleHead(TransformerHead):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.state_dim))
 
     def fused(self, states: Tensor) -> Tensor:
-        """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
         if not self.is_third:
             return states
         if self.input_norm is not None:
@@ -112,5 +113,4 @@ class EagleHead(TransformerHead):
         return self.output_logits(self.body.norm(states) if self.is_third and not self.shape.norm_output else states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits of the target's ids, `[..., vocab_size]`: minus infinity for ids that the head lacks."""
         return self.over_target_ids(self.draft_logits(states))

@@ -33,7 +33,7 @@ def eagle_shape(files: HeadFiles, target: ModelConfig) -> EagleShape:
     has_output = is_wide or n_draft != config.vocab_size or not names.isdisjoint({"lm_head.weight", "d2t"})
     return EagleShape(
         config,
-        values.get("target_hidden_size") or config.dim if is_third else config.dim,
+        positive(values, "target_hidden_size", where, config.dim) if is_third else config.dim,
         draft_vocab_size=n_draft if has_output else None,
         inputs_of=_inputs_of(files, target.n_layer) if is_third else (),
         has_embedding=is_wide or "embed_tokens.weight" in names,

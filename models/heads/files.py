@@ -21,7 +21,7 @@ FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors",
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LAYERS = r"layers\.\d+\..*"  # tensors of decoder layers
 # Keys that heads read in another way than models do, or do not read.
-PLAIN: dict[str, Any] = {"eos_token_id": None, "attention_bias": False, "mlp_bias": False, "is_causal": True}
+PLAIN: dict[str, Any] = {"eos_token_id": None, "attention_bias": False, "mlp_bias": False}
 PLAIN |= {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LIST = of_type("a list or null", list, type(None))
