@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine import ModelRunner
 from kv_cache import FullKVCache
+from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 from reproduce.heads.training import N_SINK, Recipe, TrainedHead
@@ -134,6 +135,17 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
         assert torch.equal(resumed[name], weights), name
     curve = training.read_curve(tmp_path / "parts")
     assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6] and "held_out" in curve[-1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_does_not_depend_on_defaults_of_its_target(kind, model, folder, tmp_path):
+    head, _ = new_head(kind, model, folder)
+    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
+    values |= {"vocab_size": TINY.vocab_size, "rope_theta": TINY.rope_theta}
+    training.save_head(head, tmp_path, values)
+    loaded = find_head(str(tmp_path), kind, TINY).load(device="cpu", dtype=torch.float32, prepack=False)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
+    assert loaded.body.config.norm_eps == TINY.norm_eps
 
 
 SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"

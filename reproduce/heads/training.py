@@ -244,6 +244,9 @@ def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> Non
     config.json."""
     shape, tensors = head.shape, published(head)
     layers = {**target, "num_hidden_layers": shape.config.n_layer, "tie_word_embeddings": False, "eos_token_id": None}
+    # Written out, since a family's default may differ from the target's.
+    layers |= {"head_dim": shape.config.head_dim, "num_key_value_heads": shape.config.n_kv_head}
+    layers["rms_norm_eps"] = shape.config.norm_eps
     config: dict[str, Any]
     if isinstance(head, EagleHead):
         tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
