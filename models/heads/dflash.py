@@ -20,8 +20,8 @@ class DFlashShape(HeadShape):
     drafts_anchor: the state at the current token drafts, too, so that a block needs a mask less
         (`sample_from_anchor`).
     is_causal: in layers with a window, a token of the block sees no later token.
-    is_anchored: windows are of the text before the block, for all tokens of the block, which they see besides; else a
-        token's window ends with that token.
+    is_anchored: in layers with a window, every token of the block sees the last `window` tokens before the block,
+        beside the block; else it sees `window` tokens up to itself.
     """
 
     block_size: int = 16
