@@ -153,8 +153,9 @@ def _chosen(record: dict[str, Any]) -> str:
     parts = []
     for choice in record["choices"]:
         name = f"{choice['draft']}, " if "draft" in choice else ""
-        policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
-        budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
+        has_cache = choice["draft_policy"] is not None
+        policy = f"{choice['draft_policy']}, " if has_cache and record["draft_policy"] == AUTO else ""
+        budget = f"{choice['draft_budget']} entries, " if has_cache and record["draft_budget"] == AUTO else ""
         round_ = f"{name}{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
         parts.append(f"{choice['rounds']} x {round_}")
     return "; ".join(parts)
