@@ -85,10 +85,10 @@ def test_eagle_is_trained_as_it_drafts(model, folder):
     """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
     states."""
     (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
-    logits, judged = eagle_logits(eagle, batch, depth, N_SINK)
+    logits, state_of = eagle_logits(eagle, batch, depth, N_SINK)
     eagle.body.backend = tiny_model().backend
     length = RECIPE.window - depth
-    assert judged[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
+    assert state_of[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
     for at in range(length):
         cache, n = FullKVCache(eagle.body.config, 1, 128), N_SINK + at + 1
         positions, states = batch["positions"][:, :n], eagle.fused(batch["inputs"][:, :n])
@@ -103,17 +103,17 @@ def test_eagle_is_trained_as_it_drafts(model, folder):
 def test_dflash_is_trained_as_it_drafts(model, folder):
     """All blocks of a window equal a block over a cache of the text before it."""
     (dflash, _), batch, size = new_head("dflash", model, folder), a_batch(folder), RECIPE.block_size
-    logits, judged = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
+    logits, state_of = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
     dflash.body.backend = tiny_model().backend
     assert logits.shape == (size, 2 * RECIPE.blocks, RECIPE.draft_vocab_size)
-    assert len({*judged[0].tolist()}) > 5
-    for number, anchor in enumerate(judged[0].tolist()):
+    assert len({*state_of[0].tolist()}) > 5
+    for number, anchor in enumerate(state_of[0].tolist()):
         window, at = divmod(anchor, N_SINK + RECIPE.window)
         cache, positions = FullKVCache(dflash.body.config, 1, 128), batch["positions"][window, None]
         dflash.remember(dflash.fused(batch["inputs"][window, None, :at]), positions[:, :at], cache)
         states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
         torch.testing.assert_close(dflash.output_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
-        assert judged[:, number].tolist() == [*range(anchor, anchor + size)]
+        assert state_of[:, number].tolist() == [*range(anchor, anchor + size)]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
