@@ -130,13 +130,7 @@ def open_session(
     """Open a session with room for the prompts (`ids`, or those of `run`) and for every drafter. Errors: UserError."""
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
-    gamma = max(map(most_drafts, configs))
-    # A session is opened with the first drafter, which has to be the draft model if there is a draft model.
-    deepest = [
-        draft if draft.gamma == AUTO else replace(draft, gamma=gamma)
-        for draft in sorted(configs, key=lambda draft: not draft.has_model)
-    ]
-    return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
+    return bench.Session.of_plan(bench.resolve_several(run, configs, texts=ids))
 
 
 def settings_of(name: str, session: bench.Session) -> Record:

@@ -10,8 +10,13 @@ from programs import run
 from tiny import TINY, full_cache, tiny_model
 from torch import Tensor
 
+from common.errors import ConfigError
+from common.jsonl import append_record
 from engine import ModelRunner
 from kv_cache import FullKVCache
+from models.checkpoints.manifest import CONFIG
+from models.config import read_config
+from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 from reproduce.heads.training import N_SINK, Recipe, TrainedHead
@@ -134,6 +139,25 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
         assert torch.equal(resumed[name], weights), name
     curve = training.read_curve(tmp_path / "parts")
     assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6] and "held_out" in curve[-1]
+    windows.pop()
+    with pytest.raises(ConfigError, match="other examples"):
+        trained("parts")
+
+
+def test_steps_behind_the_checkpoint_of_a_later_run_are_forgotten(tmp_path):
+    for step in (1, 2, 3, 4, 2, 3):
+        append_record(str(tmp_path / training.CURVE), {"step": step})
+    assert [line["step"] for line in training.read_curve(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path, checkpoint):
+    head, _ = new_head(kind, model, folder)
+    windows = {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
+    sizes = {"vocab_size": TINY.vocab_size, "hidden_size": TINY.dim, "head_dim": TINY.head_dim, "intermediate_size": 48}
+    training.save_head(head, tmp_path / kind, {**read_config(checkpoint / CONFIG), **sizes, **windows})
+    found = find_head(str(tmp_path / kind), kind, TINY)
+    assert not any(found.shape.windows) and found.config.sliding_window is None
 
 
 SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"
