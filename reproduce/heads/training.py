@@ -72,7 +72,8 @@ def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sam
     drafts the most frequent ones. sample: states of some tokens, `[N, k * dim]`, whose sizes norms begin with."""
     config, device = target.config, target.norm.weight.device
     known = counts.sort(descending=True, stable=True).indices
-    ids = known[: recipe.draft_vocab_size].sort().values
+    # A DFlash head that drafted every token would be read with the target's output layer.
+    ids = known[: min(recipe.draft_vocab_size, len(known) - 1)].sort().values
     sizes = {"draft_vocab_size": len(ids), "inputs_of": inputs_of(config.n_layer), "has_embedding": False}
     head: TrainedHead
     if kind == "eagle":
