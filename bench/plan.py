@@ -91,7 +91,7 @@ def resolve_several(
     plan = resolve(replace(config, draft=max(drafts, key=lambda draft: draft.has_model)), texts)
     assert plan.draft is not None
     gamma = max(with_draft(plan, draft).gamma for draft in drafts)
-    plan = replace(plan, draft=replace(plan.draft, gamma=gamma, others=()))
+    plan = replace(plan, draft=replace(plan.draft, gamma=gamma, alternatives=()))
     plan = replace(plan, capacity=_length_in_context(plan))
     caches: list[tuple[int, Policy]] = []
     for planned in (each for draft in drafts if (found := with_draft(plan, draft).draft) for each in found.each()):

@@ -75,6 +75,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
     """Return a line with model, storage, ranks, sizes and sampling."""
     plan, n_ranks = session.plan, session.ranks.size
     target, n_replicas = plan.config.target, plan.config.n_replicas
+    drafts = (plan.draft, *plan.draft.alternatives) if plan.draft and plan.draft.gamma else ()
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     parts = [
         f"{record['model']}, {record['device']}, {record['dtype']}",
@@ -82,7 +83,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
         f"context extended by {target.rope_scaling}" if target.rope_scaling else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
-        " or ".join(map(_draft_text, (plan.draft, *plan.draft.others))) if plan.draft and plan.draft.gamma else "",
+        " or ".join(map(_draft_text, drafts)),
     ]
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "

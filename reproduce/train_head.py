@@ -61,12 +61,12 @@ class Flags:
 def main(flags: Flags) -> None:
     flags.check()
     folder, source, sizes = Path(flags.out), flags.target.with_text(), flags.sizes
-    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
-    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
-    session = bench.Session.open(config)
     if source.config.n_expert or source.config.rotary_dim:
         seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"
         raise ConfigError("no head is trained for this model", "--model", seen, required, "name another target")
+    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
+    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
+    session = bench.Session.open(config)
     names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
     stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
     keep_settings(folder, {"model": source.name} | stored | vars(sizes))
