@@ -256,7 +256,6 @@ def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> Non
     config.json."""
     shape, tensors = head.shape, published(head)
     layers = {**target, "num_hidden_layers": shape.config.n_layer, "tie_word_embeddings": False, "eos_token_id": None}
-    layers |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
     config: dict[str, Any]
     if isinstance(head, EagleHead):
         tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
@@ -264,6 +263,7 @@ def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> Non
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
     else:
         config = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        layers |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}  # whatever the target has
         config["transformer_layer_config"] = {**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         config |= {"aux_hidden_state_layer_ids": shape.inputs_of, "mask_token_id": shape.mask_token}
         config |= {"block_size": head.shape.block_size, "sample_from_anchor": True}
