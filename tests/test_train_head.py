@@ -14,8 +14,6 @@ from common.errors import ConfigError
 from common.jsonl import append_record
 from engine import ModelRunner
 from kv_cache import FullKVCache
-from models.checkpoints.manifest import CONFIG
-from models.config import read_config
 from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.forwards import dflash_logits, eagle_logits
@@ -144,22 +142,6 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
         trained("parts")
 
 
-def test_steps_behind_the_checkpoint_of_a_later_run_are_forgotten(tmp_path):
-    for step in (1, 2, 3, 4, 2, 3):
-        append_record(str(tmp_path / training.CURVE), {"step": step})
-    assert [line["step"] for line in training.read_curve(tmp_path)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path, checkpoint):
-    head, _ = new_head(kind, model, folder)
-    windows = {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
-    sizes = {"vocab_size": TINY.vocab_size, "hidden_size": TINY.dim, "head_dim": TINY.head_dim, "intermediate_size": 48}
-    training.save_head(head, tmp_path / kind, {**read_config(checkpoint / CONFIG), **sizes, **windows})
-    found = find_head(str(tmp_path / kind), kind, TINY)
-    assert not any(found.shape.windows) and found.config.sliding_window is None
-
-
 SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"
 
 
@@ -177,3 +159,20 @@ def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
         drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
         assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     assert "lr" in call("reproduce/train_head.py", flags + " --lr 0.5").refusal
+
+
+def test_steps_behind_the_checkpoint_of_a_later_run_are_forgotten(tmp_path):
+    for step in (1, 2, 3, 4, 2, 3):
+        append_record(str(tmp_path / training.CURVE), {"step": step})
+    assert [line["step"] for line in training.read_curve(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path):
+    head, _ = new_head(kind, model, folder)
+    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
+    values |= {"num_key_value_heads": TINY.n_kv_head, "head_dim": TINY.head_dim, "vocab_size": TINY.vocab_size}
+    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
+    training.save_head(head, tmp_path / kind, values)
+    found = find_head(str(tmp_path / kind), kind, TINY)
+    assert not any(found.shape.windows) and found.config.sliding_window is None
