@@ -35,9 +35,9 @@ def with_draft(plan: Plan, config: DrafterConfig | None) -> Plan:
     draft = _resolve_draft(plan, config)
     if config.inner:
         draft = replace(draft, inner=_resolve_draft(plan, config.inner, outer=draft))
-    draft = replace(draft, others=tuple(_resolve_draft(plan, other) for other in config.alternatives))
+    draft = replace(draft, alternatives=tuple(_resolve_draft(plan, other) for other in config.alternatives))
     _check_saving(draft)
-    for each in draft.each() if draft.others else ():
+    for each in draft.each() if draft.alternatives else ():
         if each.policy is not None:
             check_gamma(1, each.policy.room)
     return replace(plan, draft=draft)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
 from bench.data import resolve_dataset
-from bench.draft_plan import most_drafts, with_draft
+from bench.draft_plan import with_draft
 from bench.plan_types import Plan, PromptText
 from bench.prompt_sets import load_prompts
 from common.errors import ConfigError, flag, require_at_least
@@ -88,16 +88,18 @@ def resolve_several(
 
     at_once: the most caches that are in memory together; None: all. Errors: UserError.
     """
-    deepest = max(drafts, key=lambda draft: (most_drafts(draft), draft.has_model))
-    plan = resolve(replace(config, draft=deepest), texts)
+    plan = resolve(replace(config, draft=max(drafts, key=lambda draft: draft.has_model)), texts)
+    assert plan.draft is not None
+    gamma = max(with_draft(plan, draft).gamma for draft in drafts)
+    plan = replace(plan, draft=replace(plan.draft, gamma=gamma, alternatives=()))
+    plan = replace(plan, capacity=_length_in_context(plan))
     caches: list[tuple[int, Policy]] = []
     for planned in (each for draft in drafts if (found := with_draft(plan, draft).draft) for each in found.each()):
         sizes = plan.target.config, 1, plan.capacity, "meta", planned.kv_dtype or plan.dtype
         caches += [(policy.new_cache(*sizes).n_bytes, policy) for policy in planned.policies]
     caches.sort(key=itemgetter(0), reverse=True)
     assert plan.draft is not None
-    policies = tuple(policy for _, policy in caches[:at_once])
-    return replace(plan, draft=replace(plan.draft, policies=policies, others=()))
+    return replace(plan, draft=replace(plan.draft, policies=tuple(policy for _, policy in caches[:at_once])))
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:

@@ -28,7 +28,7 @@ class DraftPlan:
     gamma: draft tokens per round; with `auto_gamma`, the most. policies: policies of its KV cache to choose among in
     every round, largest budget first; empty without a cache. length: tokens of the longest row. dtype, quantize,
     kv_dtype: storage of a draft with a cache. source: the second model, or None if the target drafts. inner: the draft
-    that drafts for this draft. others: drafts that rounds may take instead of this draft.
+    that drafts for this draft. alternatives: drafts that rounds may take instead of this draft.
     """
 
     config: DrafterConfig
@@ -41,7 +41,7 @@ class DraftPlan:
     kv_dtype: torch.dtype | None = None
     source: ModelSource | None = None
     inner: DraftPlan | None = None
-    others: tuple[DraftPlan, ...] = ()
+    alternatives: tuple[DraftPlan, ...] = ()
 
     @property
     def policy(self) -> Policy | None:
@@ -65,9 +65,9 @@ class DraftPlan:
 
     @property
     def levels(self) -> tuple[DraftPlan, ...]:
-        """The draft, the drafts that draft for it, and those of the other drafts."""
-        below = (self.inner, *self.others) if self.inner else self.others
-        return (self, *(level for draft in below for level in draft.levels))
+        """The draft, the drafts that draft for it, and its alternatives."""
+        inner = self.inner.levels if self.inner else ()
+        return (self, *inner, *self.alternatives)
 
     @property
     def weights(self) -> tuple[object, ...]:
@@ -82,7 +82,7 @@ class DraftPlan:
     @property
     def most_gamma(self) -> int:
         """The most draft tokens of a round of any of the drafts."""
-        return max([self.gamma, *(other.gamma for other in self.others)])
+        return max([self.gamma, *(other.gamma for other in self.alternatives)])
 
     @property
     def auto_policy(self) -> bool:
@@ -98,10 +98,10 @@ class DraftPlan:
         return self.auto_gamma or self.auto_policy or self.auto_budget
 
     def each(self) -> list[DraftPlan]:
-        """Return a draft for each policy, in their order, or the draft itself without a cache; then the others'."""
-        alone = replace(self, others=())
+        """Return a draft for each policy, in their order, or the draft if it has no cache; then its alternatives."""
+        alone = replace(self, alternatives=())
         each = [replace(alone, policies=(policy,)) for policy in self.policies] or [alone]
-        return each + [draft for other in self.others for draft in other.each()]
+        return each + [draft for other in self.alternatives for draft in other.each()]
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
     name of the draft, if there are several."""
     draft = session.plan.draft
     chosen = draft.each()[choice.drafter] if draft and choice.drafter is not None and choice.gamma else None
-    named = {"draft": chosen.config.name if chosen else None} if draft and draft.others else {}
+    named = {"draft": chosen.config.name if chosen else None} if draft and draft.alternatives else {}
     if chosen is None or chosen.policy is None:
         return named | {"draft_policy": None, "draft_budget": None}
     return named | {"draft_policy": chosen.policy.name, "draft_budget": chosen.capacity}

@@ -71,8 +71,8 @@ def _draft_record(draft: DraftPlan | None) -> dict[str, Any]:
         return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
     record: dict[str, Any] = {"draft": draft.config.name, "gamma": AUTO if draft.auto_gamma else draft.gamma}
     record |= {"draft_policy": None, "draft_budget": None}
-    if draft.others:
-        record["auto_drafts"] = [other.config.name for other in draft.others]
+    if draft.alternatives:
+        record["auto_drafts"] = [other.config.name for other in draft.alternatives]
     if draft.source:
         record |= {"draft_model": draft.source.name, "draft_borrows": list(draft.source.borrowed)}
     if draft.policy and draft.dtype:

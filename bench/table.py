@@ -75,6 +75,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
     """Return a line with model, storage, ranks, sizes and sampling."""
     plan, n_ranks = session.plan, session.ranks.size
     target, n_replicas = plan.config.target, plan.config.n_replicas
+    drafts = (plan.draft, *plan.draft.alternatives) if plan.draft and plan.draft.gamma else ()
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     parts = [
         f"{record['model']}, {record['device']}, {record['dtype']}",
@@ -82,7 +83,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
         f"context extended by {target.rope_scaling}" if target.rope_scaling else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
-        " or ".join(map(_draft_text, (plan.draft, *plan.draft.others))) if plan.draft and plan.draft.gamma else "",
+        " or ".join(map(_draft_text, drafts)),
     ]
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
@@ -153,8 +154,9 @@ def _chosen(record: dict[str, Any]) -> str:
     parts = []
     for choice in record["choices"]:
         name = f"{choice['draft']}, " if "draft" in choice else ""
-        policy = f"{choice['draft_policy']}, " if record["draft_policy"] == AUTO else ""
-        budget = f"{choice['draft_budget']} entries, " if record["draft_budget"] == AUTO else ""
+        has_cache = choice["draft_policy"] is not None
+        policy = f"{choice['draft_policy']}, " if has_cache and record["draft_policy"] == AUTO else ""
+        budget = f"{choice['draft_budget']} entries, " if has_cache and record["draft_budget"] == AUTO else ""
         round_ = f"{name}{policy}{budget}gamma {choice['gamma']}" if choice["gamma"] else "plain"
         parts.append(f"{choice['rounds']} x {round_}")
     return "; ".join(parts)

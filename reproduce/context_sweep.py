@@ -4,9 +4,11 @@
     python -m reproduce.context_sweep --dataset HEADS/held_back.txt --temperature 0.6 --auto_drafts self suffix \\
         --drafters eagle:HEADS/eagle eagle:HEADS/eagle=full eagle:HEADS/eagle@auto self --output lengths.jsonl
 
-A record holds the sums over `num_prompts` prompts of a context, each decoded by every drafter after a single prefill.
-`drafting_ms` is the mean time of a round before the target verifies. Drafters with `@auto` choose before every round
-between the drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context.
+A record holds the sums over `num_prompts` prompts of a context, each decoded by every drafter after a single prefill:
+speedups are total tokens over total seconds, so a prompt counts by the time that it takes. `drafting_ms` is the mean
+time of a round before the target verifies, on a CPU. Drafters with `@auto` choose before every round between the
+drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context. Neither the time of
+measuring nor that of prefill, the target's and the drafter's, counts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,12 +21,12 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import append_record, publish, require_appendable
 from common.tables import console
-from engine.counts import total
+from engine.counts import Counts
 from engine.drafters.config import DrafterConfig
 from engine.timing import PhaseTimer
 from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record
-from reproduce.spec_bench import PLAIN, Drafters, counted, open_session, summed
+from reproduce.spec_bench import PLAIN, SETTINGS, Drafters, counted, open_session, settings_of, summed
 
 COLUMNS = "prefix_len drafter gamma acceptance mean_accepted_length drafting_ratio speedup identical"
 
@@ -47,35 +49,40 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig]) -> lis
     """Return a row for each drafter: the sums over all prompts of the session."""
     sessions = {name: session.variant(draft=draft) for name, draft in {PLAIN: None, **configs}.items()}
     parts: dict[str, list[Record]] = {name: [] for name in configs}
-    each: dict[str, list] = {name: [] for name in configs}
+    each: dict[str, list[Counts]] = {name: [] for name in configs}
     drafting: dict[str, list[float]] = {name: [] for name in configs}
+    steps: list[float] = []
     costs: dict[str, bench.RunCosts | None] = {}
-    turned = list(sessions)
-    for first in range(0, len(session.prompts), session.runner.max_batch):
-        prompts = session.prompts[first : first + session.runner.max_batch]
+    device, n_rows = session.runner.device, session.runner.max_batch
+    # Drafters that are made from plain decoding's text come last.
+    last = [name for name, config in configs.items() if config.needs_baseline]
+    turned = [name for name in sessions if name not in last]
+    for first in range(0, len(session.prompts), n_rows):
+        prompts = session.prompts[first : first + n_rows]
         bench.prefill(replace(session, prompts=prompts))
         seen: dict[str, bench.Decoded] = {}
-        for name in turned:
-            here = replace(sessions[name], prompts=prompts, numbered_from=first)
-            timer, pacing = PhaseTimer(session.runner.device), None
+        for name in (*turned, *last):
+            here, pacing = replace(sessions[name], prompts=prompts, numbered_from=first), None
             if name != PLAIN:
-                drafters = here.drafters()
+                drafters = here.drafters([*[()] * first, *seen[PLAIN].tokens] if name in last else None)
                 bench.warm_up(here, drafters)
                 if name not in costs:
                     costs[name] = bench.costs_of(here, drafters, whole=True)
                 pacing = bench.make_pacing(here, drafters, costs[name])
+            timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
             seen[name] = bench.decode(here, f"{name}, {len(prompts[0])} tokens", phase=timer, pacing=pacing)
+        steps += [round_.seconds for round_ in seen[PLAIN].stats.rounds]
         for name in configs:
             parts[name].append(counted(seen[PLAIN], seen[name], session.plan.reproducible))
-            each[name] += [total([counts]) for counts in seen[name].stats.rows]
+            each[name] += seen[name].stats.rows
             phases = seen[name].phases
-            drafting[name] += [sum(round_) for round_ in zip(phases["resume"], phases["draft"], strict=True)]
+            drafting[name] += map(sum, zip(phases.get("resume", ()), phases.get("draft", ()), strict=True))
         turned.reverse()
     rows = []
-    for name, config in configs.items():
-        row = {"drafter": name, "gamma": config.gamma, **summed(parts[name], each[name])}
-        row["baseline_step_ms"] = 1e3 * session.plan.n_rows / row["baseline_tokens_per_second"]
-        rows.append(row | {"drafting_ms": 1e3 * fmean(drafting[name]) if drafting[name] else None})
+    for name in configs:
+        means = {"baseline_step_ms": 1e3 * fmean(steps)}
+        means["drafting_ms"] = 1e3 * fmean(drafting[name]) if drafting[name] else None
+        rows.append(settings_of(name, sessions[name]) | summed(parts[name], each[name]) | means)
     return rows
 
 
@@ -85,13 +92,14 @@ def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record
         session = open_session(flags.run(context), list(configs.values()))
         measured = {"text": session.plan.dataset, "rows": measure(session, configs)}
         plain = session.variant(draft=None)
-        record = bench.record_of("context_sweep", plain, bench.rounded(measured), ("gamma", "draft_budget"))
+        record = bench.record_of("context_sweep", plain, bench.rounded(measured), SETTINGS)
         append_record(flags.output.output, record)
         yield record
 
 
 def main(flags: Flags) -> None:
     require_at_least("contexts", min(flags.contexts, default=0), 1)
+    require_at_least("gen_len", flags.gen_len, 2)
     require_appendable(flags.output.output)
     records = [*sweep(flags, flags.configs())]
     rows = [record | row for record in records for row in record["rows"]]

@@ -25,6 +25,7 @@ from common.checkout import ROOT
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
+from common.say import note_without_effect
 from common.tables import console
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error, total
@@ -49,6 +50,8 @@ READ_AGAIN = 3
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
+# Settings of a drafter beside its options.
+SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget")
 COLUMNS = (
     "drafter gamma draft_budget category sequences acceptance mean_accepted_length plain_rate rate speedup identical"
 )
@@ -78,14 +81,16 @@ class Drafters:
         names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
         if auto := [name for name, value in given.items() if value == AUTO]:
-            fix = "give a number; reproduce/gamma_cell.py compares auto with fixed drafts"
-            raise ConfigError("fixed drafts are compared here", ", ".join(map(flag, auto)), AUTO, "a number", fix)
+            what, fix = "drafters choose where their names say so", "give a number here, and a name such as self@auto"
+            raise ConfigError(what, ", ".join(map(flag, auto)), AUTO, "a number", fix)
         models = {options["draft_model"]: name for name, options in chosen.items() if "draft_model" in options}
         if len(models) > 1:
             fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
             raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
-        fixed = [options.get("gamma_schedule") != AUTO for options in chosen.values()]
-        alone = ({"auto_drafts": ()} if is_fixed else {} for is_fixed in fixed)
+        fixed = [name for name, options in chosen.items() if options.get("gamma") != AUTO]
+        if "auto_drafts" in given and len(fixed) == len(chosen):
+            note_without_effect(["auto_drafts"], "no drafter is named with @auto")
+        alone = ({"auto_drafts": ()} if name in fixed else {} for name in chosen)
         configs = self.draft.variants(*(options | more for options, more in zip(chosen.values(), alone, strict=True)))
         require_at_least("gamma", min(most_drafts(config) for config in configs), 1)
         return dict(zip(chosen, configs, strict=True))
@@ -107,14 +112,15 @@ def _chosen(name: str) -> dict[str, Any]:
     match = NAME.fullmatch(name)
     texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
     has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
-    if not has_model:
-        path, policy = "", policy or path
-    is_known = policy in ("", *policies()) and (path != "" if has_model else kind in ALONE)
+    if not has_model and not policy:
+        path, policy = "", path
+    is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
     if is_known and TEXTS.keys() >= {*before}:
         given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
         given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
+        given |= {"gamma": AUTO} if length == AUTO else {}
         return {name: value for name, value in given.items() if value}
-    required = f"{', '.join(ALONE)}, or standalone:CHECKPOINT"
+    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
 
@@ -124,13 +130,14 @@ def open_session(
     """Open a session with room for the prompts (`ids`, or those of `run`) and for every drafter. Errors: UserError."""
     for draft in configs:  # all are checked before anything is loaded
         bench.resolve(replace(run, draft=draft), ids)
-    gamma = max(map(most_drafts, configs))
-    # A session is opened with the first drafter, which has to be the draft model if there is a draft model.
-    deepest = [
-        draft if draft.gamma == AUTO else replace(draft, gamma=gamma)
-        for draft in sorted(configs, key=lambda draft: not draft.has_model)
-    ]
-    return bench.Session.of_plan(bench.resolve_several(run, deepest, texts=ids))
+    return bench.Session.of_plan(bench.resolve_several(run, configs, texts=ids))
+
+
+def settings_of(name: str, session: bench.Session) -> Record:
+    """Return what rows of a drafter have in common: its name, and the options of the session's draft."""
+    known, config = bench.settings_record(session), bench.nested(session.plan.config.draft)
+    settings = {"drafter": name} | {key: known.get(key) for key in SETTINGS}
+    return settings | bench.options_of({"config": {"draft": config}})
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -226,7 +233,6 @@ def measure(
     flags: Flags, configs: Mapping[str, DrafterConfig], categories: Mapping[str, Sequence[Prompt]]
 ) -> Iterable[Record]:
     """Yield a record of each category, appended to the output. Errors: UserError."""
-    options = ("draft_model", "gamma", "draft_policy", "draft_budget")
     template = flags.target.with_text().chat_template()
     ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
     sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
@@ -234,11 +240,7 @@ def measure(
     session = open_session(run, list(configs.values()), ids)
     each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
     sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
-    settings: dict[str, Record] = {}
-    for name, config in configs.items():
-        known = bench.settings_record(sessions[name])
-        settings[name] = {"drafter": name} | {key: known.get(key) for key in options}
-        settings[name] |= bench.options_of({"config": {"draft": bench.nested(config)}})
+    settings = {name: settings_of(name, sessions[name]) for name in configs}
     drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
@@ -246,7 +248,7 @@ def measure(
         found = converse(sessions, drafters, template, prompts)
         measured = {"prompts": flags.prompts or PROMPTS, "B": flags.B, "category": category}
         measured |= {"conversations": len(prompts), "rows": [settings[name] | row for name, row in found.items()]}
-        record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), options)
+        record = bench.record_of("spec_bench", sessions[PLAIN], bench.rounded(measured), SETTINGS)
         append_record(flags.output.output, record)
         yield record
 
@@ -256,6 +258,9 @@ def main(flags: Flags) -> None:
         require_at_least("per_category", flags.per_category, 1)
     require_appendable(flags.output.output)
     configs = flags.configs()
+    if auto := [name for name, config in configs.items() if config.gamma == AUTO]:
+        what, fix = "costs are not measured for conversations", "leave it out, or use reproduce/context_sweep.py"
+        raise ConfigError(what, flag("drafters"), auto[0], "a gamma, or a schedule other than auto", fix)
     prompts = load_prompts(flags.prompts or str(ROOT / PROMPTS))
     categories = by_category(prompts, flags.categories or (), flags.per_category)
     rows = bench.rounded(table_rows(measure(flags, configs, categories)))

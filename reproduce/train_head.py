@@ -5,7 +5,8 @@
 
 The target continues prompts of many lengths from the first half of the book. The heads learn from these texts, and
 held_back.txt is the half that they have not seen. Ended at any time, the same command goes on. Once examples are
-written, two processes can train a head each (`--heads eagle`, `--heads dflash`).
+written, two processes can train a head each (`--heads eagle`, `--heads dflash`). A token of the examples takes 8 bytes
+of disk for each of the target's dimensions.
 """
 
 import json
@@ -35,7 +36,7 @@ NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verifica
 class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    # Of prompts: rows of a batch of the shortest ones, and tokens of the longest.
+    # Rows of a batch of the shortest prompts, tokens of the longest prompts, and new tokens of a row.
     sizes: Sizes = field(default_factory=lambda: Sizes(32, 5488, 512))
     recipe: Recipe = field(default_factory=Recipe)
     output: Output = field(default_factory=Output)
@@ -60,12 +61,12 @@ class Flags:
 def main(flags: Flags) -> None:
     flags.check()
     folder, source, sizes = Path(flags.out), flags.target.with_text(), flags.sizes
-    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
-    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
-    session = bench.Session.open(config)
     if source.config.n_expert or source.config.rotary_dim:
         seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"
         raise ConfigError("no head is trained for this model", "--model", seen, required, "name another target")
+    # The session's cache of a row stays unused: every batch of examples has a cache of its size.
+    config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
+    session = bench.Session.open(config)
     names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
     stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
     keep_settings(folder, {"model": source.name} | stored | vars(sizes))
@@ -117,7 +118,7 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings of the files in the folder. Errors: ConfigError if they were made with other settings."""
     file, settings = folder / "settings.json", json.loads(json.dumps(settings))
     kept = json.loads(file.read_text()) if file.exists() else {}
-    if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings[name] != value]:
+    if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings.get(name) != value]:
         what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
         raise ConfigError(what, where, ", ".join(unlike), "the flags of that run", f"{fix}, or give these flags")
     write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))

@@ -33,6 +33,29 @@ def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Pa
     assert all(name in ended.out for name in drafters) and "2 of 2" in ended.out
 
 
+def test_drafters_are_compared_by_context(call, tmp_path: Path):
+    """Sums over batches of unlike size; each drafter has its options, and a small cache bounds that drafter alone."""
+    flags = "--device cpu --dtype float64 --B 2 --num_prompts 3 --gen_len 12 --draft_dtype same --draft_budget 7"
+    flags += f" --contexts 40 60 --auto_drafts suffix --gamma 2 --output {tmp_path / 'lengths.jsonl'}"
+    ended = call("reproduce/context_sweep.py", f"{flags} --drafters oracle self self@auto ngram@6")
+    records = [json.loads(line) for line in (tmp_path / "lengths.jsonl").read_text().splitlines()]
+    assert [record["prefix_len"] for record in records] == [40, 60] and ended.record == records[-1]
+    for record in records:
+        rows = {row["drafter"]: row for row in record["rows"]}
+        assert [row["gamma"] for row in rows.values()] == [2, 2, "auto", 6]
+        assert [row.get("auto_drafts") for row in rows.values()] == [None, None, ["suffix"], None]
+        assert [row["draft_budget"] for row in rows.values()] == [None, 7, 7, None]
+        assert rows["oracle"]["acceptance_rate"] == 1 and rows["oracle"]["mean_accepted_length"] > 2
+        for row in rows.values():
+            assert row["identical_sequences"] == row["sequences"] == 3 and row["emitted"] == 3 * 11
+            assert row["drafting_ms"] > 0 and row["baseline_step_ms"] > 0 and row["speedup"] > 0
+
+
+@pytest.mark.parametrize("name", ["self:snapkv=full", "eagle=full", "ngram:nothing", "nothing+self"])
+def test_drafters_that_do_not_exist_are_refused(call, name: str):
+    assert name in call("reproduce/drafters.py", f"{SIZES} --drafters {name}").refusal
+
+
 def test_samples_are_of_one_text_by_default(call):
     """The oracle, which drafts plain decoding's text, is always right; repeats make no rate more certain."""
     flags = f"{SIZES} --temperature 1 --seed 2 --drafters oracle self:snapkv --draft_budget 40 --repeats"

@@ -117,6 +117,14 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     assert [first.acceptance, second.acceptance] == rates
 
 
+def test_what_does_not_grow_with_gamma_is_no_draft_step():
+    """A head that drafts in one forward costs nearly the same at every gamma."""
+    rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(14), Choice(0, 3): timed(18, 70), Choice(1, 3): timed(5, 70)}
+    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 0], [40, 20]), 0)
+    assert (first.draft_ms, first.other_ms, second.draft_ms) == pytest.approx((2, 2 + 12, 0))
+    assert [first.round_ms(gamma) for gamma in (1, 2, 3)] == pytest.approx([66, 78, 90])
+
+
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
     first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), 0)

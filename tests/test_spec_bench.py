@@ -160,6 +160,10 @@ def test_a_draft_model_drafts_beside_the_others(bench, talking: Path) -> None:
     assert model["acceptance_rate"] == 1.0 and model["identical_sequences"] == model["sequences"] == 2
 
 
+def test_a_drafter_that_would_choose_is_refused(bench) -> None:
+    assert "self@auto" in bench("--drafters ngram self@auto").refusal
+
+
 def record(category: str, drafter: str, accepted: int, seconds: float, **other: Any) -> dict[str, Any]:
     row = {"drafter": drafter, "gamma": 3, "draft_budget": None, "sequences": 4, "identical_sequences": 4}
     row |= {"rounds": 10, "drafted": 30, "verified": 20, "accepted": accepted, "emitted": 10 + accepted}

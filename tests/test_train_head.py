@@ -10,6 +10,8 @@ from programs import run
 from tiny import TINY, full_cache, tiny_model
 from torch import Tensor
 
+from common.errors import ConfigError
+from common.jsonl import append_record
 from engine import ModelRunner
 from kv_cache import FullKVCache
 from models.heads.loading import find_head
@@ -86,10 +88,10 @@ def test_eagle_is_trained_as_it_drafts(model, folder):
     """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
     states."""
     (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
-    logits, judged = eagle_logits(eagle, batch, depth, N_SINK)
+    logits, state_of = eagle_logits(eagle, batch, depth, N_SINK)
     eagle.body.backend = tiny_model().backend
     length = RECIPE.window - depth
-    assert judged[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
+    assert state_of[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
     for at in range(length):
         cache, n = FullKVCache(eagle.body.config, 1, 128), N_SINK + at + 1
         positions, states = batch["positions"][:, :n], eagle.fused(batch["inputs"][:, :n])
@@ -104,17 +106,17 @@ def test_eagle_is_trained_as_it_drafts(model, folder):
 def test_dflash_is_trained_as_it_drafts(model, folder):
     """All blocks of a window equal a block over a cache of the text before it."""
     (dflash, _), batch, size = new_head("dflash", model, folder), a_batch(folder), RECIPE.block_size
-    logits, judged = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
+    logits, state_of = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
     dflash.body.backend = tiny_model().backend
     assert logits.shape == (size, 2 * RECIPE.blocks, RECIPE.draft_vocab_size)
-    assert len({*judged[0].tolist()}) > 5
-    for number, anchor in enumerate(judged[0].tolist()):
+    assert len({*state_of[0].tolist()}) > 5
+    for number, anchor in enumerate(state_of[0].tolist()):
         window, at = divmod(anchor, N_SINK + RECIPE.window)
         cache, positions = FullKVCache(dflash.body.config, 1, 128), batch["positions"][window, None]
         dflash.remember(dflash.fused(batch["inputs"][window, None, :at]), positions[:, :at], cache)
         states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
         torch.testing.assert_close(dflash.output_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
-        assert judged[:, number].tolist() == [*range(anchor, anchor + size)]
+        assert state_of[:, number].tolist() == [*range(anchor, anchor + size)]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
@@ -135,6 +137,9 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
         assert torch.equal(resumed[name], weights), name
     curve = training.read_curve(tmp_path / "parts")
     assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6] and "held_out" in curve[-1]
+    windows.pop()
+    with pytest.raises(ConfigError, match="other examples"):
+        trained("parts")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
@@ -165,3 +170,20 @@ def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
         drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
         assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     assert "lr" in call("reproduce/train_head.py", flags + " --lr 0.5").refusal
+
+
+def test_steps_behind_the_checkpoint_of_a_later_run_are_forgotten(tmp_path):
+    for step in (1, 2, 3, 4, 2, 3):
+        append_record(str(tmp_path / training.CURVE), {"step": step})
+    assert [line["step"] for line in training.read_curve(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path):
+    head, _ = new_head(kind, model, folder)
+    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
+    values |= {"num_key_value_heads": TINY.n_kv_head, "head_dim": TINY.head_dim, "vocab_size": TINY.vocab_size}
+    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
+    training.save_head(head, tmp_path / kind, values)
+    found = find_head(str(tmp_path / kind), kind, TINY)
+    assert not any(found.shape.windows) and found.config.sliding_window is None

@@ -20,7 +20,7 @@ class Costs:
     """Milliseconds of a batch at a context: a plain step, verifications of `at` draft tokens (ascending), a draft step,
     the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text.
 
-    resume_ms: time to catch up a few tokens that another drafter or a plain step emitted."""
+    resume_ms: the time that the draft needs to catch up a few tokens that it did not draft, before it drafts again."""
 
     plain_ms: float
     at: tuple[int, ...]

@@ -131,8 +131,9 @@ def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
 def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choice, str], float]) -> list[Costs]:
     """Return the costs of drafters of a kind. ms: the time of a part of a choice's rounds.
 
-    A part of drafting that is the same at every gamma counts as the rest of a round. Noise is removed from draft steps:
-    they take as long with any policy of the same size, and no longer than with a larger budget.
+    The part of drafting that does not grow with gamma, most of it for heads that draft in one forward, counts as the
+    rest of a round. Noise is removed from draft steps: they take as long with any policy of the same size, and no
+    longer than with a larger budget.
     """
     drafted = {i: sorted(choice for choice in rehearsal.timed if choice.drafter == i) for i in same}
     first = drafted[same[0]]
@@ -142,7 +143,7 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choi
     draft_ms, refresh_ms, resume_ms = [], [], []
     for drafter, choices in drafted.items():
         n_tokens = sum(choice.gamma for choice in choices)
-        draft_ms.append(sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens)
+        draft_ms.append(max(0.0, sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens))
         every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
         resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only

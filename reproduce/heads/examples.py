@@ -21,7 +21,7 @@ TEMPERATURES = (0.6, 0.8, 1.0)
 # How often the prompts of a batch are halved from the longest; repeated batch after batch. Short prompts come more
 # often: as many rows fit that writing is several times faster.
 HALVINGS = (4, 2, 3, 4, 1, 3, 4, 0)
-# Of so many rows, the first is held out from training.
+# Every HELD_OUT-th row, from the first on, is held out from training.
 HELD_OUT = 16
 # Tensors of a file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T,
 # dim]`, and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.

@@ -40,16 +40,16 @@ class Unrolled(NoCache, TorchAttention):
         if len(self._written) == 1:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2)
-        # Of its later steps a row sees a single entry each: fewer products than with a mask over all rows.
-        own_keys, own_values = torch.stack(self._written[1:], dim=2).unbind(3)  # [B, n, steps, n_kv_head, D]
+        # A row sees a single entry of every later step. That takes fewer products than a mask over all rows.
+        later_keys, later_values = torch.stack(self._written[1:], dim=2).unbind(3)  # [B, n, steps, n_kv_head, D]
         n, n_kv_head = q.shape[1], k.shape[1]
         q = q.unflatten(2, (n_kv_head, -1)) * q.shape[-1] ** -0.5
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         text = (q.permute(0, 2, 3, 1, 4).flatten(2, 3) @ k.mT).unflatten(2, (-1, n)).masked_fill(hidden, -torch.inf)
-        own = torch.einsum("bnkgd,bnskd->bkgns", q, own_keys)
-        shares = torch.cat([text, own], dim=-1).float().softmax(dim=-1)
+        later = torch.einsum("bnkgd,bnskd->bkgns", q, later_keys)
+        shares = torch.cat([text, later], dim=-1).float().softmax(dim=-1)
         out = (shares[..., :n].flatten(2, 3) @ v).unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
-        return (out + torch.einsum("bkgns,bnskd->bnkgd", shares[..., n:], own_values)).flatten(2, 3)
+        return (out + torch.einsum("bkgns,bnskd->bnkgd", shares[..., n:], later_values)).flatten(2, 3)
 
 
 class BlocksBehindText(NoCache, TorchAttention):
@@ -99,20 +99,21 @@ def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_si
     states, positions = eagle.fused(batch["inputs"][:, :length]), batch["positions"][:, :length]
     eagle.body.backend = unrolled = Unrolled(positions)
     index = torch.arange(n_window * width, device=states.device).view(n_window, width)
-    logits, judged = [], []
+    logits, state_of = [], []
     for i in range(depth):
         # The next tokens behind sinks are right in the first step, the only one whose entries other tokens see.
         states = eagle.advance(states, batch["next"][:, i : i + length], positions + i, unrolled)
         logits.append(eagle.draft_logits(states[:, n_sink:]).flatten(0, 1))
-        judged.append(index[:, n_sink + 1 + i : 1 + i + length].flatten())
-    return torch.stack(logits), torch.stack(judged)
+        state_of.append(index[:, n_sink + 1 + i : 1 + i + length].flatten())
+    return torch.stack(logits), torch.stack(state_of)
 
 
 def dflash_logits(
     dflash: DFlashHead, batch: Mapping[str, Tensor], size: int, n_blocks: int, n_sink: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return logits, and tokens of the batch, like `eagle_logits`: at the draft positions of `n_blocks` random blocks
-    of `size` tokens in each window."""
+    """Return the head's logits at the draft positions of `n_blocks` random blocks of `size` tokens in each window,
+    `[size, N, draft_vocab_size]`, and the token of the batch, `[size, N]`, whose state gives the target's distribution
+    there. A head that does not draft at its current token has a position less."""
     n_window, width = batch["tokens"].shape
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.randint(n_sink, width - size + 1, (n_window, n_blocks), generator=generator)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.errors import ConfigError, flag
 from common.jsonl import append_record, read_lines
 from common.say import say
 from models import ModelConfig, Transformer
@@ -30,7 +31,7 @@ TrainedHead: TypeAlias = EagleHead | DFlashHead
 DECAY, CLIP = 0.8, 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
 WARM_UP, SAVE_SECONDS = 20, 60.0
-# First tokens of a row in front of every window; held-out windows that are measured with every checkpoint.
+# First tokens of a row in front of every window, and held-out windows that are measured with every checkpoint.
 N_SINK, MEASURED = 4, 8
 # A step whose blocks are long, as the blocks that are measured are.
 MEASURED_STEP = 2
@@ -69,8 +70,10 @@ def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sam
 
     target: in float32, its linear layers not packed. counts: of the target's tokens in the examples, of which the head
     drafts the most frequent ones. sample: states of some tokens, `[N, k * dim]`, whose sizes norms begin with."""
-    config, known = target.config, counts.sort(descending=True, stable=True).indices
-    ids = known[: recipe.draft_vocab_size].sort().values
+    config, device = target.config, target.norm.weight.device
+    known = counts.sort(descending=True, stable=True).indices
+    # A DFlash head that drafted every token would be read with the target's output layer.
+    ids = known[: min(recipe.draft_vocab_size, len(known) - 1)].sort().values
     sizes = {"draft_vocab_size": len(ids), "inputs_of": inputs_of(config.n_layer), "has_embedding": False}
     head: TrainedHead
     if kind == "eagle":
@@ -84,14 +87,14 @@ def new_head(kind: str, target: Transformer, counts: Tensor, recipe: Recipe, sam
         n_input = len(sizes["inputs_of"])
         head.fc.weight.copy_(torch.eye(config.dim).repeat(1, n_input))
         head.fc.weight[:, : (n_input - 1) * config.dim] = 0
-        last = sample.float()[:, -config.dim :]
+        last = sample.to(device).float()[:, -config.dim :]
         begin = _begin_eagle if isinstance(head, EagleHead) else _begin_dflash
         begin(head, target, last)
         head.body.norm.weight.copy_(target.norm.weight)
         head.body.output.weight.copy_(output_rows(target, ids))
     head.target_ids = ids
     head.borrow(target)
-    return head
+    return head.to(device)
 
 
 def _begin_eagle(eagle: EagleHead, target: Transformer, last: Tensor) -> None:
@@ -141,18 +144,19 @@ def losses(
     known_rows: the target's output layer for those tokens. batch: of `examples.stacked`."""
     batch = batch | {name: batch[name].float() for name in ("last", "inputs")}
     if isinstance(head, EagleHead):
-        logits, judged = eagle_logits(head, batch, recipe.depth, N_SINK)
+        logits, state_of = eagle_logits(head, batch, recipe.depth, N_SINK)
     else:
         size = recipe.block_size if step % 3 == 2 else max(2, recipe.block_size // 2)
-        logits, judged = dflash_logits(head, batch, size, recipe.blocks, N_SINK, seed=step)
+        logits, state_of = dflash_logits(head, batch, size, recipe.blocks, N_SINK, seed=step)
     with torch.no_grad():
-        law = F.linear(batch["last"].flatten(0, 1), known_rows).float().softmax(dim=-1)[judged]
+        law = F.linear(batch["last"].flatten(0, 1), known_rows).float().softmax(dim=-1)[state_of]
     each = [F.cross_entropy(x.float(), p) for x, p in zip(logits, law, strict=True)]
     return torch.stack(each), logits, law
 
 
 def shared(logits: Tensor, law: Tensor) -> list[float]:
-    """Return the mean of sum(min(p, q)) at each draft position: how often a draft is accepted."""
+    """Return the mean of sum(min(p, q)) at each draft position: how often a draft is accepted if the target emits no
+    other tokens than those that can be drafted."""
     q = logits.detach().float().softmax(dim=-1)
     return [round(x, 4) for x in torch.minimum(q, law).sum(dim=-1).mean(dim=-1).tolist()]
 
@@ -167,6 +171,7 @@ def train(
     limit: float,
 ) -> float:
     """Train until the steps, or `limit` seconds of training, are over; return the seconds, earlier runs included.
+    Errors: ConfigError for a checkpoint of a head that was trained on other examples.
 
     Windows are stretches from anywhere in the rows at their absolute positions, behind the row's first tokens: a head
     is trained as a streaming cache of that many entries lets it draft. The folder's curve has the losses, and with
@@ -180,6 +185,9 @@ def train(
         head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
         done, before = saved["step"], saved["seconds"]
+        if (n_before := saved.get("windows", len(windows))) != len(windows):
+            what, where = "the head was trained on other examples, which its vocabulary follows from", str(folder)
+            raise ConfigError(what, where, f"{len(windows)} windows", n_before, f"use another {flag('out')}")
         say(f"continuing after step {done}")
     in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
     started = last_saved = perf_counter()
@@ -204,7 +212,7 @@ def train(
         )
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict()}
         with atomic_path(folder / CHECKPOINT) as partial:
-            torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
+            torch.save(state | {"step": line["step"], "seconds": seconds(), "windows": len(windows)}, partial)
 
     for step in range(done, recipe.steps):
         if step and is_over(seconds(), limit):  # a curve needs a step
@@ -234,9 +242,13 @@ def is_over(seconds: float, limit: float) -> bool:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Return the last line of every step in the folder's curve."""
-    curve = {line["step"]: line for _, line in read_lines(folder / CURVE)}
-    return [curve[step] for step in sorted(curve)]
+    """Return the folder's curve, a line for each step, without steps behind a checkpoint that a later run began at."""
+    curve: list[dict[str, Any]] = []
+    for _, line in read_lines(folder / CURVE):
+        while curve and curve[-1]["step"] >= line["step"]:
+            curve.pop()
+        curve.append(line)
+    return curve
 
 
 def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:
@@ -254,6 +266,7 @@ def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> Non
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": shape.inputs_of}
     else:
         config = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        layers |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}  # whatever the target has
         config["transformer_layer_config"] = {**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         config |= {"aux_hidden_state_layer_ids": shape.inputs_of, "mask_token_id": shape.mask_token}
         config |= {"block_size": head.shape.block_size, "sample_from_anchor": True}
