@@ -148,6 +148,10 @@ def prompt_sets(records: list[Record]) -> Table:
     return pivot(table_rows(records), of("category sequences"), "drafter", Column(cell, ""))
 
 
+# Speedup, and the mean accepted length behind it.
+GAIN = Column(lambda row: f"{speedup_text(row['speedup'])} ({row['mean_accepted_length']:.2f})", "")
+
+
 def drafters(records: list[Record]) -> Table:
     """Show the speedup and the mean accepted length of each drafter on each text that is decoded row by row."""
     names = {"default": "book", "reproduction/heads/held_back.txt": "its second half"}
@@ -155,8 +159,19 @@ def drafters(records: list[Record]) -> Table:
     for row in rows_of(record for record in records if record["B"] == 1):
         text = f"{names.get(row['text'], Path(row['text']).stem)}, {row['prefix_len']}, T {row['temperature']:g}"
         rows.append(row | {"text": text, "drafter": re.sub(r":[^@]*", "", row["drafter"])})
-    cell = Column(lambda row: f"{speedup_text(row['speedup'])} ({row['mean_accepted_length']:.2f})", "")
-    return pivot(rows, of("drafter"), "text", cell)
+    return pivot(rows, of("drafter"), "text", GAIN)
+
+
+def lengths(records: list[Record], cell: Column = GAIN) -> Table:
+    """Show each drafter by context."""
+    rows = [row | {"drafter": re.sub(r":reproduction/[^@=]*", "", row["drafter"])} for row in rows_of(records)]
+    rows.sort(key=lambda row: row["temperature"])
+    return pivot(rows, of("temperature drafter"), "prefix_len", cell)
+
+
+def lengths_drafting(records: list[Record]) -> Table:
+    """Show the cost of a round's drafts in plain steps by context, for samples."""
+    return lengths([record for record in records if record["temperature"]], COLUMNS["drafting_ratio"])
 
 
 def policies_acceptance(records: list[Record]) -> Table:
@@ -289,6 +304,8 @@ TABLES = {
     "policies": Source("policies.jsonl", policies_acceptance),
     "policy_pairs": Source("policy_pairs.jsonl", policy_pairs),
     "contexts": Source("contexts.jsonl", contexts),
+    "lengths": Source("lengths.jsonl", lengths),
+    "lengths_drafting": Source("lengths.jsonl", lengths_drafting),
     "predictions": Source("cost_prediction.jsonl", predictions),
     "long_generations": Source("long_generations.jsonl", long_generations),
     "serving": Source("serve_load.jsonl", serving),
