@@ -168,14 +168,14 @@ def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
     return {kind: rounds.count(kind) for kind in rounds}
 
 
-FIRST = [PLAIN, Choice(0, 3), Choice(1, 3)]
+FIRST = [PLAIN, Choice(0, 3), Choice(0, 6), Choice(1, 3)]
 
 
 def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(decodes):
     found = measured_for(n_steps=10**9)
     assert {n_rows: [costs.at for costs in each] for n_rows, each in found.items()} == {
         4: [tuple(GAMMAS)] * 2,
-        2: [(3,)] * 2,
+        2: [(3, 6)] * 2,
     }
     counted = kinds(decodes)
     assert all(counted[2, one] == 1 + FEWEST_TIMED for one in FIRST)

@@ -49,11 +49,11 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = 
 def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
     """Return the costs of rounds by the number of busy rows, for a decode of `n_steps` plain steps.
 
-    A short decode is measured at the middle gamma, and at the largest if kinds of drafters are compared; a longer
-    decode at all gammas, and with the fewest rows that are computed.
+    A short decode is measured at the middle gamma and the largest; a longer decode at all gammas, and with the fewest
+    rows that are computed.
     """
     runner, n_rows = rehearsal.runner, len(rehearsal.prompts)
-    few = sorted({middle(gammas), gammas[-1]} if len(kinds(rehearsal.drafters)) > 1 else {middle(gammas)})
+    few = sorted({middle(gammas), gammas[-1]})
     costs = measure_costs(rehearsal, few, 0.0)
     if not runner.ranks.shared(lambda: has_time(costs, rehearsal.drafters, gammas, n_steps)):
         return {n_rows: costs}
