@@ -37,7 +37,7 @@ from reproduce.helpers.request_fields import request_fields
 from reproduce.spec_bench import table_rows
 
 RESULTS = ROOT / "reproduce" / "results"
-DOCS = ("performance", "gpu", "long_texts", "serving")
+DOCS = ("performance", "gpu", "long_texts", "trained_heads", "serving")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "reproduce" / "README.md")
 Table = tuple[Sequence[Record], Sequence[Column]]
 COST_NAMES = {"plain": "plain step", "verify": "verification", "draft": "draft step"}
