@@ -36,8 +36,8 @@ NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verifica
 class Flags:
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    # Rows of a batch of the shortest prompts, tokens of the longest prompts, and new tokens of a row.
     sizes: Sizes = field(default_factory=lambda: Sizes(32, 5488, 512))
+    """Rows of a batch of the shortest prompts, tokens of the longest prompts, and new tokens of a row."""
     recipe: Recipe = field(default_factory=Recipe)
     output: Output = field(default_factory=Output)
     out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint, curve and weights

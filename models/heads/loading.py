@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, flag
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
@@ -24,6 +24,9 @@ from models.quantize import quantize_linears
 # that training leaves beside the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 KINDS = {"medusa": MEDUSA, "eagle": EAGLE, "dflash": DFLASH}
+# Keys of a config.json that only heads of a kind have, and kinds by `speculators_model_type`.
+MARKS = {"dflash_config": "dflash", "eagle_config": "eagle"}
+TYPES = {"dflash": "dflash", "eagle3": "eagle", "peagle": "eagle"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,12 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
     Raises CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`;
     ConfigError for a config.json that is not understood."""
     files, known = open_head(Path(path)), KINDS[kind]
+    marks = MARKS | {"speculators_model_type": TYPES.get(str(files.values.get("speculators_model_type")), kind)}
+    for key, marked in marks.items():
+        if files.values.get(key) is not None and marked != kind:
+            where, seen = f"{files.where}: {key}", repr(files.values[key])[:80]
+            fix = f"use {flag('draft')} {marked}, or name a head of {kind}"
+            raise CheckpointError("the head is of another kind", where, seen, f"a head of {kind}", fix)
     if not any(re.fullmatch(known.names, name) for name in files.tensors):
         seen, required = f"tensors such as {min(files.tensors)}", f"the layout of {kind}"
         raise CheckpointError("the head has another layout", path, seen, required, FIX)
