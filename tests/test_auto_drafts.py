@@ -62,7 +62,7 @@ def test_unlike_drafters_that_take_turns_change_no_token(mode):
 
 
 def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
-    """Its draft behind each text is that of a run without other drafters, over a cache that keeps everything."""
+    """The draft behind each text equals that of a run without other drafters, over a cache that keeps everything."""
     model, (prompt,) = tiny_model(), random_prompts([30])
     head, seen = random_eagle(TINY), list[dict[int, int]]()
     for script in ([Choice(0, 3)], [Choice(0, 3), Choice(1, 3), PLAIN, Choice(2, 3), Choice(0, 2), Choice(1, 1)]):

@@ -151,8 +151,8 @@ def make_drafter(kind: str, runner: ModelRunner, gamma: int) -> Drafter | None:
         return Medusa(runner, random_medusa(config, VOCAB), gamma)
     if kind in HEADS:
         options = {"windows": (None, 3)} if kind.startswith("dflash") else {}
-        own = partial(StreamingKVCache, max_batch=n_slots, budget=2 * gamma + 1, n_sink=1, dtype=dtype)
-        return with_head(kind, runner, own, gamma, dim=VOCAB, **options)
+        new_cache = partial(StreamingKVCache, max_batch=n_slots, budget=2 * gamma + 1, n_sink=1, dtype=dtype)
+        return with_head(kind, runner, new_cache, gamma, dim=VOCAB, **options)
     if kind.startswith("speculated"):
         middle, inner = (StreamingKVCache(config, n_slots, gamma + 1 + n, 1, dtype=dtype) for n in (3, 1))
         outer, own = SelfSpeculation(runner, middle, gamma, DRAFT), SelfSpeculation(runner, inner, 2, INNER)

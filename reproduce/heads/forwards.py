@@ -1,4 +1,4 @@
-"""Training forwards of heads over windows: EAGLE from its own states, DFlash with many blocks over one text."""
+"""Training forwards of heads over windows: EAGLE unrolled over draft positions, DFlash with many blocks over a text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ from models.heads.eagle import EagleHead
 
 
 class Unrolled(NoCache, TorchAttention):
-    """Cache and attention of a one-layer head that is run from its own states, step by step. Row i of the first step
-    sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting (training-time test,
-    EAGLE-3, arXiv 2503.01840, section 3.2)."""
+    """Cache and attention of a one-layer head that is run from the states that it predicts, step by step. Row i of the
+    first step sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting
+    (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""
 
     in_order = block_ends_view = False
 

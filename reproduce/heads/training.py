@@ -46,7 +46,7 @@ class Recipe:
     window: int = 512  # tokens of a training window, behind the row's first 4 tokens
     windows: int = 2  # windows of a step
     lr: float = 3e-3  # largest learning rate of AdamW
-    depth: int = 3  # draft positions of the EAGLE head, which continues its own states
+    depth: int = 3  # draft positions of the EAGLE head, each from the state that it predicted before
     draft_vocab_size: int = 6144  # the most frequent tokens, which alone the heads draft
     layers: int = 3  # layers of the DFlash head
     block_size: int = 8  # tokens of the DFlash head's longest blocks; two of three steps have blocks half as long
