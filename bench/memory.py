@@ -15,6 +15,7 @@ import torch
 from bench.plan_types import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
+from engine.drafters.observed import n_slots
 from engine.runner import ModelRunner
 from kv_cache import FullKVCache
 from kv_cache.refreshed import RefreshedKVCache
@@ -60,6 +61,9 @@ def memory_plan(plan: Plan) -> MemoryPlan:
         if isinstance(draft.source, HeadSource):
             config = draft.source.config
             weights += draft.source.n_weights * dtype.itemsize
+            # The target's states that each drafter of the head keeps.
+            of_row = n_slots(plan.gamma) * draft.source.shape.state_dim * plan.dtype.itemsize
+            draft_kv += max(1, len(draft.policies)) * of_row
         elif draft.source is not None:
             config = _largest_shard(draft.source.config, plan.draft_group)
             weights += model_bytes(config, dtype, draft.quantize, plan.device)

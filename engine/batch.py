@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.edits import Edited, Edits
 from engine.grammars import Masks
-from engine.runner import ModelRunner
 from engine.sampling import Distribution, Filters, SamplingParams
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.base import Device
@@ -77,14 +76,6 @@ class Batch:
     def positions(self, n_token: int) -> Tensor:
         """Return the positions `[B, n_token]` of each row's current token and those behind it."""
         return self.lengths[:, None] + torch.arange(n_token, device=self.lengths.device)
-
-    def verify(
-        self, target: ModelRunner, block: Tensor, gamma: int, cache: KVCache | WriteThroughKVCache | None = None
-    ) -> Tensor:
-        """Run the target over `block [B, T]`, each row's current token and drafts, T <= gamma + 1; return the logits
-        `[B, T, V]`. cache: a view of the target's cache that writes elsewhere, too."""
-        view = self.view_of(target.cache if cache is None else cache, gamma)
-        return target.step(block, self.positions(block.shape[1]), view)
 
     def extent(self, gamma: int) -> int | None:
         """Return a bound above all positions of a round of `gamma` drafts; None where rounds keep the cache's shape."""

@@ -40,7 +40,9 @@ class Following:
         for row, request, length in lengths:
             if (n_seen := self.lengths[row].get(drafter, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
-                updates.append(RowUpdate(row, request.id, text, n_seen, request.draws(mode), request.prediction))
+                verified = range(len(request.prompt), request.length)
+                of_request = request.draws(mode), request.prediction, verified
+                updates.append(RowUpdate(row, request.id, text, n_seen, *of_request))
                 self.lengths[row][drafter] = length
         self._drafters[drafter].follow(updates)
         return sum(len(update.tokens) - update.n_seen for update in updates)

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
+from engine.drafters.observed import verify
 from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
@@ -36,7 +37,7 @@ class Round:
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
-    the logits at each position are finite.
+    the logits at each position are finite. others: drafters of other rounds, whose states this one keeps, too.
     """
 
     proposed: tuple[Drafts, Verification]
@@ -51,8 +52,11 @@ class Round:
         gamma: int,
         mode: str,
         captured: Captured | None = None,
+        others: Sequence[Drafter] = (),
     ) -> None:
         self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
+        observed = (each.observed for each in (drafter, *others) if each is not None)
+        self._observers = [*dict.fromkeys(each for each in observed if each is not None)]
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
@@ -99,9 +103,9 @@ class Round:
 
     def forward(self, block: Tensor) -> Tensor:
         """Store entries of `block [B, T]`, T <= gamma + 1, and return the target's logits `[B, T, V]`."""
-        if self.drafter is None:
-            return self.batch.verify(self.runner, block, self.gamma)
-        return self.drafter.verify(self.runner, self.batch, block, self.gamma, self.observes)
+        written = self.drafter and self.drafter.verified_cache(self.observes)
+        view = self.batch.view_of(written or self.runner.cache, self.gamma)
+        return verify(self.runner, self.batch, block, view, self._observers)
 
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
@@ -200,7 +204,7 @@ class Rounds:
         if not 0 <= choice.gamma <= most:
             required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
             raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
-        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured)
+        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured, self._drafters)
 
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:

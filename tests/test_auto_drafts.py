@@ -132,9 +132,10 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     assert len(session.models) == 2 and session.plan.gamma == 6
     drafters = session.drafters()
     assert [type(drafter) for drafter in drafters] == [Eagle, SelfSpeculation, Suffix]
+    eagle = drafters[EAGLE]
+    assert 2 * alone[EAGLE].per_row["draft KV"] == eagle.cache.n_bytes + eagle.observed._states.nbytes
     costs = costs_of(session, drafters)
     assert costs is not None and [cost.at for cost in costs.by_rows[2]] == [(3, 6)] * 3
-    assert costs.by_rows[2][EAGLE].resume_ms > costs.by_rows[2][2].resume_ms
     kept = costs_of(session, drafters)
     assert kept is not None and len(kept.by_rows[2]) == 3
 
@@ -188,6 +189,9 @@ def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+CATCH_UP_MS = 1.6
+
+
 def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
     """Return the ms of a token of a row in a decode, with the true price of catching up."""
     rng, drafters = random.Random(seed), [SimpleNamespace(is_written_through=i == SELF) for i in range(len(each))]
@@ -201,17 +205,17 @@ def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 
         while i is not None and accepted < choice.gamma and rng.random() < alphas[i]:
             accepted += 1
         pacing.observe(choice, [accepted])
-        ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + each[i].resume_ms * (i != last)
+        ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + CATCH_UP_MS * (i != last)
         n, last = n + 1 + accepted, i
     return ms / n
 
 
 @pytest.mark.parametrize("alphas", [[0.62, 0.7, 0.1], [0.3, 0.99, 0.2], [0.2, 0.6, 0.9], [0.05, 0.3, 0.02]])
 def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
-    """A decode of 256 tokens by a head, which catches up by the target, a self-draft and a text: on average within 3%
+    """A decode of 256 tokens by drafts that cost as a head, a self-draft and a text: on average within 3%
     of the best of them and plain decoding, whose acceptance is not known beforehand."""
     at, verify = (3, 6), (15.4, 16.3)
-    each = [Costs(14.0, at, verify, ms, 0.3, resume_ms=resume) for ms, resume in ((1.2, 16.0), (7.5, 0.3), (0.05, 0.1))]
+    each = [Costs(14.0, at, verify, draft_ms, 0.3) for draft_ms in (1.2, 7.5, 0.05)]
     pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
     best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
     assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best

@@ -40,7 +40,15 @@ LENGTHS = [1, 9, 30, 2, 17]
 LIMITS = [25, 9, 18, 30, 12]
 GAMMA, SLOTS = 3, 3
 HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
-CHANGING = [Choice(0, 3), Choice(0, 1), PLAIN, PLAIN, Choice(0, 3), Choice(0, 0), Choice(1, 2), Choice(0, 2)]
+HEAD, OTHER = 0, 1
+CHANGING = [Choice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, Choice(OTHER, 3)]
+CHANGING += [Choice(HEAD, 3), Choice(HEAD, 0), Choice(OTHER, 2), Choice(HEAD, 2)]
+
+
+@pytest.fixture(autouse=True)
+def few_states_are_kept(monkeypatch):
+    """So few that slots are reused, and that the target recomputes some states of missed rounds, but not all."""
+    monkeypatch.setattr("engine.drafters.observed.KEPT", 3)
 
 
 def states_of(text: list[int], layers: tuple[int, ...] = ()) -> torch.Tensor:
@@ -143,7 +151,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(Eagle, runner, head, CACHES[cache](head.body.config), GAMMA)
     texts = run(drafter, changing)
-    layers = drafter._observed.layers
+    layers = drafter.observed.layers
     assert layers == (() if version == 1 else (2, 3, 4))
     plain = []  # of each text, the head and its state behind every token
     for text in texts:
@@ -194,6 +202,16 @@ def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, optio
         return head.logits(plain_block(head, embedding, fused[request][:length], current, len(drafts)))
 
     check_proposals(texts, seen, expected)
+
+
+def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
+    monkeypatch.setattr("engine.drafters.observed.KEPT", 64)
+    recompute, ends = ModelRunner.recompute, []
+    monkeypatch.setattr(ModelRunner, "recompute", lambda self, *how: ends.append(how[2].stop) or recompute(self, *how))
+    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
+    head = random_dflash(DEEP)
+    run(DFlash(runner, head, CACHES["full"](head.body.config), GAMMA), changing=True)
+    assert {*ends} <= {*range(8, max(LENGTHS), 8), *LENGTHS, *(n - 1 for n in LENGTHS)}, "prompts and their chunks"
 
 
 def test_heads_that_do_not_fit_a_round_are_refused():

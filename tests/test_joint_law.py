@@ -59,15 +59,15 @@ class TableModel(FakeModel):
 
     def hidden(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         held, at, visible = self.look(tokens, positions, cache)
-        return (self.codes[at, held] * visible).sum(-1, keepdim=True) % len(self.table)
+        return self.table[(self.codes[at, held] * visible).sum(-1) % len(self.table)]
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, cache, layers=()) -> tuple[Tensor, Tensor]:
-        """Return hidden states, and logits repeated as the inputs that a head reads."""
+        """Return hidden states, which are the logits, also as the inputs that a head reads."""
         hidden = self.hidden(tokens, positions, cache)
-        return hidden, self.logits(hidden).repeat(1, 1, max(1, len(layers)))
+        return hidden, hidden.repeat(1, 1, max(1, len(layers)))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[..., 0]]
+        return hidden
 
     def logits_after(self, tokens: list[int]) -> Tensor:
         """Return the logits behind a token list, without a cache or a batch."""

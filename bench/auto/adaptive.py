@@ -13,13 +13,12 @@ from engine.pacing import PLAIN, Choice
 # The acceptance rate that is expected without evidence, and its weight in draft positions: high, so that it is tried.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
 # The largest weight, in draft positions, of the acceptance while costs were measured. Beside drafters of other kinds it
-# is larger and does not fade, since a trial of a kind costs time.
+# is larger and does not fade: else kinds that were worse are tried again and again.
 MOST_MEASURED, MOST_MEASURED_OF_KINDS = 4.0, 16.0
 # Evidence keeps this share of its weight from round to round, since texts change.
 MEMORY = 0.96
-# A drafter that comes back has to pay for catching up within this share of the plain steps that it missed; beside
-# drafters of other kinds, within so many steps at least, since it will stay for some time.
-PAID_WITHIN, FEWEST_TO_PAY = 1 / 3, 48.0
+# A drafter that comes back has to pay for catching up within this share of the plain steps that it missed.
+PAID_WITHIN = 1 / 3
 # Another drafter has to promise this much more, since a change costs something.
 WORTH_A_CHANGE = 1.03
 
@@ -62,12 +61,12 @@ class Adaptive:
             if 0 < gamma <= largest[i]:
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
-        self._has_kinds = len({kind for kind, _ in self._names}) > 1
-        most = MOST_MEASURED_OF_KINDS if self._has_kinds else MOST_MEASURED
+        has_kinds = len({kind for kind, _ in self._names}) > 1
+        most = MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED
         self._verified = [min(rate.n, most) for rate in measured]
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         # What these counts fade to.
-        self._lasting = [[self._has_kinds * n for n in counts] for counts in (self._verified, self._accepted)]
+        self._lasting = [[has_kinds * n for n in counts] for counts in (self._verified, self._accepted)]
         self._last_drafter = 0
         self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
@@ -99,8 +98,7 @@ class Adaptive:
         """Return the ms of catching up as a share of the steps that have to pay for them."""
         missed, costs = self._missed[drafter], self._full_batch[drafter]
         n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
-        n_steps = max(PAID_WITHIN * missed, FEWEST_TO_PAY * self._has_kinds)
-        return costs.catch_up_ms(n_run) / (n_steps * costs.plain_ms) if missed else 0.0
+        return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
         for counts, lasting in zip((self._verified, self._accepted), self._lasting, strict=True):

@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from torch import Tensor
-
 from common.errors import ConfigError, flag
 from engine.batch import Batch
+from engine.drafters.observed import ObservedStates
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
-from kv_cache import KVCache
+from kv_cache import KVCache, WriteThroughKVCache
 
 
 class RowUpdate(NamedTuple):
     """The tokens of a row of the target that a drafter has to catch up on.
 
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
-    drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`.
+    drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`. verified:
+    the row's positions that ran in verifications of this decode, also beyond `tokens` where these are a part of it.
     """
 
     row: int
@@ -28,18 +28,21 @@ class RowUpdate(NamedTuple):
     n_seen: int
     draws: tuple[int, int] | None = None
     prediction: Sequence[int] = ()
+    verified: range = range(0)
 
 
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
-    Optional: `schedule`, which limits how many tokens of a round each row drafts; `verify`; `refresh`, which begins
-    every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); and `n_predicted`, by
-    row: how many of the first draft tokens were copied from the request's prediction.
+    Optional: `schedule`, which limits how many tokens of a round each row drafts; `observed`, the target's states that
+    it drafts from, kept in every round of a decode; `verified_cache`; `refresh`, which begins every
+    `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); and `n_predicted`, by row: how
+    many of the first draft tokens were copied from the request's prediction.
     """
 
     gamma: int
     schedule: Schedule = Schedule()
+    observed: ObservedStates | None = None
     refresh_every: int = 0
     n_rounds: int = 0
     n_predicted: Mapping[int, int] = MappingProxyType({})
@@ -64,10 +67,10 @@ class Drafter(ABC):
         """Forget rejected drafts: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""
         self.schedule.observe(batch)
 
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        """Run the target over `block [B, T]` behind each row's text; return its logits `[B, T, V]`. A drafter that
-        learns from the target's forward overrides this. observe: True in the last round before a `refresh`."""
-        return batch.verify(target, block, gamma)
+    def verified_cache(self, observe: bool) -> WriteThroughKVCache | None:
+        """Return the target's cache and the draft's as one that a verification of this drafter's rounds writes; None:
+        the target's alone. observe: True in the last round before a `refresh`."""
+        return None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         """Choose anew which entries drafts read, by the last verification; may be captured, as `propose`."""

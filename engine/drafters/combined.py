@@ -12,6 +12,7 @@ from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
 from engine.drafters.text_drafter import Guess, HostDrafter
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
+from kv_cache import WriteThroughKVCache
 
 
 class Combined(HostDrafter):
@@ -25,6 +26,7 @@ class Combined(HostDrafter):
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
         self.model, self.parts, self.schedule, self.refresh_every = model, (model,), model.schedule, model.refresh_every
+        self.observed = model.observed
         self.is_written_through: bool = getattr(model, "is_written_through", False)
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         # Whether this round leaves the model out; and by row, how many tokens it had seen before it was left out.
@@ -62,8 +64,8 @@ class Combined(HostDrafter):
         guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, guessing), gamma)
 
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        return self.model.verify(target, batch, block, gamma, observe)
+    def verified_cache(self, observe: bool) -> WriteThroughKVCache | None:
+        return self.model.verified_cache(observe)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         self.model.refresh(batch, gamma)

@@ -24,10 +24,12 @@ class HeadDrafter(ModelDrafter):
 
     A round first writes the entries of all tokens of the last verification again, accepted or not, so that shapes never
     change: the target's states replace the head's approximations, and entries behind the row's end are overwritten
-    before a query sees them. The target stores no states, so the prompt's tokens whose entries the cache keeps run
-    through it again. Errors: ConfigError if a round does not fit the cache's window.
+    before a query sees them. Tokens of rounds in which others drafted get their entries from the states that were kept
+    (see `ObservedStates`). Those of a prompt were not: where the cache keeps entries, it runs through the target again.
+    Errors: ConfigError if a round does not fit the cache's window.
     """
 
+    observed: ObservedStates
     _head: TransformerHead
     _logits: Tensor
 
@@ -38,7 +40,7 @@ class HeadDrafter(ModelDrafter):
         self._target, self._head, self.cache = runner, head, cache
         # A cache that keeps only the end of a prompt needs the whole prompt to choose it.
         self.follows_parts = cache.max_block == cache.max_length
-        self._observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
+        self.observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
     @abstractmethod
     def write(self, states: Tensor, following: Tensor, positions: Tensor, view: KVCache) -> Tensor | None:
@@ -46,31 +48,36 @@ class HeadDrafter(ModelDrafter):
         `following [B, T]` them; return the head's next states, if it has any."""
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
-        for row, _, text, n_seen, *_ in rows:
-            if n_seen == 0:
-                self.cache.reset_row(row)
-            # From the last round before n_seen on, which may have left the head's approximations.
-            self._fill(row, text, first=max(0, n_seen - self.gamma - 1) if n_seen else 0)
+        for update in rows:
+            if update.n_seen == 0:
+                self.cache.reset_row(update.row)
+            self._fill(update)
+            if not update.verified:
+                self.observed.begin(update.row, update.tokens)
 
-    def _fill(self, row: int, text: Sequence[int], first: int) -> None:
-        """Run the tokens from `first` on that the cache keeps, but not the last, whose state is observed."""
-        last = len(text) - 1
-        kept = [p for p in self.cache.retained_positions(last).tolist() if p >= first]
+    def _fill(self, update: RowUpdate) -> None:
+        """Write the entries of tokens that were missed, where the cache keeps them, but not the last token's."""
+        row, text, n_seen, observed = update.row, update.tokens, update.n_seen, self.observed.kept(update.verified)
+        # From the last round before n_seen on, which may have left the head's approximations, but not in the prompt.
+        n_prompt, first = update.verified.start, max(0, n_seen - self.gamma - 1)
+        if n_seen >= n_prompt:
+            first = max(first, n_prompt - (n_seen == n_prompt))
+        missed = [p for p in self.cache.retained_positions(len(text) - 1).tolist() if p >= first]
         most = min(self._target.prefill_chunk, self.cache.prefill_block)
-        while kept:
-            at = range(kept[0], kept[0] + sum(p == kept[0] + i for i, p in enumerate(kept[:most])))
-            kept = kept[len(at) :]
-            states, _ = self._target.recompute(row, text, at, self._observed.layers)
+        while missed:
+            begin, is_kept = missed[0], missed[0] in observed
+            n = sum(p == begin + i and (p in observed) == is_kept for i, p in enumerate(missed[:most]))
+            at, missed = range(begin, begin + n), missed[n:]
+            if is_kept:
+                states = self.observed.of_row(row, at)
+            else:
+                states, _ = self._target.recompute(row, text, at, self.observed.layers)
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             self.write(states, following, positions, self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
-        self._observed.begin(row, text)
 
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
         return self._head.fused(states.to(self._head.body.dtype))
-
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        return self._observed.verify(target, batch, block, gamma)
 
     def draw_all(self, states: Tensor, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Draw each draft from the logits of its state, all computed at once. states: `[B, gamma or more, dim]`."""

@@ -20,21 +20,21 @@ class Medusa(ModelDrafter):
     """Drafts every token of a round from the state before the row's current token: no draft sees another, and nothing
     is cached. Errors: ConfigError if there are fewer heads than gamma."""
 
+    observed: ObservedStates
+
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, gamma: int) -> None:
         super().__init__(runner, gamma, runner.cache)
         check_most_drafts(gamma, len(heads))
         self._target, self._heads = runner, heads
-        self._observed = ObservedStates(runner, gamma, heads.shape.dim)
+        self.observed = ObservedStates(runner, gamma, heads.shape.state_dim)
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
-        for row, _, text, *_ in rows:
-            self._observed.begin(row, text)
-
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        return self._observed.verify(target, batch, block, gamma)
+        for update in rows:
+            if not update.verified:
+                self.observed.begin(update.row, update.tokens)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        states, _, _, last = self._observed.of_rows(batch)
+        states, _, _, last = self.observed.of_rows(batch)
         out = self._heads[i](states.take_along_dim(last[..., None], dim=1)[:, 0])
         return out if self._heads.shape.has_output else self._target.model.logits(out)
 

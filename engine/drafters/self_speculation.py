@@ -73,11 +73,10 @@ class SelfSpeculation(ModelDrafter):
             if self._scores is not None:
                 self._scores.forget(row)
 
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        through = self.write_through
+    def verified_cache(self, observe: bool) -> WriteThroughKVCache:
         if observe and self._scores is not None:
-            through = ObservingKVCache(through, self._scores)
-        return batch.verify(target, block, gamma, through)
+            return ObservingKVCache(self.write_through, self._scores)
+        return self.write_through
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)

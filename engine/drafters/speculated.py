@@ -53,8 +53,8 @@ class Speculated(Drafter):
             part.rollback(batch)
         super().rollback(batch)
 
-    def verify(self, target: ModelRunner, batch: Batch, block: Tensor, gamma: int, observe: bool) -> Tensor:
-        return self._outer.verify(target, batch, block, gamma, observe)
+    def verified_cache(self, observe: bool) -> WriteThroughKVCache:
+        return self._outer.verified_cache(observe)
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         self._outer.refresh(batch, gamma)

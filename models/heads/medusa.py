@@ -22,6 +22,11 @@ class MedusaShape:
     has_output: bool = True
 
     @property
+    def state_dim(self) -> int:
+        """Width of the target's states that the heads read."""
+        return self.dim
+
+    @property
     def most_drafts(self) -> int:
         """The most tokens that the heads draft."""
         return self.n_head
