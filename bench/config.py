@@ -59,10 +59,14 @@ class Target:
             where = flag("load_format")
             raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
 
+    @property
+    def changes(self) -> ConfigChanges:
+        """The flags' changes of the model's config.json."""
+        return ConfigChanges(self.rope_scaling, self.config_overrides)
+
     def source(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError."""
-        changes = ConfigChanges(self.rope_scaling, self.config_overrides)
-        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify, changes)
+        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify, self.changes)
 
     def with_text(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError, also for random weights, which have no text."""

@@ -62,7 +62,7 @@ def memory_plan(plan: Plan) -> MemoryPlan:
             config = draft.source.config
             weights += draft.source.n_weights * dtype.itemsize
             # The target's states that each drafter of the head keeps.
-            of_row = n_slots(plan.gamma) * draft.source.shape.state_dim * plan.dtype.itemsize
+            of_row = n_slots(draft.gamma) * draft.source.shape.state_dim * plan.dtype.itemsize
             draft_kv += max(1, len(draft.policies)) * of_row
         elif draft.source is not None:
             config = _largest_shard(draft.source.config, plan.draft_group)

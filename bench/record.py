@@ -178,7 +178,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
             **cache_of(session, Choice(index, cost.at[-1])),
             "plain_ms": cost.plain_ms,
             "gammas": cost.at,
-            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms")},
+            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")},
             "accepted_share": cost.acceptance.value if cost.acceptance else None,
             "verified": cost.acceptance.n if cost.acceptance else None,
         }

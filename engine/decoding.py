@@ -199,7 +199,8 @@ class Decoder:
             self._runner.copy_prompt(sibling, row)
         request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses, tap)
         self._rows.begin(row, request.n_reused)
-        n_followed = request.n_reused if reuses and sibling is None else 0  # drafters do not copy rows
+        # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
+        n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
         self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
         return row, request, chunks
 

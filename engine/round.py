@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter
-from engine.drafters.observed import verify
+from engine.drafters.observed import ObservedStates
 from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
@@ -37,7 +37,8 @@ class Round:
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
-    the logits at each position are finite. others: drafters of other rounds, whose states this one keeps, too.
+    the logits at each position are finite. observed: the states that every round of the decode keeps; by default, the
+    drafter's.
     """
 
     proposed: tuple[Drafts, Verification]
@@ -52,11 +53,10 @@ class Round:
         gamma: int,
         mode: str,
         captured: Captured | None = None,
-        others: Sequence[Drafter] = (),
+        observed: Sequence[ObservedStates] | None = None,
     ) -> None:
         self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
-        observed = (each.observed for each in (drafter, *others) if each is not None)
-        self._observers = [*dict.fromkeys(each for each in observed if each is not None)]
+        self._observed = observed_by([drafter] if drafter else []) if observed is None else observed
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
@@ -103,9 +103,16 @@ class Round:
 
     def forward(self, block: Tensor) -> Tensor:
         """Store entries of `block [B, T]`, T <= gamma + 1, and return the target's logits `[B, T, V]`."""
-        written = self.drafter and self.drafter.verified_cache(self.observes)
+        written = None if self.drafter is None else self.drafter.verified_cache(self.observes)
         view = self.batch.view_of(written or self.runner.cache, self.gamma)
-        return verify(self.runner, self.batch, block, view, self._observers)
+        positions = self.batch.positions(block.shape[1])
+        if not self._observed:
+            return self.runner.step(block, positions, view)
+        layers = sorted({layer for states in self._observed for layer in states.layers})
+        logits, hidden, inputs = self.runner.step_with_states(block, positions, view, layers)
+        for states in self._observed:
+            states.keep(self.batch, block, hidden, inputs)
+        return logits
 
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
@@ -155,7 +162,7 @@ class Rounds:
     """Makes a decoder's rounds; it keeps none, since each holds its logits."""
 
     def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
-        self._runner, self._drafters = runner, drafters
+        self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
         self._kind: tuple[str, Filters] | None = None
 
     def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
@@ -204,7 +211,12 @@ class Rounds:
         if not 0 <= choice.gamma <= most:
             required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
             raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
-        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured, self._drafters)
+        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured, self._observed)
+
+
+def observed_by(drafters: Sequence[Drafter]) -> list[ObservedStates]:
+    """Return the target's states that these drafters draft from."""
+    return [drafter.observed for drafter in drafters if drafter.observed is not None]
 
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:

@@ -300,6 +300,15 @@ class ModelRunner:
         decide. cache: a view of the runner's cache, which may also write to a draft's."""
         return self.model(tokens, positions, cache or self.cache)
 
+    def step_with_states(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache, layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Return what `step` returns, the last hidden states, and the inputs of each of `layers` (see
+        `Transformer.hidden_states`), each `[B, T, dim]`."""
+        hidden, states = self.model.hidden_states(tokens, positions, cache, layers)
+        inputs = states.chunk(len(layers), dim=-1) if layers else ()
+        return self.model.logits(hidden), hidden, dict(zip(layers, inputs, strict=True))
+
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the logits `[B, V]` that follow the last of `tokens [B, T]`."""
         return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])

@@ -78,7 +78,8 @@ def main(flags: Flags) -> None:
         measured = train(kind, target, folder, flags.recipe, 60 * flags.minutes)
         path = Path(source.path)
         values = read_config((path if path.is_dir() else path.parent) / CONFIG)
-        training.save_head(measured.pop("head"), folder / kind, values)
+        changed = flags.target.changes.apply(values, source.name)
+        training.save_head(measured.pop("head"), folder / kind, changed)
         record = bench.record_of("train_head", session, bench.rounded({"head": kind} | measured), NO_SETTINGS)
         publish(flags.output.output, record | vars(sizes))
 

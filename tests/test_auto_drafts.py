@@ -215,7 +215,7 @@ def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
     """A decode of 256 tokens by drafts that cost as a head, a self-draft and a text: on average within 3%
     of the best of them and plain decoding, whose acceptance is not known beforehand."""
     at, verify = (3, 6), (15.4, 16.3)
-    each = [Costs(14.0, at, verify, draft_ms, 0.3) for draft_ms in (1.2, 7.5, 0.05)]
+    each = [Costs(14.0, at, verify, draft_ms, 0.3, resume_ms=CATCH_UP_MS) for draft_ms in (1.2, 7.5, 0.05)]
     pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
     best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
     assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best

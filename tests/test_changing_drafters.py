@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import with_head
 from pacings import Ending, Scripted
 from recorded_graph import RecordedGraph, RecordedGraphs
 from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
@@ -17,7 +18,7 @@ from kv_cache import StreamingKVCache
 
 
 def drafters_of(runner: ModelRunner) -> list:
-    """A drafter of each kind that can fall behind: two budgets, a draft model, and an n-gram lookup."""
+    """A drafter of each kind that can fall behind: two budgets, a draft model, an n-gram lookup, and a head."""
     sizes = {"max_batch": runner.max_batch, "n_sink": 2, "dtype": torch.float64}
     small, large = (StreamingKVCache(TINY, budget=n, **sizes) for n in (10, 24))
     own = StreamingKVCache(TINY, budget=24, **sizes, rotate_on_read=True)
@@ -26,30 +27,37 @@ def drafters_of(runner: ModelRunner) -> list:
         SelfSpeculation(runner, small, gamma=4),
         StandaloneDraft(ModelRunner(tiny_model(seed=1), own), gamma=4),
         NGram(runner, gamma=4),
+        with_head("eagle-3", runner, lambda shape: StreamingKVCache(shape, budget=24, **sizes), gamma=4),
     ]
 
 
 SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 4), Choice(3, 1), Choice(1, 0), Choice(2, 4)]
-SCRIPT += [PLAIN, Choice(0, 1), Choice(2, 1), PLAIN, Choice(3, 4)]
+SCRIPT += [PLAIN, Choice(0, 1), Choice(4, 4), Choice(2, 1), PLAIN, Choice(3, 4), Choice(4, 2)]
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured(mode):
-    """Ragged, refilled rows; what fell behind catches up. Each choice has graphs of its own."""
+    """Ragged, refilled rows; what fell behind catches up, and is accepted as without graphs. Each choice has graphs of
+    its own."""
     model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
     graphs: list[RecordedGraph] = []
     new_graphs = partial(RecordedGraphs, recorded=graphs)
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
-    drafters, limits = drafters_of(runner), [40, 9, 33, 30, 41]
+    limits = [40, 9, 33, 30, 41]
+    how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
     expected = recomputed(model, prompts, limits, sampling)
+    called = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
+    rounds = generate(called, prompts, pacing=Scripted(drafters_of(called), SCRIPT), **how).stats.rounds
+    drafters = drafters_of(runner)
     for _ in range(3):
-        pacing = Scripted(drafters, SCRIPT)
-        out = generate(runner, prompts, max_new_tokens=limits, pacing=pacing, sampling=sampling, verification=mode)
+        out = generate(runner, prompts, pacing=Scripted(drafters, SCRIPT), **how)
         assert out.tokens == expected
+        assert [round_.emitted for round_ in out.stats.rounds] == [round_.emitted for round_ in rounds]
     assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
     # Four graphs of every choice, three of a plain step; for two rows, and for the one that is left.
-    assert len(graphs) == 2 * (4 * (len(set(SCRIPT)) - 1) + 3)
+    kinds = {(round_.choice, round_.busy) for round_ in rounds}
+    assert len(graphs) == sum(3 + (choice != PLAIN) for choice, _ in kinds)
 
 
 def two_rows(*lengths: int, **settings: Any) -> tuple[ModelRunner, list[list[int]]]:

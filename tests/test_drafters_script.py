@@ -37,7 +37,7 @@ def test_drafters_are_compared_by_context(call, tmp_path: Path):
     """Sums over batches of unlike size; each drafter has its options, and a small cache bounds that drafter alone."""
     flags = "--device cpu --dtype float64 --B 2 --num_prompts 3 --gen_len 12 --draft_dtype same --draft_budget 7"
     flags += f" --contexts 40 60 --auto_drafts suffix --gamma 2 --output {tmp_path / 'lengths.jsonl'}"
-    ended = call("reproduce/context_sweep.py", f"{flags} --drafters oracle self self@auto ngram@6")
+    ended = call("reproduce/context_sweep.py", f"{flags} --repeats 2 --drafters oracle self self@auto ngram@6")
     records = [json.loads(line) for line in (tmp_path / "lengths.jsonl").read_text().splitlines()]
     assert [record["prefix_len"] for record in records] == [40, 60] and ended.record == records[-1]
     for record in records:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from block_heads import MASK, plain_block, whole_dflash
+from block_heads import MASK, plain_block, whole_dflash, with_head
 from pacings import Scripted
 from policies import POLICIES, Size
 from published_heads import (
@@ -21,14 +21,15 @@ from published_heads import (
     random_medusa,
     save_head,
 )
-from tiny import TINY, full_cache, random_prompts, tiny_model
+from tiny import TINY, decode, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
-from engine import ModelRunner, SamplingParams, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
-from engine.drafters.ngram import NGram
+from engine.drafters.suffix import Suffix
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.quantized import QuantizedKVCache
@@ -40,15 +41,16 @@ LENGTHS = [1, 9, 30, 2, 17]
 LIMITS = [25, 9, 18, 30, 12]
 GAMMA, SLOTS = 3, 3
 HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
-HEAD, OTHER = 0, 1
-CHANGING = [Choice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, Choice(OTHER, 3)]
+HEAD, OTHER, MOST = 0, 1, 2 * GAMMA
+CHANGING = [Choice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, Choice(OTHER, MOST)]
 CHANGING += [Choice(HEAD, 3), Choice(HEAD, 0), Choice(OTHER, 2), Choice(HEAD, 2)]
 
 
 @pytest.fixture(autouse=True)
 def few_states_are_kept(monkeypatch):
-    """So few that slots are reused, and that the target recomputes some states of missed rounds, but not all."""
+    """The target recomputes some states of missed rounds, but not all."""
     monkeypatch.setattr("engine.drafters.observed.KEPT", 3)
+    monkeypatch.setattr("engine.drafters.observed.LONGEST_BLOCK", MOST + 1)
 
 
 def states_of(text: list[int], layers: tuple[int, ...] = ()) -> torch.Tensor:
@@ -71,7 +73,7 @@ def watched(kind: type, *arguments):
         def propose(self, batch, verification, gamma):
             drafts = super().propose(batch, verification, gamma)
             for place, row in enumerate(batch.rows.tolist()):
-                if gamma and row in self.requests:
+                if gamma and row in self.requests and not batch.idle[place]:
                     state = self.requests[row], int(batch.lengths[place]), int(batch.current[place])
                     seen.append((*state, drafts.tokens[place].tolist(), drafts.probs[place]))
             return drafts
@@ -80,12 +82,16 @@ def watched(kind: type, *arguments):
 
 
 def run(drafter, changing: bool) -> list[list[int]]:
-    """Return prompts with their answers, from rows that are refilled; `changing`: some rounds use another drafter."""
+    """Return prompts with their answers, from rows that are refilled; `changing`: prompts run in parts, text drafts
+    stand beside the head, and some rounds use another head, which drafts more and reads other layers."""
     prompts, how = random_prompts(LENGTHS), {"max_new_tokens": LIMITS, "sampling": HOT, "verification": "rejection"}
-    drafters = [drafter, NGram(drafter._target, GAMMA)]
-    drafts = {"pacing": Scripted(drafters, CHANGING)} if changing else {"drafter": drafter}
+    runner, drafts = drafter._target, {"drafter": drafter}
+    if changing:
+        beside = Combined(runner, drafter, [Suffix(runner, GAMMA)], least_match=2)
+        other = with_head("dflash", runner, lambda config: FullKVCache(config, SLOTS, 70, dtype=torch.float64), MOST)
+        drafts = {"pacing": Scripted([beside, other], CHANGING), "prefill_tokens": 8}
     with torch.inference_mode():
-        out = generate(drafter._target, prompts, **how, **drafts)
+        out = generate(runner, prompts, **how, **drafts)
     assert 0.2 < out.stats.counts.acceptance_rate < 0.97, "or rollbacks are all alike"
     return [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
 
@@ -97,8 +103,10 @@ def check_proposals(texts, seen, expected) -> None:
         if length < len(texts[request]) - 1:  # else the row has ended, and fills a place
             assert texts[request][length] == current
             logits = torch.stack(list(expected(request, length, drafts)))
-            torch.testing.assert_close(probs, (logits / HOT[0].temperature).softmax(-1), rtol=0, atol=1e-5)
-            compared += len(drafts)
+            drawn = probs.amax(dim=-1) < 1  # else copied from the text
+            probs_of_head = (logits / HOT[0].temperature).softmax(-1)
+            torch.testing.assert_close(probs[drawn], probs_of_head[drawn], rtol=0, atol=1e-5)
+            compared += int(drawn.sum())
     assert compared > 40
 
 
@@ -206,12 +214,39 @@ def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, optio
 
 def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
     monkeypatch.setattr("engine.drafters.observed.KEPT", 64)
-    recompute, ends = ModelRunner.recompute, []
-    monkeypatch.setattr(ModelRunner, "recompute", lambda self, *how: ends.append(how[2].stop) or recompute(self, *how))
+    recompute, prompts, ran = ModelRunner.recompute, random_prompts(LENGTHS), []
+
+    def watched_recompute(runner, row, text, at, layers):
+        ran.append((text, at.stop))
+        return recompute(runner, row, text, at, layers)
+
+    monkeypatch.setattr(ModelRunner, "recompute", watched_recompute)
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     head = random_dflash(DEEP)
     run(DFlash(runner, head, CACHES["full"](head.body.config), GAMMA), changing=True)
-    assert {*ends} <= {*range(8, max(LENGTHS), 8), *LENGTHS, *(n - 1 for n in LENGTHS)}, "prompts and their chunks"
+    assert ran and all(text[:end] in [prompt[:end] for prompt in prompts] for text, end in ran)
+
+
+@pytest.mark.parametrize("kind", [Medusa, Eagle, DFlash])
+def test_a_prompt_that_comes_again_is_continued_from_its_own_state(kind):
+    """Its row holds it whole, and the slots have states of the first answer."""
+    runner = ModelRunner(MODEL, full_cache(MODEL, 1))
+    head = {Medusa: random_medusa, Eagle: random_eagle, DFlash: random_dflash}[kind](DEEP)
+    cache = () if kind is Medusa else (FullKVCache(head.body.config, 1, 70, dtype=torch.float64),)
+    drafter, seen = watched(kind, runner, head, *cache, GAMMA)
+    (prompt,) = random_prompts([9])
+
+    class OnceForEach(Scripted):
+        def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
+            return Choice(0, GAMMA) if context == len(prompt) else PLAIN
+
+    decoder = Decoder(runner, OnceForEach([drafter], [Choice(0, GAMMA)]), reuses="prefixes", verification="rejection")
+    requests = [Request(prompt, 30, sampling=HOT[0], id=0, index=i) for i in range(2)]
+    for request in requests:
+        decode(decoder, request)
+    first, again = seen
+    assert requests[1].n_reused == len(prompt) and first[:4] == again[:4]
+    torch.testing.assert_close(first[4], again[4], rtol=0, atol=1e-12)
 
 
 def test_heads_that_do_not_fit_a_round_are_refused():

@@ -158,16 +158,19 @@ SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 -
 
 def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
     """The whole command on a tiny model; run again, it trains nothing. Another run's folder is refused."""
-    flags = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2 --writing_minutes 0.001 --out {tmp_path / 'out'}"
+    changed = "--rope_scaling linear:2"
+    sizes = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2"
+    flags = f"{sizes} {changed} --writing_minutes 0.001 --out {tmp_path / 'out'}"
     record = call("reproduce/train_head.py", flags).record
     assert record["head"] == "dflash" and record["steps"] == 4 and record["curve"][-1]["step"] == 4
     again = call("reproduce/train_head.py", flags).record
     assert again["curve"] == record["curve"]
     for kind in ("eagle", "dflash"):
         trained, half = tmp_path / "out" / kind, tmp_path / "out/held_back.txt"
-        models = f"--target {checkpoint / 'model.pth'} --model {trained} --dataset {half}"
-        sizes = f"--draft {kind} --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
-        drafted = run("tests/longspec_benchmark.py", f"{models} {sizes}".split()).record
+        assert '"linear"' in (trained / "config.json").read_text()
+        models = f"--target {checkpoint / 'model.pth'} {changed} --model {trained} --dataset {half}"
+        how = f"--draft {kind} --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
+        drafted = run("tests/longspec_benchmark.py", f"{models} {how}".split()).record
         assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     assert "lr" in call("reproduce/train_head.py", flags + " --lr 0.5").refusal
 

@@ -18,7 +18,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of a batch at a context: a plain step, verifications of `at` draft tokens (ascending), a draft step,
-    the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text."""
+    the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text. resume_ms:
+    the time in which a draft catches up a few tokens of rounds without it."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -27,6 +28,7 @@ class Costs:
     other_ms: float
     acceptance: AcceptanceRate | None = None
     refresh_ms: float = 0.0
+    resume_ms: float = 0.0
 
     def round_ms(self, gamma: int) -> float:
         """Return the ms of a round; verifications are interpolated, and extrapolated, on straight lines."""
@@ -38,14 +40,14 @@ class Costs:
         return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: float) -> float:
-        """Return the ms in which a draft catches up `n_missed` tokens: a draft step, times verify_ms(n) / plain_ms."""
+        """Return the ms in which a draft catches up `n_missed` tokens: `resume_ms`, times verify_ms(n) / plain_ms."""
         per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
-        return self.draft_ms * (1 + n_missed * per_token)
+        return self.resume_ms * (1 + n_missed * per_token)
 
     def slower(self, times: float) -> Self:
         """Return the costs where everything takes `times` as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)
-        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms")
+        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")
         return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in names})
 
     def speedup(self, tokens: float, gamma: int) -> float:

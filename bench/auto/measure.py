@@ -140,12 +140,13 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choi
     gammas, drafts = [choice.gamma for choice in first], [ms(choice, "draft") for choice in first]
     at_no_gamma = float(np.polyfit(gammas, drafts, 1)[1]) if len(gammas) > 1 else 0.0
     fixed_ms = min(max(0.0, at_no_gamma), *drafts)
-    draft_ms, refresh_ms = [], []
+    draft_ms, refresh_ms, resume_ms = [], [], []
     for drafter, choices in drafted.items():
         n_tokens = sum(choice.gamma for choice in choices)
         draft_ms.append(max(0.0, sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens))
         every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
+        resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only
     # KV entries of a row; None without a cache.
     sizes = [getattr(getattr(rehearsal.drafters[i], "cache", None), "capacity", None) for i in same]
     by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
@@ -155,6 +156,6 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choi
     other_ms = fixed_ms + median(ms(choice, "other") for choice in first)
     verify_ms, rates = tuple(ms(choice, "verify") for choice in first), rehearsal.acceptance
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh)
-        for i, draft, refresh in zip(same, accumulate(draft_ms, min), refresh_ms, strict=True)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh, resume)
+        for i, draft, refresh, resume in zip(same, accumulate(draft_ms, min), refresh_ms, resume_ms, strict=True)
     ]

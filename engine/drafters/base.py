@@ -19,7 +19,8 @@ class RowUpdate(NamedTuple):
 
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
     drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`. verified:
-    the row's positions that ran in verifications of this decode, also beyond `tokens` where these are a part of it.
+    the positions that this decode's rounds have verified. It begins at the prompt's length, also while it is empty, and
+    may end behind `tokens`.
     """
 
     row: int
@@ -68,8 +69,8 @@ class Drafter(ABC):
         self.schedule.observe(batch)
 
     def verified_cache(self, observe: bool) -> WriteThroughKVCache | None:
-        """Return the target's cache and the draft's as one that a verification of this drafter's rounds writes; None:
-        the target's alone. observe: True in the last round before a `refresh`."""
+        """Return the cache that verifications of this drafter's rounds write; None: the target's. observe: True in the
+        last round before a `refresh`."""
         return None
 
     def refresh(self, batch: Batch, gamma: int) -> None:

@@ -24,9 +24,9 @@ class HeadDrafter(ModelDrafter):
 
     A round first writes the entries of all tokens of the last verification again, accepted or not, so that shapes never
     change: the target's states replace the head's approximations, and entries behind the row's end are overwritten
-    before a query sees them. Tokens of rounds in which others drafted get their entries from the states that were kept
-    (see `ObservedStates`). Those of a prompt were not: where the cache keeps entries, it runs through the target again.
-    Errors: ConfigError if a round does not fit the cache's window.
+    before a query sees them. Tokens of other drafters' rounds get their entries from `observed`. A prompt's states are
+    not in there, so its tokens whose entries the cache keeps run through the target again. Errors: ConfigError if a
+    round does not fit the cache's window.
     """
 
     observed: ObservedStates
@@ -57,16 +57,16 @@ class HeadDrafter(ModelDrafter):
 
     def _fill(self, update: RowUpdate) -> None:
         """Write the entries of tokens that were missed, where the cache keeps them, but not the last token's."""
-        row, text, n_seen, observed = update.row, update.tokens, update.n_seen, self.observed.kept(update.verified)
-        # From the last round before n_seen on, which may have left the head's approximations, but not in the prompt.
+        row, text, n_seen, kept = update.row, update.tokens, update.n_seen, self.observed.kept(update.verified)
+        # From the last round before n_seen on, which may have left the head's approximations.
         n_prompt, first = update.verified.start, max(0, n_seen - self.gamma - 1)
-        if n_seen >= n_prompt:
+        if n_seen >= n_prompt:  # there are none in the prompt; the first round writes the entry of its last token
             first = max(first, n_prompt - (n_seen == n_prompt))
         missed = [p for p in self.cache.retained_positions(len(text) - 1).tolist() if p >= first]
         most = min(self._target.prefill_chunk, self.cache.prefill_block)
         while missed:
-            begin, is_kept = missed[0], missed[0] in observed
-            n = sum(p == begin + i and (p in observed) == is_kept for i, p in enumerate(missed[:most]))
+            begin, is_kept = missed[0], missed[0] in kept
+            n = sum(p == begin + i and (p in kept) == is_kept for i, p in enumerate(missed[:most]))
             at, missed = range(begin, begin + n), missed[n:]
             if is_kept:
                 states = self.observed.of_row(row, at)

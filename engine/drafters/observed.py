@@ -1,31 +1,28 @@
 """ObservedStates: the target's hidden states at each row's last tokens, which trained heads continue."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.runner import ModelRunner
-from kv_cache import KVCache, WriteThroughKVCache
 
-# Tokens of a row whose states are kept; the target recomputes those of a drafter that missed more.
-KEPT = 64
+# Tokens of a row whose states are kept, and tokens of the longest block of any round.
+KEPT, LONGEST_BLOCK = 64, 32
 
 
 def n_slots(gamma: int) -> int:
-    """Return the number of states of a row, for rounds of at most `gamma` drafts."""
-    return KEPT + gamma + 1
+    """Return the number of slots of a row, for a head that drafts `gamma` tokens beside other drafters."""
+    return KEPT + max(LONGEST_BLOCK, gamma + 1)
 
 
 class ObservedStates:
     """Target states `[width]` of each row's last KEPT tokens, and the token that follows each.
 
-    Verifications write them, whoever drafted: the state at position p is in slot p modulo `n_slots`. Tensors stay in
-    place, for captured rounds. gamma: the most drafts of a round. layers: see `Transformer.hidden_states`;
-    empty: the last hidden state.
+    Every verification of a decode writes those of its block, whoever drafted it: position p has slot p modulo
+    `n_slots`. Tensors stay in place, for captured rounds. gamma: the most tokens that the head drafts. layers: see
+    `Transformer.hidden_states`; empty: the last hidden state.
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, width: int, layers: tuple[int, ...] = ()) -> None:
@@ -35,11 +32,13 @@ class ObservedStates:
         self._following = torch.zeros(n_rows, self._n_slots, dtype=torch.int64, device=device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
 
-    def keep(self, batch: Batch, block: Tensor, states: Tensor) -> None:
-        """Keep the `states [B, T, width]` of a verified `block [B, T]`."""
-        slots = batch.positions(block.shape[1]) % self._n_slots
-        self._states[batch.rows[:, None], slots] = states
-        self._following[batch.rows[:, None], slots[:, :-1]] = block[:, 1:]
+    def keep(self, batch: Batch, block: Tensor, hidden: Tensor, inputs: Mapping[int, Tensor]) -> None:
+        """Keep the states of a verified `block [B, T]`: its last `hidden [B, T, dim]` states, or the `inputs [B, T,
+        dim]` of layers."""
+        assert block.shape[1] <= self._n_slots - KEPT, "a round drafted more tokens than heads have slots for"
+        slots, rows = batch.positions(block.shape[1]) % self._n_slots, batch.rows[:, None]
+        self._states[rows, slots] = torch.cat([inputs[layer] for layer in self.layers], -1) if self.layers else hidden
+        self._following[rows, slots[:, :-1]] = block[:, 1:]
         self._start[batch.rows] = batch.lengths
 
     def begin(self, row: int, text: Sequence[int]) -> None:
@@ -50,7 +49,7 @@ class ObservedStates:
         self._states[row, last % self._n_slots] = states[0, -1]
 
     def kept(self, verified: range) -> range:
-        """Return which of a row's positions that verifications have run still have states."""
+        """Return the positions whose states are in their slots, of those that verifications have run."""
         return range(max(verified.start, verified.stop - KEPT), verified.stop)
 
     def of_row(self, row: int, at: range) -> Tensor:
@@ -69,24 +68,3 @@ class ObservedStates:
         slots, rows = positions % self._n_slots, batch.rows[:, None]
         following = self._following[rows, slots].scatter(1, index, batch.current[:, None])
         return self._states[rows, slots], following, positions, index
-
-
-def verify(
-    target: ModelRunner,
-    batch: Batch,
-    block: Tensor,
-    view: KVCache | WriteThroughKVCache,
-    observers: Sequence[ObservedStates],
-) -> Tensor:
-    """Run the target over `block [B, T]`, each row's current token and its drafts, and let `observers` keep its states;
-    return the logits `[B, T, V]`. view: the batch's rows of the target's cache."""
-    positions = batch.positions(block.shape[1])
-    if not observers:
-        return target.step(block, positions, view)
-    layers = sorted({layer for observer in observers for layer in observer.layers})
-    hidden, states = target.model.hidden_states(block, positions, view, layers)
-    of_layer = dict(zip(layers, states.chunk(max(1, len(layers)), dim=-1), strict=False))
-    for observer in observers:
-        observed = [of_layer[layer] for layer in observer.layers]
-        observer.keep(batch, block, torch.cat(observed, dim=-1) if observed else hidden)
-    return target.model.logits(hidden)

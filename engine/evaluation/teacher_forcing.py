@@ -72,8 +72,11 @@ def forced_acceptance(
         round_.forward(books[:, start : start + gamma + 1])
         # Written-through drafters have the block's entries already.
         n_written = gamma + 1 if getattr(drafter, "is_written_through", False) and reads_current else 0
-        ends = [(text, n, n + gamma + 1 + reads_current) for text, n in known]
-        updates = [RowUpdate(row, row, text[:end], n + n_written) for row, (text, n, end) in enumerate(ends)]
+        ends = [(text, n, n + gamma + 1) for text, n in known]
+        updates = [
+            RowUpdate(row, row, text[: end + reads_current], n + n_written, verified=range(n - start, end))
+            for row, (text, n, end) in enumerate(ends)
+        ]
         for part in (drafter,) if reads_current else getattr(drafter, "parts", (drafter,)):
             if reads_current or not getattr(part, "is_written_through", False):
                 part.follow(updates)
