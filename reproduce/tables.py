@@ -10,6 +10,7 @@ reproduce/results/, and the rest of the page is written by hand.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -163,9 +164,12 @@ def drafters(records: list[Record]) -> Table:
 
 
 def lengths(records: list[Record], cell: Column = GAIN) -> Table:
-    """Show each drafter by context."""
+    """Show each drafter by context: the medians of its runs."""
     rows = [row | {"drafter": re.sub(r":reproduction/[^@=]*", "", row["drafter"])} for row in rows_of(records)]
-    rows.sort(key=lambda row: row["temperature"])
+    figures = "speedup", "mean_accepted_length", "drafting_ms", "baseline_step_ms"
+    runs = grouped(rows, itemgetter("temperature", "drafter", "prefix_len")).values()
+    rows = [each[-1] | {name: median(row[name] for row in each) for name in figures} for each in runs]
+    rows.sort(key=itemgetter("temperature"))
     return pivot(rows, of("temperature drafter"), "prefix_len", cell)
 
 

@@ -31,6 +31,7 @@ class ObservedStates:
         self._states = torch.zeros(n_rows, self._n_slots, width, dtype=runner.model.dtype, device=device)
         self._following = torch.zeros(n_rows, self._n_slots, dtype=torch.int64, device=device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self._width = gamma + 1  # tokens of the last verification, at most gamma + 1
 
     def keep(self, batch: Batch, block: Tensor, hidden: Tensor, inputs: Mapping[int, Tensor]) -> None:
         """Keep the states of a verified `block [B, T]`: its last `hidden [B, T, dim]` states, or the `inputs [B, T,
@@ -40,6 +41,7 @@ class ObservedStates:
         self._states[rows, slots] = torch.cat([inputs[layer] for layer in self.layers], -1) if self.layers else hidden
         self._following[rows, slots[:, :-1]] = block[:, 1:]
         self._start[batch.rows] = batch.lengths
+        self._width = min(block.shape[1], self._gamma + 1)
 
     def begin(self, row: int, text: Sequence[int]) -> None:
         """Start a row of the target that holds `text`; the last token runs again for its state."""
@@ -57,14 +59,14 @@ class ObservedStates:
         return self._states[row : row + 1, [p % self._n_slots for p in at]]
 
     def of_rows(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the last verification's states `[B, gamma + 1, width]`, the tokens that follow them and their
-        positions, both `[B, gamma + 1]`, and the index `[B, 1]` of the last accepted state, which the current token
-        follows. States behind it are undefined."""
-        # Another drafter may have drafted more than gamma. A row that idles may have observed a longer text before.
-        last = batch.lengths - 1
+        """Return the last verification's states `[B, T, width]`, the tokens that follow them and their positions, both
+        `[B, T]`, and the index `[B, 1]` of the last accepted state, which the current token follows. States behind it
+        are undefined. T is the verification's, at most gamma + 1; where rounds keep their shape, it is gamma + 1."""
+        n_token, last = self._width if batch.narrows else self._gamma + 1, batch.lengths - 1
+        # Another drafter may have drafted more than gamma. A row that idles may have observed another text before.
         start = torch.minimum(torch.maximum(self._start[batch.rows], last - self._gamma), last).clamp(min=0)[:, None]
-        index = (last[:, None] - start).clamp(min=0)
-        positions = start + torch.arange(self._gamma + 1, device=start.device)
+        index = (last[:, None] - start).clamp(min=0, max=n_token - 1)
+        positions = start + torch.arange(n_token, device=start.device)
         slots, rows = positions % self._n_slots, batch.rows[:, None]
         following = self._following[rows, slots].scatter(1, index, batch.current[:, None])
         return self._states[rows, slots], following, positions, index
