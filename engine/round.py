@@ -208,9 +208,10 @@ class Rounds:
         """Return a round over that batch. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = choice.gamma if drafter is None else drafter.gamma
+        most = min([most, *(states.most_drafts for states in self._observed)])
         if not 0 <= choice.gamma <= most:
-            required, fix = f"a gamma of 0 to {most}", "build the drafter with the largest gamma that is chosen"
-            raise ConfigError("a round drafts more than its drafter can", "the pacing", choice, required, fix)
+            required, fix = f"a gamma of 0 to {most}", "build the drafters with the largest gamma that is chosen"
+            raise ConfigError("a round drafts more than its drafters can", "the pacing", choice, required, fix)
         return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured, self._observed)
 
 

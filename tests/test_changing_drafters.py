@@ -91,5 +91,16 @@ def test_a_pacing_can_end_the_decode():
 def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
     runner, prompts = two_rows(30, 11)
     (drafter, *_) = drafters_of(runner)
-    with pytest.raises(ConfigError, match="more than its drafter can"):
+    with pytest.raises(ConfigError, match="more than its drafters can"):
         generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
+
+
+def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
+    monkeypatch.setattr("engine.drafters.observed.LONGEST_BLOCK", 4)
+    runner, prompts = two_rows(30, 11)
+    *_, lookup, head = drafters_of(runner)
+    longer = NGram(runner, gamma=6)
+    for drafters, choices in (([lookup, head], [Choice(0, 4)]), ([longer], [Choice(0, 6)])):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted(drafters, choices))
+    with pytest.raises(ConfigError, match="a gamma of 0 to 4"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([longer, head], [Choice(0, 6)]))

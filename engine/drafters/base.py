@@ -20,7 +20,7 @@ class RowUpdate(NamedTuple):
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
     drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`. verified:
     the positions that this decode's rounds have verified. It begins at the prompt's length, also while it is empty, and
-    may end behind `tokens`.
+    may end behind `tokens`; by default, all tokens are followed as a prompt.
     """
 
     row: int

@@ -33,10 +33,14 @@ class ObservedStates:
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self._width = gamma + 1  # tokens of the last verification, at most gamma + 1
 
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts of a round, of any drafter, whose states leave those of KEPT tokens in their slots."""
+        return self._n_slots - KEPT - 1
+
     def keep(self, batch: Batch, block: Tensor, hidden: Tensor, inputs: Mapping[int, Tensor]) -> None:
         """Keep the states of a verified `block [B, T]`: its last `hidden [B, T, dim]` states, or the `inputs [B, T,
         dim]` of layers."""
-        assert block.shape[1] <= self._n_slots - KEPT, "a round drafted more tokens than heads have slots for"
         slots, rows = batch.positions(block.shape[1]) % self._n_slots, batch.rows[:, None]
         self._states[rows, slots] = torch.cat([inputs[layer] for layer in self.layers], -1) if self.layers else hidden
         self._following[rows, slots[:, :-1]] = block[:, 1:]
