@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.runner import ModelRunner
 
-# Tokens of a row whose states are kept, and tokens of the longest block of any round.
+# Tokens of a row whose states are kept, and tokens of the longest block beside a head that drafts fewer.
 KEPT, LONGEST_BLOCK = 64, 32
 
 
@@ -31,11 +31,11 @@ class ObservedStates:
         self._states = torch.zeros(n_rows, self._n_slots, width, dtype=runner.model.dtype, device=device)
         self._following = torch.zeros(n_rows, self._n_slots, dtype=torch.int64, device=device)
         self._start = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        self._width = gamma + 1  # tokens of the last verification, at most gamma + 1
+        self._n_verified = gamma + 1  # tokens of the last verification, at most gamma + 1
 
     @property
     def most_drafts(self) -> int:
-        """The most drafts of a round, of any drafter, whose states leave those of KEPT tokens in their slots."""
+        """The most tokens that any drafter may draft in a round, so that the states of KEPT tokens stay."""
         return self._n_slots - KEPT - 1
 
     def keep(self, batch: Batch, block: Tensor, hidden: Tensor, inputs: Mapping[int, Tensor]) -> None:
@@ -45,7 +45,7 @@ class ObservedStates:
         self._states[rows, slots] = torch.cat([inputs[layer] for layer in self.layers], -1) if self.layers else hidden
         self._following[rows, slots[:, :-1]] = block[:, 1:]
         self._start[batch.rows] = batch.lengths
-        self._width = min(block.shape[1], self._gamma + 1)
+        self._n_verified = min(block.shape[1], self._gamma + 1)
 
     def begin(self, row: int, text: Sequence[int]) -> None:
         """Start a row of the target that holds `text`; the last token runs again for its state."""
@@ -66,7 +66,7 @@ class ObservedStates:
         """Return the last verification's states `[B, T, width]`, the tokens that follow them and their positions, both
         `[B, T]`, and the index `[B, 1]` of the last accepted state, which the current token follows. States behind it
         are undefined. T is the verification's, at most gamma + 1; where rounds keep their shape, it is gamma + 1."""
-        n_token, last = self._width if batch.narrows else self._gamma + 1, batch.lengths - 1
+        n_token, last = self._n_verified if batch.narrows else self._gamma + 1, batch.lengths - 1
         # Another drafter may have drafted more than gamma. A row that idles may have observed another text before.
         start = torch.minimum(torch.maximum(self._start[batch.rows], last - self._gamma), last).clamp(min=0)[:, None]
         index = (last[:, None] - start).clamp(min=0, max=n_token - 1)
