@@ -1,26 +1,31 @@
 """Measure what drafters gain by context: plain decoding and each drafter in turns, behind the same prompts.
 
     python -m reproduce.context_sweep --drafters self suffix ngram --contexts 512 2000 7500
+    python -m reproduce.context_sweep --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
     python -m reproduce.context_sweep --dataset HEADS/held_back.txt --temperature 0.6 --auto_drafts self suffix \\
         --drafters eagle:HEADS/eagle eagle:HEADS/eagle=full eagle:HEADS/eagle@auto self --output lengths.jsonl
 
-A record holds the sums over `num_prompts` prompts of a context, each decoded by every drafter after a single prefill:
-speedups are total tokens over total seconds, so a prompt counts by the time that it takes. `drafting_ms` is the mean
-time of a round before the target verifies, on a CPU. Drafters with `@auto` choose before every round between the
-drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context. Neither the time of
-measuring nor that of prefill, the target's and the drafter's, counts. With `--repeats`, the fastest decode of each
-prompt counts: all do the same work.
+A record holds the sums over the prompts of a context, each decoded by every drafter after a single prefill: speedups
+are total tokens over total seconds, to a batch's last row, so a prompt counts by the time that it takes. `drafting_ms`
+is the mean time of a round before the target verifies, on a CPU. Drafters with `@auto` choose before every round
+between the drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context. Neither
+the time of measuring nor that of prefill, the target's and the drafter's, counts. With `--repeats`, the fastest decode
+of each prompt counts: all do the same work.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Annotated
+
+from tyro.conf import arg
 
 import bench
 from bench.config import BatchSize, Rows, RunConfig, Sizes, Text
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import append_record, publish, require_appendable
+from common.say import note_without_effect
 from common.tables import console
 from engine.counts import Counts
 from engine.drafters.config import DrafterConfig
@@ -29,20 +34,23 @@ from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record
 from reproduce.spec_bench import PLAIN, SETTINGS, Drafters, counted, open_session, settings_of, summed
 
+CONTEXTS = (512, 1000, 2000, 4000, 7500)
 COLUMNS = "prefix_len drafter gamma acceptance mean_accepted_length drafting_ratio speedup identical"
 
 
 @dataclass(frozen=True)
 class Flags(Drafters):
     text: Text = field(default_factory=Text)
-    contexts: tuple[int, ...] = (512, 1000, 2000, 4000, 7500)  # tokens of the prompts
+    contexts: Annotated[tuple[int, ...] | None, arg(help_behavior_hint=f"(default: {CONTEXTS})")] = None
+    """tokens of the prompts"""
+    prompts: str | None = None  # whole prompts, like in the benchmarks, in place of stretches of the data set
     num_prompts: int = 5  # prompts of each context
     B: BatchSize = 1  # prompts decoded together
     gen_len: int = 128  # new tokens
     repeats: int = 1  # decodes of each drafter behind each prompt, in turns, of which the fastest counts
 
-    def run(self, context: int) -> RunConfig:
-        rows = Rows(num_prompts=self.num_prompts)
+    def run(self, context: int | None) -> RunConfig:
+        rows = Rows(self.prompts, num_prompts=self.num_prompts if context else None)
         sizes = Sizes(self.B, context, self.gen_len)
         return RunConfig(self.target, self.text, sizes, rows, sampling=self.sampling, output=self.output)
 
@@ -91,10 +99,10 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeat
 
 def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record]:
     """Yield the record of each context, appended to the output. Errors: UserError."""
-    for context in flags.contexts:
+    for context in (None,) if flags.prompts else flags.contexts or CONTEXTS:
         session = open_session(flags.run(context), list(configs.values()))
         rows = measure(session, configs, flags.repeats)
-        measured = {"text": session.plan.dataset, "repeats": flags.repeats, "rows": rows}
+        measured = {"text": flags.prompts or session.plan.dataset, "repeats": flags.repeats, "rows": rows}
         plain = session.variant(draft=None)
         record = bench.record_of("context_sweep", plain, bench.rounded(measured), SETTINGS)
         append_record(flags.output.output, record)
@@ -102,10 +110,12 @@ def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record
 
 
 def main(flags: Flags) -> None:
-    require_at_least("contexts", min(flags.contexts, default=0), 1)
+    require_at_least("contexts", min(flags.contexts or CONTEXTS), 1)
     require_at_least("gen_len", flags.gen_len, 2)
     require_at_least("repeats", flags.repeats, 1)
     require_appendable(flags.output.output)
+    if flags.prompts and flags.contexts:
+        note_without_effect(["contexts"], "prompts are taken whole")
     records = [*sweep(flags, flags.configs())]
     rows = [record | row for record in records for row in record["rows"]]
     publish(None, records[-1], console(rows, of(COLUMNS)))

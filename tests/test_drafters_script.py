@@ -1,4 +1,4 @@
-"""drafters.py: every drafter on one text, anew in each repeat; markov_table.py: what one of them drafts from."""
+"""context_sweep.py: every drafter on one text; markov_table.py: what one of them drafts from."""
 
 import json
 from pathlib import Path
@@ -6,31 +6,32 @@ from pathlib import Path
 import pytest
 from programs import run
 
-from bench import passes
+HOW = "--B 2 --gen_len 24 --device cpu --dtype float64 --gamma 2"
+SIZES = f"{HOW} --contexts 60 --num_prompts 2"
 
-SIZES = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --dtype float64 --gamma 2"
 
-
-def test_every_drafter_decodes_the_same_tokens_in_both_orders(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    names, decode = [], passes.decode
-
-    def noted(session, name, *rest, **more):
-        names.append(name)
-        return decode(session, name, *rest, **more)
-
-    monkeypatch.setattr("bench.decode", noted)
+def test_every_drafter_decodes_the_same_tokens(call, tmp_path: Path):
     drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic", "self:snapkv"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
-    ended = call("reproduce/drafters.py", f"{flags} --drafters {' '.join(drafters)}")
-    assert names == ["plain", "plain", *drafters, *drafters[::-1], "plain"]
+    ended = call("reproduce/context_sweep.py", f"{flags} --drafters {' '.join(drafters)}")
     rows = {row["drafter"]: row for row in ended.record["rows"]}
     assert list(rows) == drafters and ended.record["repeats"] == 2
     for row in rows.values():
-        assert row["identical_rows"] == row["sequences"] == 2 and len(row["speedups"]) == 2
+        assert row["identical_sequences"] == row["sequences"] == 2
         assert row["drafting_ms"] > 0 and row["gamma"] == (1 if row["drafter"] == "oracle@1" else 2)
     assert rows["oracle@1"]["acceptance_rate"] == 1.0 > rows["cache"]["acceptance_rate"], "it knows nothing of the last"
     assert rows["ngram@heuristic"]["acceptance_rate"] > rows["ngram"]["acceptance_rate"], "it drafts less of what fails"
     assert all(name in ended.out for name in drafters) and "2 of 2" in ended.out
+
+
+def test_whole_prompts_are_compared_together(call, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "again " * n}) + "\n" for n in (4, 9, 6)))
+    sizes = "--B 2 --gen_len 12 --device cpu --dtype float64 --gamma 2 --contexts 50"
+    ended = call("reproduce/context_sweep.py", f"{sizes} --prompts {prompts} --drafters suffix")
+    row, *others = ended.record["rows"]
+    assert not others and row["identical_sequences"] == row["sequences"] == 3 and ended.record["text"] == str(prompts)
+    assert "--contexts without effect" in ended.err
 
 
 def test_drafters_are_compared_by_context(call, tmp_path: Path):
@@ -53,15 +54,16 @@ def test_drafters_are_compared_by_context(call, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["self:snapkv=full", "eagle=full", "ngram:nothing", "nothing+self"])
 def test_drafters_that_do_not_exist_are_refused(call, name: str):
-    assert name in call("reproduce/drafters.py", f"{SIZES} --drafters {name}").refusal
+    assert name in call("reproduce/context_sweep.py", f"{SIZES} --drafters {name}").refusal
 
 
 def test_samples_are_of_one_text_by_default(call):
     """The oracle, which drafts plain decoding's text, is always right; repeats make no rate more certain."""
     flags = f"{SIZES} --temperature 1 --seed 2 --drafters oracle self:snapkv --draft_budget 40 --repeats"
-    ended, again = (call("reproduce/drafters.py", f"{flags} {n}") for n in (1, 3))
+    ended, again = (call("reproduce/context_sweep.py", f"{flags} {n}") for n in (1, 3))
     oracle, snapkv = ended.record["rows"]
-    assert ended.record["verification"] == "coupled" and oracle["identical_rows"] == snapkv["identical_rows"] == 2
+    assert ended.record["verification"] == "coupled"
+    assert oracle["identical_sequences"] == snapkv["identical_sequences"] == 2
     assert oracle["acceptance_rate"] == 1 > snapkv["acceptance_rate"]
     assert oracle["acceptance_standard_error"] == 0 < snapkv["acceptance_standard_error"]
     assert again.record["rows"][1]["acceptance_standard_error"] == snapkv["acceptance_standard_error"]
@@ -79,6 +81,6 @@ def test_a_table_has_what_stands_behind_what_is_skipped(checkpoint: Path, tmp_pa
 def test_a_file_of_the_cache_is_a_table(call, tmp_path: Path):
     file = tmp_path / "cache.json"
     for draft in (f"cache --ngram_cache {file}", f"markov --markov_table {file}"):
-        record = call("tests/selfspec_benchmark.py", f"{SIZES} --draft {draft}").record
+        record = call("tests/selfspec_benchmark.py", f"{HOW} --prefix_len 60 --draft {draft}").record
         assert record["identical_sequences"] == 2 and record["draft"] == draft.split()[0]
     assert record["acceptance_rate"] > 0.5 and record["config"]["draft"].get("markov_table", str(file)) == str(file)
