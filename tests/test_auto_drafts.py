@@ -17,6 +17,7 @@ from tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
+from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS
 from bench.auto.run_costs import costs_of
 from bench.config import RunConfig, Sizes, Target
 from bench.draft_flags import draft_flags
@@ -155,6 +156,19 @@ def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path)
     assert costs is not None and [cost.at[-1] for cost in costs.by_rows[2]] == [few.gamma, 6]
 
 
+def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses from a text that repeats would leave it out; other rows then draft by it at its price."""
+    draft = SelfConfig(gamma="auto", texts=(SuffixConfig(),), text_match=1)
+    target = Target(str(checkpoint), device="cpu", dtype="float64")
+    session = Session.open(RunConfig(target, sizes=Sizes(B=1, gen_len=30), draft=draft), [[1, 2] * 20])
+    n_drafted = list[int]()
+    (drafter,) = session.drafters()
+    propose = drafter.model.propose
+    monkeypatch.setattr(drafter.model, "propose", lambda *given: n_drafted.append(given[2]) or propose(*given))
+    costs = costs_of(session, [drafter])
+    assert costs is not None and n_drafted == [3, 6] * (UNTIMED_ROUNDS + FEWEST_TIMED)
+
+
 def test_a_record_names_the_draft_of_every_round(call):
     flags = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40"
     ended = call("tests/selfspec_benchmark.py", f"{flags} --gamma auto --auto_drafts suffix ngram")
@@ -194,7 +208,8 @@ CATCH_UP_MS = 1.6
 
 def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
     """Return the ms of a token of a row in a decode, with the true price of catching up."""
-    rng, drafters = random.Random(seed), [SimpleNamespace(is_written_through=i == SELF) for i in range(len(each))]
+    rng = random.Random(seed)
+    drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=False) for i in range(len(each))]
     names = [(str(i), "") for i in range(len(each))]
     seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
     pacing = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]

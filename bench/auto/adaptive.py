@@ -36,6 +36,9 @@ class Adaptive:
     faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks with the same
     costs choose alike.
 
+    Drafts cost nothing in rounds whose guesses from text leave the model out: every choice's drafts are charged by the
+    discounted share of rounds in which the model ran.
+
     A token is worth the ms that it would take in the best round with the rows that are about to join: a round that
     ends before they join leaves smaller batches behind, whose tokens cost more each.
     """
@@ -55,11 +58,12 @@ class Adaptive:
         full_batch = costs[self._contexts[-1]][self._rows[-1]]
         largest = [min(by_rows[self._rows[-1]][i].at[-1] for by_rows in costs.values()) for i in range(len(drafters))]
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
-        # Ms of a round of each choice, at each context and number of rows.
-        self._ms = {PLAIN: np.array([cell[0].plain_ms for cell in cells])}
+        # Ms of a round of each choice, and of its drafts, at each context and number of rows.
+        self._ms = {PLAIN: (np.array([cell[0].plain_ms for cell in cells]), np.zeros(len(cells)))}
         for i, gamma in product(range(len(drafters)), gammas):
             if 0 < gamma <= largest[i]:
-                self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells])
+                drafts = np.array([gamma * cell[i].draft_ms for cell in cells])
+                self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells]), drafts
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         has_kinds = len({kind for kind, _ in self._names}) > 1
         most = MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED
@@ -67,7 +71,7 @@ class Adaptive:
         self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
         # What these counts fade to.
         self._lasting = [[has_kinds * n for n in counts] for counts in (self._verified, self._accepted)]
-        self._last_drafter = 0
+        self._last_drafter, self._skipped = 0, 0.0
         self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
@@ -86,9 +90,10 @@ class Adaptive:
             return expected if choice.drafter == self._last_drafter else expected / WORTH_A_CHANGE
 
         per_row, n_all = {choice: tokens(choice) for choice in self._ms}, n_busy + n_joining
+        costs = {choice: ms - self._skipped * drafts for choice, (ms, drafts) in self._ms.items()}
         now, joined = (self._weights(n_rows, context) for n_rows in (n_busy, n_all))
-        ms_per_token = 1 / max(n_all * per_row[choice] / float(joined @ ms) for choice, ms in self._ms.items())
-        return max(self._ms, key=lambda choice: n_busy * per_row[choice] * ms_per_token - float(now @ self._ms[choice]))
+        ms_per_token = 1 / max(n_all * per_row[choice] / float(joined @ ms) for choice, ms in costs.items())
+        return max(costs, key=lambda choice: n_busy * per_row[choice] * ms_per_token - float(now @ costs[choice]))
 
     def _weights(self, n_rows: int, context: float) -> np.ndarray:
         """Return the weight of each measured pair of context and rows in the costs at this pair."""
@@ -106,6 +111,7 @@ class Adaptive:
         emitted = 1 + sum(accepted) / max(1, len(accepted))
         self._missed = [0.0 if index == choice.drafter else n + emitted for index, n in enumerate(self._missed)]
         if choice.drafter is not None:
-            self._last_drafter = choice.drafter
+            self._last_drafter, skips = choice.drafter, self.drafters[choice.drafter].skips_model
+            self._skipped = MEMORY * self._skipped + (1 - MEMORY) * skips
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
             self._accepted[choice.drafter] += sum(accepted)

@@ -15,6 +15,7 @@ from bench.session import Session
 from bench.settings import nested, settings_record
 from common.provenance import provenance
 from engine.drafters import Drafter
+from engine.drafters.combined import Combined
 
 # Prompts whose lengths round to the same quarter of a power of two share their costs.
 LENGTHS_PER_OCTAVE = 4
@@ -39,8 +40,9 @@ def costs_of(
 ) -> RunCosts | None:
     """Return the costs of a session's rounds, measured from the prefilled state; None if nothing is to be chosen.
 
-    Every rank has to call this, and gets the leader's costs. whole: measure now, at every gamma, with all rows busy.
-    n_steps: plain steps of the decode to come; None: derived from the session's prompts.
+    Models are measured without the text drafters beside them: a guess in every row would leave the model out. Every
+    rank has to call this, and gets the leader's costs. whole: measure now, at every gamma, with all rows busy. n_steps:
+    plain steps of the decode to come; None: derived from the session's prompts.
     """
     plan = session.plan
     if plan.draft is None or not plan.chooses:
@@ -60,7 +62,9 @@ def costs_of(
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
         how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
-        rehearsal = Rehearsal(session.runner, drafters, session.prompts, **how)
+        captures = session.runner.graphs is not None  # then models always run
+        models = [each.model if isinstance(each, Combined) and not captures else each for each in drafters]
+        rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
         if kept and (checked := still_hold(kept, rehearsal)):
             return RunCosts(plan.prefix_len, checked, time.perf_counter() - started, kept=True)
         if whole:

@@ -29,8 +29,8 @@ class Combined(HostDrafter):
         self.observed = model.observed
         self.is_written_through: bool = getattr(model, "is_written_through", False)
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
-        # Whether this round leaves the model out; and by row, how many tokens it had seen before it was left out.
-        self._skips, self._behind = False, dict[int, int]()
+        # By row, how many tokens the model had seen before it was left out.
+        self._behind = dict[int, int]()
 
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)
@@ -50,16 +50,16 @@ class Combined(HostDrafter):
         if len(rows) == len(prompts):
             return
         each = [update.row for update in rows]
-        self._skips = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
+        self.skips_model = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
         seen = [(update, self._behind.pop(update.row, update.n_seen)) for update in rows]
         missed = [(update, n_seen) for update, n_seen in seen if n_seen < len(update.tokens) - 1]
-        if self._skips:  # a draft that is written through gets the verified tokens' entries
+        if self.skips_model:  # a draft that is written through gets the verified tokens' entries
             self._behind |= {update.row: n_seen for update, n_seen in (missed if self.is_written_through else seen)}
         else:
             self.model.follow([update._replace(tokens=update.tokens[:-1], n_seen=n_seen) for update, n_seen in missed])
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        if self._skips:
+        if self.skips_model:
             return super().propose(batch, verification, gamma)
         guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, guessing), gamma)
