@@ -6,11 +6,11 @@
         --drafters eagle:HEADS/eagle eagle:HEADS/eagle=full eagle:HEADS/eagle@auto self --output lengths.jsonl
 
 A record holds the sums over the prompts of a context, each decoded by every drafter after a single prefill: speedups
-are total tokens over total seconds, to a batch's last row, so a prompt counts by the time that it takes. `drafting_ms`
-is the mean time of a round before the target verifies, on a CPU. Drafters with `@auto` choose before every round
-between the drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every context. Neither
-the time of measuring nor that of prefill, the target's and the drafter's, counts. With `--repeats`, the fastest decode
-of each prompt counts: all do the same work.
+are total tokens over total seconds, so a prompt counts by the time that it takes. Seconds end with a batch's last row.
+`drafting_ms` is the mean time of a round before the target verifies, on a CPU. Drafters with `@auto` choose before
+every round between the drafter and `--auto_drafts`, by costs that are measured behind the first prompts of every
+context. Neither the time of measuring nor that of prefill, the target's and the drafter's, counts. With `--repeats`,
+the fastest decode of each prompt counts: all do the same work.
 """
 
 from collections.abc import Iterator, Mapping
@@ -102,7 +102,11 @@ def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record
     for context in (None,) if flags.prompts else flags.contexts or CONTEXTS:
         session = open_session(flags.run(context), list(configs.values()))
         rows = measure(session, configs, flags.repeats)
-        measured = {"text": flags.prompts or session.plan.dataset, "repeats": flags.repeats, "rows": rows}
+        measured = {
+            "text": session.plan.config.rows.prompts or session.plan.dataset,
+            "repeats": flags.repeats,
+            "rows": rows,
+        }
         plain = session.variant(draft=None)
         record = bench.record_of("context_sweep", plain, bench.rounded(measured), SETTINGS)
         append_record(flags.output.output, record)

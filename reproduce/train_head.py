@@ -42,8 +42,8 @@ class Flags:
     output: Output = field(default_factory=Output)
     out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint, curve and weights
     heads: tuple[Literal["eagle", "dflash"], ...] = ("eagle", "dflash")  # to train, one after the other
-    writing_minutes: float = 10.0  # for examples, earlier runs included
-    minutes: float = 35.0  # for training each head, earlier runs included
+    writing_minutes: float = 20.0  # for examples, earlier runs included
+    minutes: float = 25.0  # for training each head, earlier runs included
 
     def check(self) -> None:
         """Errors: ConfigError."""

@@ -94,7 +94,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     """In a third of the rounds that it missed. A draft model runs what it missed, which takes longer the more that is,
     and never pays where a verification grows so much with every token; what copies the target's entries does not mind.
     """
-    runs, copies = (SimpleNamespace(is_written_through=copies, skips_model=False) for copies in (False, True))
+    runs, copies = (SimpleNamespace(is_written_through=copies, skips_model=None) for copies in (False, True))
 
     def rounds_without(drafter: Any, verify: tuple[float, float]) -> list[int]:
         """How many plain ones come in between, twice; it drafts at first, and in the round behind one that it drafted.
@@ -139,12 +139,12 @@ def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
 def test_drafts_are_charged_where_their_model_runs():
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""
     drafter: Any = SimpleNamespace(skips_model=True)
-    dear = replace(costs(100, 40, (110, 130)), acceptance=AcceptanceRate(0.8, 400))
-    pacing, chosen = Adaptive([drafter], {1000: {1: [dear]}}, GAMMAS), []
-    for drafter.skips_model in (True, False):
-        for _ in range(60):
-            chosen.append(pacing.choose(1).gamma)
-            pacing.observe(Choice(0, 5), [4])
+    each = replace(costs(100, 40, (110, 130)), acceptance=AcceptanceRate(0.8, 400))
+    pacing, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
+    for n in range(120):
+        drafter.skips_model = n < 60
+        chosen.append(pacing.choose(1).gamma)
+        pacing.observe(Choice(0, 5), [4])
     assert chosen[59] == 6 and max(chosen[0], chosen[-1]) <= 3
 
 

@@ -157,7 +157,7 @@ def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path)
 
 
 def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses from a text that repeats would leave it out; other rows then draft by it at its price."""
+    """Guesses from a text that repeats would leave it out."""
     draft = SelfConfig(gamma="auto", texts=(SuffixConfig(),), text_match=1)
     target = Target(str(checkpoint), device="cpu", dtype="float64")
     session = Session.open(RunConfig(target, sizes=Sizes(B=1, gen_len=30), draft=draft), [[1, 2] * 20])
@@ -209,7 +209,7 @@ CATCH_UP_MS = 1.6
 def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
     """Return the ms of a token of a row in a decode, with the true price of catching up."""
     rng = random.Random(seed)
-    drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=False) for i in range(len(each))]
+    drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=None) for i in range(len(each))]
     names = [(str(i), "") for i in range(len(each))]
     seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
     pacing = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]

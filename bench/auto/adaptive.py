@@ -36,8 +36,8 @@ class Adaptive:
     faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks with the same
     costs choose alike.
 
-    Drafts cost nothing in rounds whose guesses from text leave the model out: every choice's drafts are charged by the
-    discounted share of rounds in which the model ran.
+    Beside text drafters, the ms of a model's drafts are multiplied by the discounted share of drafted rounds in which
+    it ran: if every row has a guess from text, it does not.
 
     A token is worth the ms that it would take in the best round with the rows that are about to join: a round that
     ends before they join leaves smaller batches behind, whose tokens cost more each.
@@ -58,11 +58,12 @@ class Adaptive:
         full_batch = costs[self._contexts[-1]][self._rows[-1]]
         largest = [min(by_rows[self._rows[-1]][i].at[-1] for by_rows in costs.values()) for i in range(len(drafters))]
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
-        # Ms of a round of each choice, and of its drafts, at each context and number of rows.
+        # Ms of a round of each choice, and those that guesses from text can save, at each context and number of rows.
         self._ms = {PLAIN: (np.array([cell[0].plain_ms for cell in cells]), np.zeros(len(cells)))}
         for i, gamma in product(range(len(drafters)), gammas):
             if 0 < gamma <= largest[i]:
                 drafts = np.array([gamma * cell[i].draft_ms for cell in cells])
+                drafts *= drafters[i].skips_model is not None
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells]), drafts
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         has_kinds = len({kind for kind, _ in self._names}) > 1
@@ -112,6 +113,7 @@ class Adaptive:
         self._missed = [0.0 if index == choice.drafter else n + emitted for index, n in enumerate(self._missed)]
         if choice.drafter is not None:
             self._last_drafter, skips = choice.drafter, self.drafters[choice.drafter].skips_model
-            self._skipped = MEMORY * self._skipped + (1 - MEMORY) * skips
+            if skips is not None:
+                self._skipped = MEMORY * self._skipped + (1 - MEMORY) * skips
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
             self._accepted[choice.drafter] += sum(accepted)

@@ -62,7 +62,8 @@ def costs_of(
     kept = session.ranks.shared(known)
     with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
         how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
-        captures = session.runner.graphs is not None  # then models always run
+        # Captured rounds always run the model, and are captured for the drafter that decodes.
+        captures = session.runner.graphs is not None
         models = [each.model if isinstance(each, Combined) and not captures else each for each in drafters]
         rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
         if kept and (checked := still_hold(kept, rehearsal)):

@@ -38,8 +38,8 @@ class Drafter(ABC):
     Optional: `schedule`, which limits how many tokens of a round each row drafts; `observed`, the target's states that
     it drafts from, kept in every round of a decode; `verified_cache`; `refresh`, which begins every
     `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); `skips_model`, True if the last
-    round's drafts are guesses from text, and its model did not run; and `n_predicted`, by row: how many of the first
-    draft tokens were copied from the request's prediction.
+    round's drafts were guesses from text and its model did not run (None: no text drafter stands beside a model); and
+    `n_predicted`, by row: how many of the first draft tokens were copied from the request's prediction.
     """
 
     gamma: int
@@ -47,7 +47,7 @@ class Drafter(ABC):
     observed: ObservedStates | None = None
     refresh_every: int = 0
     n_rounds: int = 0
-    skips_model: bool = False
+    skips_model: bool | None = None
     n_predicted: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
