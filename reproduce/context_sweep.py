@@ -102,11 +102,8 @@ def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record
     for context in (None,) if flags.prompts else flags.contexts or CONTEXTS:
         session = open_session(flags.run(context), list(configs.values()))
         rows = measure(session, configs, flags.repeats)
-        measured = {
-            "text": session.plan.config.rows.prompts or session.plan.dataset,
-            "repeats": flags.repeats,
-            "rows": rows,
-        }
+        text = session.plan.config.rows.prompts or session.plan.dataset
+        measured = {"text": text, "repeats": flags.repeats, "rows": rows}
         plain = session.variant(draft=None)
         record = bench.record_of("context_sweep", plain, bench.rounded(measured), SETTINGS)
         append_record(flags.output.output, record)
