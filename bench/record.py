@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from bench.auto.costs import Costs
+from bench.auto.costs import MS_OF_ROUNDS, Costs
 from bench.by_length import by_length_rows
 from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, PassResults
@@ -176,9 +176,9 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
         {
             "rows": n_rows,
             **cache_of(session, Choice(index, cost.at[-1])),
-            "plain_ms": cost.plain_ms,
             "gammas": cost.at,
-            **{name: getattr(cost, name) for name in ("verify_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")},
+            "verify_ms": cost.verify_ms,
+            **{name: getattr(cost, name) for name in MS_OF_ROUNDS},
             "accepted_share": cost.acceptance.value if cost.acceptance else None,
             "verified": cost.acceptance.n if cost.acceptance else None,
         }

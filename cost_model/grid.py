@@ -31,10 +31,9 @@ class CostGrid:
         """Make a grid of `cells[batch, context]`: the costs of each draft, which differ only in the draft step."""
         batches, contexts = (tuple(sorted(set(sizes))) for sizes in zip(*cells, strict=True))
         rows = [[cells[batch, context] for context in contexts] for batch in batches]
-        plain, verify, other = (
-            np.array([[getattr(cell[0], name) for cell in row] for row in rows])
-            for name in ("plain_ms", "verify_ms", "other_ms")
-        )
+        plain = np.array([[cell[0].plain_ms for cell in row] for row in rows])
+        verify = np.array([[cell[0].verify_ms for cell in row] for row in rows])
+        other = np.array([[cell[0].fixed_ms + cell[0].other_ms for cell in row] for row in rows])
         draft = np.array([[[costs.draft_ms for costs in cell] for cell in row] for row in rows])
         return cls(batches, contexts, rows[0][0][0].at, tuple(drafts), plain, verify, draft, other)
 

@@ -35,6 +35,7 @@ from reproduce.helpers.records import Record
 from reproduce.spec_bench import PLAIN, SETTINGS, Drafters, counted, open_session, settings_of, summed
 
 CONTEXTS = (512, 1000, 2000, 4000, 7500)
+NUM_PROMPTS = 5
 COLUMNS = "prefix_len drafter gamma acceptance mean_accepted_length drafting_ratio speedup identical"
 
 
@@ -44,13 +45,15 @@ class Flags(Drafters):
     contexts: Annotated[tuple[int, ...] | None, arg(help_behavior_hint=f"(default: {CONTEXTS})")] = None
     """tokens of the prompts"""
     prompts: str | None = None  # whole prompts, like in the benchmarks, in place of stretches of the data set
-    num_prompts: int = 5  # prompts of each context
+    num_prompts: Annotated[int | None, arg(help_behavior_hint=f"(default: {NUM_PROMPTS})")] = None
+    """prompts of each context"""
     B: BatchSize = 1  # prompts decoded together
     gen_len: int = 128  # new tokens
     repeats: int = 1  # decodes of each drafter behind each prompt, in turns, of which the fastest counts
 
     def run(self, context: int | None) -> RunConfig:
-        rows = Rows(self.prompts, num_prompts=self.num_prompts if context else None)
+        default = None if self.prompts else NUM_PROMPTS
+        rows = Rows(self.prompts, num_prompts=default if self.num_prompts is None else self.num_prompts)
         sizes = Sizes(self.B, context, self.gen_len)
         return RunConfig(self.target, self.text, sizes, rows, sampling=self.sampling, output=self.output)
 

@@ -62,7 +62,7 @@ class Adaptive:
         self._ms = {PLAIN: (np.array([cell[0].plain_ms for cell in cells]), np.zeros(len(cells)))}
         for i, gamma in product(range(len(drafters)), gammas):
             if 0 < gamma <= largest[i]:
-                drafts = np.array([gamma * cell[i].draft_ms for cell in cells])
+                drafts = np.array([cell[i].drafts_ms(gamma) for cell in cells])
                 drafts *= drafters[i].skips_model is not None
                 self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells]), drafts
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]

@@ -8,6 +8,9 @@ import numpy as np
 
 from engine.counts import AcceptanceRate
 
+# The fields of `Costs` that are a number of milliseconds each.
+MS_OF_ROUNDS = ("plain_ms", "draft_ms", "fixed_ms", "other_ms", "refresh_ms", "resume_ms")
+
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
     """Return the expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
@@ -19,7 +22,8 @@ def tokens_per_round(alpha: float, gamma: int) -> float:
 class Costs:
     """Milliseconds of a batch at a context: a plain step, verifications of `at` draft tokens (ascending), a draft step,
     the rest of a round, and a round's share of refreshing the selection. acceptance: the rate on real text. resume_ms:
-    the time in which a draft catches up a few tokens of rounds without it."""
+    the time in which a draft catches up a few tokens of rounds without it. fixed_ms: the part of drafting that does not
+    grow with gamma, most of it for heads that draft in one forward."""
 
     plain_ms: float
     at: tuple[int, ...]
@@ -29,6 +33,11 @@ class Costs:
     acceptance: AcceptanceRate | None = None
     refresh_ms: float = 0.0
     resume_ms: float = 0.0
+    fixed_ms: float = 0.0
+
+    def drafts_ms(self, gamma: int) -> float:
+        """Return the ms of drafting `gamma` tokens."""
+        return self.fixed_ms + gamma * self.draft_ms
 
     def round_ms(self, gamma: int) -> float:
         """Return the ms of a round; verifications are interpolated, and extrapolated, on straight lines."""
@@ -37,7 +46,7 @@ class Costs:
             verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
         else:
             verify = np.interp(gamma, at, ms)
-        return gamma * self.draft_ms + float(verify) + self.other_ms + self.refresh_ms
+        return self.drafts_ms(gamma) + float(verify) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: float) -> float:
         """Return the ms in which a draft catches up `n_missed` tokens: `resume_ms`, times verify_ms(n) / plain_ms."""
@@ -47,8 +56,7 @@ class Costs:
     def slower(self, times: float) -> Self:
         """Return the costs where everything takes `times` as long."""
         verify_ms = tuple(times * ms for ms in self.verify_ms)
-        names = ("plain_ms", "draft_ms", "other_ms", "refresh_ms", "resume_ms")
-        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in names})
+        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in MS_OF_ROUNDS})
 
     def speedup(self, tokens: float, gamma: int) -> float:
         """Return the speedup over plain decoding of rounds that emit `tokens` a row (see `tokens_per_round`)."""

@@ -131,9 +131,8 @@ def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
 def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choice, str], float]) -> list[Costs]:
     """Return the costs of drafters of a kind. ms: the time of a part of a choice's rounds.
 
-    The part of drafting that does not grow with gamma, most of it for heads that draft in one forward, counts as the
-    rest of a round. Noise is removed from draft steps: they take as long with any policy of the same size, and no
-    longer than with a larger budget.
+    Noise is removed from draft steps: they take as long with any policy of the same size, and no longer than with a
+    larger budget.
     """
     drafted = {i: sorted(choice for choice in rehearsal.timed if choice.drafter == i) for i in same}
     first = drafted[same[0]]
@@ -153,9 +152,9 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choi
     draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
     # A plain step has a little of every part but drafts.
     plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
-    other_ms = fixed_ms + median(ms(choice, "other") for choice in first)
+    other_ms = median(ms(choice, "other") for choice in first)
     verify_ms, rates = tuple(ms(choice, "verify") for choice in first), rehearsal.acceptance
     return [
-        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh, resume)
+        Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh, resume, fixed_ms)
         for i, draft, refresh, resume in zip(same, accumulate(draft_ms, min), refresh_ms, resume_ms, strict=True)
     ]

@@ -28,10 +28,10 @@ def test_whole_prompts_are_compared_together(call, tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "again " * n}) + "\n" for n in (4, 9, 6)))
     sizes = "--B 2 --gen_len 12 --device cpu --dtype float64 --gamma 2 --contexts 50"
-    ended = call("reproduce/context_sweep.py", f"{sizes} --prompts {prompts} --drafters suffix")
+    ended = call("reproduce/context_sweep.py", f"{sizes} --num_prompts 2 --prompts {prompts} --drafters suffix")
     row, *others = ended.record["rows"]
     assert not others and row["identical_sequences"] == row["sequences"] == 3 and ended.record["text"] == str(prompts)
-    assert "--contexts without effect" in ended.err
+    assert "--contexts without effect" in ended.err and "--num_prompts without effect" in ended.err
 
 
 def test_drafters_are_compared_by_context(call, tmp_path: Path):
