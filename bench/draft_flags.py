@@ -183,12 +183,13 @@ def _listed(kinds: Mapping[str, type]) -> str:
 # Drafters that can take the place of another in any round.
 OTHERS = {name: kind for name, kind in drafters().items() if not _required(kind) and not kind.needs_baseline}
 OtherName: Any = Literal[tuple(OTHERS)]
-NAMES = [*draft_flags().KINDS]
-WITH_MODEL = [name for name in drafters() if name not in NAMES]
+# Drafters that need no other model's checkpoint.
+ALONE: Mapping[str, type[DrafterConfig]] = draft_flags().KINDS
+WITH_MODEL = [name for name in drafters() if name not in ALONE]
 PATHS = ", ".join(f"{name}:PATH" for name in HEADS)
 DRAFT: Any = arg(
     metavar="DRAFT",
-    help=f"{', '.join(NAMES)}, or a smaller model's converted checkpoint, or a head: {PATHS}",
+    help=f"{', '.join(ALONE)}, or a smaller model's converted checkpoint, or a head: {PATHS}",
     help_behavior_hint="(default: self)",
 )
 EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
@@ -216,9 +217,9 @@ def _named(name: str) -> dict[str, str]:
     kind, _, path = name.partition(":")
     if path and kind in WITH_MODEL:
         return {"draft": kind, "draft_model": path}
-    if name in NAMES:
+    if name in ALONE:
         return {"draft": name}
     if os.path.exists(name):
         return {"draft": "standalone", "draft_model": name}
-    required = f"{', '.join(NAMES)}, a converted checkpoint, or {PATHS}"
+    required = f"{', '.join(ALONE)}, a converted checkpoint, or {PATHS}"
     raise ConfigError("there is no such draft", flag("draft"), name[:80], required, "check the spelling and the folder")

@@ -13,7 +13,7 @@ context. Neither the time of measuring nor that of prefill, the target's and the
 the fastest decode of each prompt counts: all do the same work.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Annotated
@@ -75,10 +75,11 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeat
         bench.prefill(replace(session, prompts=prompts))
         seen: dict[str, bench.Decoded] = {}
         for name in (*turned, *last) * repeats:
-            here, pacing = replace(sessions[name], prompts=prompts, numbered_from=first), None
-            if name != PLAIN:
-                drafters = here.drafters([*[()] * first, *seen[PLAIN].tokens] if name in last else None)
-                bench.warm_up(here, drafters)
+            here = replace(sessions[name], prompts=prompts, numbered_from=first)
+            texts = [*[()] * first, *seen[PLAIN].tokens] if name in last else None
+            drafters, pacing = [] if name == PLAIN else here.drafters(texts), None
+            bench.warm_up(here, drafters)
+            if drafters:
                 if name not in costs:
                     costs[name] = bench.costs_of(here, drafters, whole=True)
                 pacing = bench.make_pacing(here, drafters, costs[name])
@@ -100,17 +101,15 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeat
     return rows
 
 
-def sweep(flags: Flags, configs: Mapping[str, DrafterConfig]) -> Iterator[Record]:
-    """Yield the record of each context, appended to the output. Errors: UserError."""
-    for context in (None,) if flags.prompts else flags.contexts or CONTEXTS:
-        session = open_session(flags.run(context), list(configs.values()))
-        rows = measure(session, configs, flags.repeats)
-        text = session.plan.config.rows.prompts or session.plan.dataset
-        measured = {"text": text, "repeats": flags.repeats, "rows": rows}
-        plain = session.variant(draft=None)
-        record = bench.record_of("context_sweep", plain, bench.rounded(measured), SETTINGS)
-        append_record(flags.output.output, record)
-        yield record
+def record_at(context: int | None, flags: Flags, configs: Mapping[str, DrafterConfig]) -> Record:
+    """Return the record of a context, or of whole prompts, appended to the output. Errors: UserError."""
+    session = open_session(flags.run(context), list(configs.values()))
+    rows = measure(session, configs, flags.repeats)
+    text = session.plan.config.rows.prompts or session.plan.dataset
+    measured = {"text": text, "repeats": flags.repeats, "rows": rows}
+    record = bench.record_of("context_sweep", session.variant(draft=None), bench.rounded(measured), SETTINGS)
+    append_record(flags.output.output, record)
+    return record
 
 
 def main(flags: Flags) -> None:
@@ -120,7 +119,8 @@ def main(flags: Flags) -> None:
     require_appendable(flags.output.output)
     if flags.prompts and flags.contexts:
         note_without_effect(["contexts"], "prompts are taken whole")
-    records = [*sweep(flags, flags.configs())]
+    configs = flags.configs()
+    records = [record_at(size, flags, configs) for size in ((None,) if flags.prompts else flags.contexts or CONTEXTS)]
     rows = [record | row for record in records for row in record["rows"]]
     publish(None, records[-1], console(rows, of(COLUMNS)))
 

@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
-from bench.draft_flags import TEXTS, draft_flags
+from bench.draft_flags import ALONE, TEXTS, WITH_MODEL, EveryDraft
 from bench.draft_plan import most_drafts
 from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
@@ -30,7 +30,7 @@ from common.tables import console
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters import Drafter
-from engine.drafters.config import DrafterConfig, drafters
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from kv_cache.policy import policies
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.helpers.columns import of
@@ -38,9 +38,6 @@ from reproduce.helpers.records import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
 PLAIN, ALL = "plain", "all"
-Draft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
-ALONE = draft_flags().KINDS
-WITH_MODEL = [name for name in drafters() if name not in ALONE]
 # Text drafters, a drafter, its checkpoint or policy, its policy beside a checkpoint, and its gamma or schedule.
 NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@(\d+|constant|heuristic|confidence|auto))?")
 # Tokens that a token of an answer is at most when its text is encoded again: three for each byte of a character that
@@ -66,7 +63,7 @@ class Drafters:
     target: Target = field(default_factory=Target)
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     output: Output = field(default_factory=Output)
-    draft: Draft = field(default_factory=Draft)
+    draft: EveryDraft = field(default_factory=EveryDraft)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
     """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
     eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma behind it
@@ -80,7 +77,7 @@ class Drafters:
         able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
         names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
         chosen = {name: _chosen(name) for name in names}
-        if auto := [name for name, value in given.items() if value == AUTO]:
+        if auto := [name for name in ("gamma_schedule", *SETTINGS) if given.get(name) == AUTO]:
             what, fix = "drafters choose where their names say so", "give a number here, and a name such as self@auto"
             raise ConfigError(what, ", ".join(map(flag, auto)), AUTO, "a number", fix)
         models = {options["draft_model"]: name for name, options in chosen.items() if "draft_model" in options}
@@ -115,11 +112,12 @@ def _chosen(name: str) -> dict[str, Any]:
     if not has_model and not policy:
         path, policy = "", path
     is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
-    if is_known and TEXTS.keys() >= {*before}:
+    takes_others = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
+    if is_known and TEXTS.keys() >= {*before} and (takes_others or not (policy or before)):
         given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
         given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
         given |= {"gamma": AUTO} if length == AUTO else {}
-        return {name: value for name, value in given.items() if value}
+        return {name: value for name, value in given.items() if value not in ("", ())}
     required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 

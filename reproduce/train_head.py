@@ -40,15 +40,15 @@ class Flags:
     """Rows of a batch of the shortest prompts, tokens of the longest prompts, and new tokens of a row."""
     recipe: Recipe = field(default_factory=Recipe)
     output: Output = field(default_factory=Output)
-    out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint, curve and weights
+    out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint and weights
     heads: tuple[Literal["eagle", "dflash"], ...] = ("eagle", "dflash")  # to train, one after the other
-    writing_minutes: float = 20.0  # for examples, earlier runs included
+    batches: int = 36  # of examples, earlier runs included; 20 minutes on two CPU cores
     minutes: float = 25.0  # for training each head, earlier runs included
 
     def check(self) -> None:
         """Errors: ConfigError."""
         recipe = self.recipe
-        least = dict.fromkeys((*vars(recipe), "minutes"), 1)
+        least = dict.fromkeys((*vars(recipe), "minutes", "batches"), 1)
         least |= {"lr": 0, "block_size": 2, "B": 2, "prefix_len": (N_SINK + 1) << max(examples.HALVINGS)}
         least |= {"window": max(recipe.depth, recipe.block_size) + 1, "gen_len": recipe.window}
         for name, number in least.items():
@@ -70,7 +70,7 @@ def main(flags: Flags) -> None:
     names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
     stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
     keep_settings(folder, {"model": source.name} | stored | vars(sizes))
-    write_all(session, folder, sizes, 60 * flags.writing_minutes)
+    write_all(session, folder, sizes, flags.batches)
     # Sessions pack the weights of linear layers.
     target = source.load(device=session.runner.device, dtype=torch.float32, prepack=False).requires_grad_(False)
     for kind in flags.heads:
@@ -84,9 +84,9 @@ def main(flags: Flags) -> None:
         publish(flags.output.output, record | vars(sizes))
 
 
-def write_all(session: bench.Session, folder: Path, sizes: Sizes, limit: float) -> None:
-    """Write examples from the book's first half, while the seconds of writing are below `limit`, and the second half
-    to held_back.txt. Errors: DataError for a book that is too short."""
+def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int) -> None:
+    """Write examples from the book's first half, and its second half to held_back.txt. Errors: DataError for a book
+    that is too short."""
     book, tokenizer = next(session.books()), session.tokenizer
     assert tokenizer is not None and sizes.prefix_len is not None
     bos, text = tokenizer.encode("", add_bos=True), tokenizer.encode(book[: len(book) // 2], add_bos=False)
@@ -96,7 +96,7 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, limit: float) 
     write_text(folder / "held_back.txt", book[len(book) // 2 :])
     prompts = partial(examples.prompts_of, text, bos, longest=sizes.prefix_len, n_rows=sizes.B, n_new=sizes.gen_len)
     layers = training.inputs_of(session.runner.model.config.n_layer)
-    examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, lambda spent: spent < limit)
+    examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, n_batches)
 
 
 def train(kind: str, target: Any, folder: Path, recipe: Recipe, limit: float) -> dict[str, Any]:
@@ -106,20 +106,18 @@ def train(kind: str, target: Any, folder: Path, recipe: Recipe, limit: float) ->
     torch.manual_seed(0)
     head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
     known_rows = training.output_rows(target, head.target_ids)
-    seconds = training.train(head, known_rows, windows, held_out, recipe, folder / kind, limit)
-    curve = training.read_curve(folder / kind)
-    measured = [line for line in curve if "held_out" in line]
-    thinned = [*measured[: -1 : -(-len(measured) // CURVE_POINTS)], measured[-1]]
+    seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, limit)
+    thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
     sizes = {"example_tokens": int(counts.sum()), "examples": len(windows), "held_out_examples": len(held_out)}
-    times = {"writing_seconds": examples.writing_seconds(folder), "training_seconds": seconds}
-    return {"head": head, "recipe": vars(recipe), **sizes, "steps": curve[-1]["step"], **times, "curve": thinned}
+    times = {"steps": curve[-1]["step"], "training_seconds": seconds}
+    return {"head": head, "recipe": vars(recipe), **sizes, **times, "curve": thinned}
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings of the files in the folder. Errors: ConfigError if they were made with other settings."""
     file, settings = folder / "settings.json", json.loads(json.dumps(settings))
     kept = json.loads(file.read_text()) if file.exists() else {}
-    if unlike := [f"{name} {value}" for name, value in kept.items() if name != "steps" and settings.get(name) != value]:
+    if unlike := [f"{name} {value}" for name, value in kept.items() if settings.get(name) != value]:
         what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
         raise ConfigError(what, where, ", ".join(unlike), "the flags of that run", f"{fix}, or give these flags")
     write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))

@@ -138,7 +138,7 @@ def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
 
 def test_drafts_are_charged_where_their_model_runs():
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""
-    drafter: Any = SimpleNamespace(skips_model=True)
+    drafter: Any = SimpleNamespace(skips_model=True, is_written_through=False)
     each = replace(costs(100, 40, (110, 130)), acceptance=AcceptanceRate(0.8, 400))
     pacing, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
     for n in range(120):

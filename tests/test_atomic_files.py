@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from programs import ROOT
+from safetensors import SafetensorError
 
+from common.errors import CheckpointError
 from models.checkpoints.manifest import DAY, atomic_path, write_text
 
 KILLED = """
@@ -40,3 +43,13 @@ def test_two_writers_at_once_both_write_a_whole_file(tmp_path: Path):
         write_text(path, "quick")
         assert path.read_text() == "quick"
     assert path.read_text() == "slow" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, SafetensorError])
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, kind: type[Exception]):
+    path = tmp_path / "file"
+    write_text(path, "before")
+    with pytest.raises(CheckpointError, match="No space left"), atomic_path(path) as partial:
+        partial.write_text("half")
+        raise kind("No space left on device")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "before"

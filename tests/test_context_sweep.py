@@ -11,8 +11,9 @@ SIZES = f"{HOW} --contexts 60 --num_prompts 2"
 
 
 def test_every_drafter_decodes_the_same_tokens(call, tmp_path: Path):
-    drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic", "self:snapkv"]
+    drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram", "ngram@heuristic", "self:snapkv@confidence"]
     flags = f"{SIZES} --draft_dtype same --text_match 2 --repeats 2 --output {tmp_path / 'drafters.jsonl'}"
+    flags += " --confidence_threshold auto"
     ended = call("reproduce/context_sweep.py", f"{flags} --drafters {' '.join(drafters)}")
     rows = {row["drafter"]: row for row in ended.record["rows"]}
     assert list(rows) == drafters and ended.record["repeats"] == 2
@@ -52,9 +53,15 @@ def test_drafters_are_compared_by_context(call, tmp_path: Path):
             assert row["drafting_ms"] > 0 and row["baseline_step_ms"] > 0 and row["speedup"] > 0
 
 
-@pytest.mark.parametrize("name", ["self:snapkv=full", "eagle=full", "ngram:nothing", "nothing+self"])
+@pytest.mark.parametrize(
+    "name", ["self:snapkv=full", "eagle=full", "ngram:nothing", "ngram:snapkv", "nothing+self", "suffix+ngram"]
+)
 def test_drafters_that_do_not_exist_are_refused(call, name: str):
     assert name in call("reproduce/context_sweep.py", f"{SIZES} --drafters {name}").refusal
+
+
+def test_a_drafter_of_no_tokens_is_refused(call):
+    assert "gamma" in call("reproduce/context_sweep.py", f"{SIZES} --drafters self@0").refusal
 
 
 def test_samples_are_of_one_text_by_default(call):

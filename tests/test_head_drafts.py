@@ -21,7 +21,7 @@ from published_heads import (
     random_medusa,
     save_head,
 )
-from tiny import TINY, decode, full_cache, random_prompts, tiny_model
+from tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
@@ -29,6 +29,7 @@ from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
+from engine.drafters.observed import ObservedStates
 from engine.drafters.suffix import Suffix
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, StreamingKVCache
@@ -225,6 +226,25 @@ def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
     head = random_dflash(DEEP)
     run(DFlash(runner, head, CACHES["full"](head.body.config), GAMMA), changing=True)
     assert ran and all(text[:end] in [prompt[:end] for prompt in prompts] for text, end in ran)
+
+
+def test_a_prompt_that_is_prefilled_in_parts_is_begun_once(monkeypatch):
+    """Its last token runs again for its state; the last tokens of its parts do not."""
+    begin, begun = ObservedStates.begin, list[int]()
+
+    def watched_begin(observed, row, text):
+        begun.append(len(text))
+        begin(observed, row, text)
+
+    monkeypatch.setattr(ObservedStates, "begin", watched_begin)
+    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
+    head = random_eagle(DEEP)
+    decoder = Decoder(runner, drafter=Eagle(runner, head, CACHES["full"](head.body.config), GAMMA), prefill_tokens=8)
+    first, second = (Request(prompt, 20) for prompt in random_prompts([9, 30]))
+    decoder.submit(first)
+    decoder.step(), decoder.step()
+    decode(decoder, second)
+    assert begun == [9, 30] and second.tokens == continue_by_recomputing(MODEL, second.prompt, 20)
 
 
 @pytest.mark.parametrize("kind", [Medusa, Eagle, DFlash])

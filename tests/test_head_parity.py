@@ -203,7 +203,7 @@ def compare_blocks(model: nn.Module, head: Any, monkeypatch: pytest.MonkeyPatch)
         head.remember(head.fused(states), positions_from(0, 0, n=LENGTH), cache)
         current = tokens[torch.arange(2), torch.tensor(pair)]
         out = head.draft(current, positions_from(*pair, n=BLOCK), cache)
-        close(head.output_logits(out), logits[:, -out.shape[1] :])
+        close(head.draft_logits(out), logits[:, -out.shape[1] :])
         assert out.shape[1] == head.shape.most_drafts
 
 

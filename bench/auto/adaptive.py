@@ -103,7 +103,7 @@ class Adaptive:
     def _catch_up(self, drafter: int) -> float:
         """Return the ms of catching up as a share of the steps that have to pay for them."""
         missed, costs = self._missed[drafter], self._full_batch[drafter]
-        n_run = 0 if getattr(self.drafters[drafter], "is_written_through", False) else missed
+        n_run = 0 if self.drafters[drafter].is_written_through else missed
         return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

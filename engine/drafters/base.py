@@ -19,8 +19,8 @@ class RowUpdate(NamedTuple):
 
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
     drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`. verified:
-    the positions that this decode's rounds have verified. It begins at the prompt's length, also while it is empty, and
-    may end behind `tokens`; by default, all tokens are followed as a prompt.
+    the positions that rounds of this decode have verified, from the prompt's length on; may reach beyond `tokens`. By
+    default, `tokens` is a prompt.
     """
 
     row: int
@@ -31,20 +31,27 @@ class RowUpdate(NamedTuple):
     prediction: Sequence[int] = ()
     verified: range = range(0)
 
+    @property
+    def is_whole_prompt(self) -> bool:
+        """True if no round has verified anything behind a prompt that is here whole."""
+        return not self.verified and len(self.tokens) >= self.verified.start
+
 
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
     Optional: `schedule`, which limits how many tokens of a round each row drafts; `observed`, the target's states that
-    it drafts from, kept in every round of a decode; `verified_cache`; `refresh`, which begins every
-    `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); `skips_model`, True if the last
-    round's drafts were guesses from text and its model did not run (None: no text drafter stands beside a model); and
-    `n_predicted`, by row: how many of the first draft tokens were copied from the request's prediction.
+    it drafts from, kept in every round of a decode; `verified_cache`; `is_written_through`, True if verifications write
+    its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds` rounds that this drafter
+    drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from text and its model did not
+    run (None: no text drafter stands beside a model); and `n_predicted`, by row: how many of the first draft tokens
+    were copied from the request's prediction.
     """
 
     gamma: int
     schedule: Schedule = Schedule()
     observed: ObservedStates | None = None
+    is_written_through: bool = False
     refresh_every: int = 0
     n_rounds: int = 0
     skips_model: bool | None = None

@@ -27,7 +27,7 @@ class Combined(HostDrafter):
         super().__init__(runner, model.gamma)
         self.model, self.parts, self.schedule, self.refresh_every = model, (model,), model.schedule, model.refresh_every
         self.observed = model.observed
-        self.is_written_through: bool = getattr(model, "is_written_through", False)
+        self.is_written_through = model.is_written_through
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         # By row, how many tokens the model had seen before it was left out.
         self._behind = dict[int, int]()

@@ -52,7 +52,7 @@ class HeadDrafter(ModelDrafter):
             if update.n_seen == 0:
                 self.cache.reset_row(update.row)
             self._fill(update)
-            if not update.verified:
+            if update.is_whole_prompt:
                 self.observed.begin(update.row, update.tokens)
 
     def _fill(self, update: RowUpdate) -> None:

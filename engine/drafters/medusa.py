@@ -30,7 +30,7 @@ class Medusa(ModelDrafter):
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         for update in rows:
-            if not update.verified:
+            if update.is_whole_prompt:
                 self.observed.begin(update.row, update.tokens)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:

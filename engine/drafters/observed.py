@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.runner import ModelRunner
 
-# Tokens of a row whose states are kept, and tokens of the longest block beside a head that drafts fewer.
+# Tokens of a row whose states are kept, and tokens of the longest block of another drafter, which must not overwrite
+# them.
 KEPT, LONGEST_BLOCK = 64, 32
 
 

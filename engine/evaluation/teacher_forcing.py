@@ -71,14 +71,14 @@ def forced_acceptance(
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
         # Written-through drafters have the block's entries already.
-        n_written = gamma + 1 if getattr(drafter, "is_written_through", False) and reads_current else 0
+        n_written = gamma + 1 if drafter.is_written_through and reads_current else 0
         ends = [(text, n, n + gamma + 1) for text, n in known]
         updates = [
             RowUpdate(row, row, text[: end + reads_current], n + n_written, verified=range(n - start, end))
             for row, (text, n, end) in enumerate(ends)
         ]
         for part in (drafter,) if reads_current else getattr(drafter, "parts", (drafter,)):
-            if reads_current or not getattr(part, "is_written_through", False):
+            if reads_current or not part.is_written_through:
                 part.follow(updates)
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts

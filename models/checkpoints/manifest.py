@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
+
 from common.errors import CheckpointError
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.cpp_build import cache_folder
@@ -43,7 +45,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch, of a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two: torch and safetensors, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         required, fix = "a writable folder with enough free space", "free some space, or choose another folder"
         raise CheckpointError("a file cannot be written", path, seen, required, fix) from None

@@ -2,7 +2,7 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kv_cache.views import Slots
 from models.config import ModelConfig
-from models.llama import Head, See, Transformer, attention_spec
+from models.llama import Head, Transformer, attention_spec
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,19 @@ class TransformerHead(nn.Module):
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states, `[..., state_dim]`, to the head's, `[..., dim]`."""
 
-    @abstractmethod
-    def logits(self, states: Tensor) -> Tensor:
-        """Return logits of the target's ids, `[..., vocab_size]`, from states that draft: minus infinity for ids that
-        the head lacks."""
-
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embeddings of `tokens [B, T]`, flattened to `[B * T, dim]`."""
         embedding = self.body.tok_embeddings if self.shape.has_embedding else self._target[0].tok_embeddings
         return embedding(tokens).flatten(0, 1).to(dtype)
 
-    @property
-    def see(self) -> See | None:
-        """Prepares what each layer of a causal block sees; None if no layer has a window."""
-        return self._see_windows if any(self.shape.windows) else None
+    def see(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
+        """Prepare each layer's attention for a causal block at `positions [B, T]`."""
+        return self.by_window(lambda window: self.prepared(window, positions, cache, dtype))
 
-    def _see_windows(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
-        windows = self.shape.windows
-        prepared = {window: self.prepared(window, positions, cache, dtype) for window in {*windows}}
+    def by_window(self, prepare: Callable[[int | None], Any]) -> Sequence[Any]:
+        """Return for each layer what `prepare` gives for its window, prepared once for equal windows."""
+        windows = self.shape.windows or (None,) * len(self.body.layers)
+        prepared = {window: prepare(window) for window in {*windows}}
         return [prepared[window] for window in windows]
 
     def prepared(self, window: int | None, positions: Tensor, slots: Any, dtype: torch.dtype) -> Any:
@@ -105,15 +100,17 @@ class TransformerHead(nn.Module):
         spec = replace(attention_spec(self.body.config, dtype), sliding_window=window)
         return self.body.backend.prepare(spec, positions, slots)
 
-    def output_logits(self, states: Tensor) -> Tensor:
-        """Return logits of the output layer's ids for normalised `states [..., dim]`: `[..., draft_vocab_size]`."""
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """Return logits of the output layer's ids: `[..., dim] -> [..., draft_vocab_size]`."""
         if self.body.output is not None:
             return self.body.output(states)
         target = self._target[0]
         return target.logits(states.to(target.dtype))
 
-    def over_target_ids(self, known: Tensor) -> Tensor:
-        """Return logits of the target's ids, `[..., vocab_size]`: minus infinity for ids that the head lacks."""
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits of the target's ids, `[..., dim] -> [..., vocab_size]`: minus infinity for ids that the head
+        lacks."""
+        known = self.draft_logits(states)
         if self.target_ids is None:
             return known
         logits = known.new_full((*known.shape[:-1], self.shape.config.vocab_size), float("-inf"))

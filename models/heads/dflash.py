@@ -55,7 +55,7 @@ class DFlashHead(TransformerHead):
 
     def remember(self, fused: Tensor, positions: Tensor, cache: Slots) -> None:
         """Write every layer's entries of the text's tokens at `positions [B, T]`. fused: `[B, T, dim]`."""
-        step = self.body.begin(positions, cache, fused.dtype, see=_nothing)
+        step = self.body.begin(positions, cache, fused.dtype, see=lambda *_: ())
         for index, layer in enumerate(self.body.layers):
             assert isinstance(layer, Block)
             layer.attention.write(fused.flatten(0, 1), step, index)
@@ -85,13 +85,4 @@ class DFlashHead(TransformerHead):
                 slots, window = slots.masked_fill(slots < positions[:, :1] - window, -1), None
             return self.prepared(window, newest, SeenSlots(slots, cache.rows), dtype)
 
-        windows = shape.windows or (None,) * len(self.body.layers)
-        seen = {window: prepared(window) for window in {*windows}}
-        return [seen[window] for window in windows]
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.over_target_ids(self.output_logits(states))
-
-
-def _nothing(positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
-    return ()
+        return self.by_window(prepared)

@@ -109,8 +109,4 @@ class EagleHead(TransformerHead):
         return self.body.norm(out) if self.shape.norm_output else out
 
     def draft_logits(self, states: Tensor) -> Tensor:
-        """Return logits of the output layer's ids: `[..., dim] -> [..., draft_vocab_size]`."""
-        return self.output_logits(self.body.norm(states) if self.is_third and not self.shape.norm_output else states)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.over_target_ids(self.draft_logits(states))
+        return super().draft_logits(self.body.norm(states) if self.is_third and not self.shape.norm_output else states)

@@ -12,24 +12,15 @@ from models.llama import Head, Linear
 class MedusaShape:
     """The shape of Medusa heads, of `n_layer` residual blocks each.
 
-    dim, vocab_size: the target's. has_output: False if the heads use the target's output layer.
+    most_drafts: the number of heads. state_dim: width of the target's states that the heads read. vocab_size: the
+    target's. has_output: False if the heads use the target's output layer.
     """
 
-    n_head: int
+    most_drafts: int
     n_layer: int
-    dim: int
+    state_dim: int
     vocab_size: int
     has_output: bool = True
-
-    @property
-    def state_dim(self) -> int:
-        """Width of the target's states that the heads read."""
-        return self.dim
-
-    @property
-    def most_drafts(self) -> int:
-        """The most tokens that the heads draft."""
-        return self.n_head
 
     @property
     def borrowed(self) -> tuple[str, ...]:
@@ -54,7 +45,7 @@ class MedusaHeads(nn.ModuleList):
     """
 
     def __init__(self, shape: MedusaShape) -> None:
-        blocks = [[ResidualBlock(shape.dim) for _ in range(shape.n_layer)] for _ in range(shape.n_head)]
-        outputs = [[Head(shape.dim, shape.vocab_size, bias=False)] if shape.has_output else [] for _ in blocks]
+        blocks = [[ResidualBlock(shape.state_dim) for _ in range(shape.n_layer)] for _ in range(shape.most_drafts)]
+        outputs = [[Head(shape.state_dim, shape.vocab_size, bias=False)] if shape.has_output else [] for _ in blocks]
         super().__init__(nn.Sequential(*head, *output) for head, output in zip(blocks, outputs, strict=True))
         self.shape = shape

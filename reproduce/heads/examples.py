@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,29 +46,16 @@ def write_examples(
     n_new: int,
     layers: Sequence[int],
     folder: Path,
-    allowed: Callable[[float], bool],
+    n_batches: int,
 ) -> None:
-    """Write a file for each batch of prompts, behind the files that exist, while the seconds of writing are `allowed`.
-    prompts: gives those of a batch from its number. Errors: UserError for a folder that cannot be written."""
-    batch, spent = len(_files(folder)), writing_seconds(folder)
-    while not batch or allowed(spent):
-        started = perf_counter()
+    """Write a file for each batch of prompts up to `n_batches`, behind the files that exist. prompts: gives those of a
+    batch from its number. Errors: UserError for a folder that cannot be written."""
+    for batch in range(len(_files(folder)), n_batches):
         made = make_examples(runner, prompts(batch), n_new, layers, seed=batch)
-        seconds = perf_counter() - started
         with atomic_path(folder / f"examples-{batch:06}.safetensors") as partial:
-            save_file(made, partial, {"seconds": str(seconds)})
-        spent, batch = spent + seconds, batch + 1
+            save_file(made, partial)
         rows, length = made["tokens"].shape
-        say(f"batch {batch}: {rows} rows of {length} tokens in {seconds:.0f} s, {spent:.0f} s in all")
-
-
-def writing_seconds(folder: Path) -> float:
-    """Return the seconds in which a folder's examples were written."""
-    seconds = 0.0
-    for file in _files(folder):
-        with safe_open(file, "pt") as opened:
-            seconds += float(opened.metadata()["seconds"])
-    return seconds
+        say(f"batch {batch + 1} of {n_batches}: {rows} rows of {length} tokens")
 
 
 @torch.inference_mode()

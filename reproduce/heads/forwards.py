@@ -124,6 +124,6 @@ def dflash_logits(
     dflash.remember(dflash.fused(batch["inputs"]), batch["positions"], cache)
     cache.begin_blocks(anchors)
     states = dflash.draft(batch["tokens"].gather(1, anchors).flatten(), positions, cache)
-    logits = dflash.output_logits(states).transpose(0, 1)
+    logits = dflash.draft_logits(states).transpose(0, 1)
     first = anchors + width * torch.arange(n_window, device=anchors.device)[:, None]
     return logits, first.flatten() + ahead[: len(logits), None]

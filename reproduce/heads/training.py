@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import ConfigError, flag
-from common.jsonl import append_record, read_lines
 from common.say import say
 from models import ModelConfig, Transformer
 from models.checkpoints.manifest import CONFIG, atomic_path, write_text
@@ -33,9 +32,9 @@ DECAY, CLIP = 0.8, 1.0
 WARM_UP, SAVE_SECONDS = 20, 60.0
 # First tokens of a row in front of every window, and held-out windows that are measured with every checkpoint.
 N_SINK, MEASURED = 4, 8
-# A step whose blocks are long, as the blocks that are measured are.
+# The number of a step whose blocks are long.
 MEASURED_STEP = 2
-CHECKPOINT, CURVE = "training.pt", "curve.jsonl"
+CHECKPOINT = "training.pt"
 
 
 @dataclass(frozen=True)
@@ -169,23 +168,23 @@ def train(
     recipe: Recipe,
     folder: Path,
     limit: float,
-) -> float:
-    """Train until the steps, or `limit` seconds of training, are over; return the seconds, earlier runs included.
-    Errors: ConfigError for a checkpoint of a head that was trained on other examples.
+) -> tuple[float, list[dict[str, Any]]]:
+    """Train until the steps, or `limit` seconds of training, are over. Returns the seconds and the curve, earlier runs
+    included: the losses at every checkpoint, and the shared probability there and in held-out windows. Errors:
+    ConfigError for a checkpoint of a head that was trained on other examples.
 
     Windows are stretches from anywhere in the rows at their absolute positions, behind the row's first tokens: a head
-    is trained as a streaming cache of that many entries lets it draft. The folder's curve has the losses, and with
-    every checkpoint the shared probability there and in held-out windows. A run from a checkpoint gives the weights of
-    an uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
+    is trained as a streaming cache of that many entries lets it draft. A run from a checkpoint gives the weights of an
+    uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
     device = known_rows.device
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    done, before, line = 0, 0.0, dict[str, Any]()
+    done, before, line, curve = 0, 0.0, dict[str, Any](), list[dict[str, Any]]()
     if (folder / CHECKPOINT).exists():
         saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
         head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
-        done, before = saved["step"], saved["seconds"]
-        if (n_before := saved.get("windows", len(windows))) != len(windows):
+        done, before, curve = saved["step"], saved["seconds"], saved["curve"]
+        if (n_before := saved["windows"]) != len(windows):
             what, where = "the head was trained on other examples, which its vocabulary follows from", str(folder)
             raise ConfigError(what, where, f"{len(windows)} windows", n_before, f"use another {flag('out')}")
         say(f"continuing after step {done}")
@@ -205,12 +204,12 @@ def train(
     def save(line: dict[str, Any]) -> None:
         with torch.no_grad():
             held_out_shared = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], MEASURED_STEP)[1:])
-        append_record(str(folder / CURVE), line | {"held_out": held_out_shared})
+        curve.append(line | {"held_out": held_out_shared})
         say(
             f"step {line['step']}, {progress:.0%} of the time or the steps; shared probability in text that was held "
             f"out: {held_out_shared}"
         )
-        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve}
         with atomic_path(folder / CHECKPOINT) as partial:
             torch.save(state | {"step": line["step"], "seconds": seconds(), "windows": len(windows)}, partial)
 
@@ -227,28 +226,15 @@ def train(
         optimizer.step()
         line = {"step": step + 1, "seconds": round(seconds(), 1), "loss": loss.tolist()}
         if step == done or perf_counter() - last_saved > SAVE_SECONDS:
-            line["shared"] = shared(logits, law)
-            save(line)
+            save(line | {"shared": shared(logits, law)})
             last_saved = perf_counter()
-        else:
-            append_record(str(folder / CURVE), line)
-    if line:
+    if line and line["step"] > curve[-1]["step"]:
         save(line)
-    return seconds()
+    return seconds(), curve
 
 
 def is_over(seconds: float, limit: float) -> bool:
     return seconds >= limit
-
-
-def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Return the folder's curve, a line for each step, without steps behind a checkpoint that a later run began at."""
-    curve: list[dict[str, Any]] = []
-    for _, line in read_lines(folder / CURVE):
-        while curve and curve[-1]["step"] >= line["step"]:
-            curve.pop()
-        curve.append(line)
-    return curve
 
 
 def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:
