@@ -58,13 +58,14 @@ class Adaptive:
         full_batch = costs[self._contexts[-1]][self._rows[-1]]
         largest = [min(by_rows[self._rows[-1]][i].at[-1] for by_rows in costs.values()) for i in range(len(drafters))]
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
-        # Ms of a round of each choice, and those that guesses from text can save, at each context and number of rows.
-        self._ms = {PLAIN: (np.array([cell[0].plain_ms for cell in cells]), np.zeros(len(cells)))}
-        for i, gamma in product(range(len(drafters)), gammas):
-            if 0 < gamma <= largest[i]:
-                drafts = np.array([cell[i].drafts_ms(gamma) for cell in cells])
-                drafts *= drafters[i].skips_model is not None
-                self._ms[Choice(i, gamma)] = np.array([cell[i].round_ms(gamma) for cell in cells]), drafts
+        drafted = [(i, gamma) for i, gamma in product(range(len(drafters)), gammas) if 0 < gamma <= largest[i]]
+        self._choices = [PLAIN, *(Choice(i, gamma) for i, gamma in drafted)]
+        # Ms of a round of each choice at each context and number of rows, and those that guesses from text can save.
+        rounds = [[cell[i].round_ms(gamma) for cell in cells] for i, gamma in drafted]
+        can_save = [drafter.skips_model is not None for drafter in drafters]
+        drafts = [[can_save[i] * cell[i].drafts_ms(gamma) for cell in cells] for i, gamma in drafted]
+        self._ms = np.array([[cell[0].plain_ms for cell in cells], *rounds])
+        self._saved_ms = np.array([[0.0] * len(cells), *drafts])
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         has_kinds = len({kind for kind, _ in self._names}) > 1
         most = MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED
@@ -76,29 +77,29 @@ class Adaptive:
         self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
+        tokens, n_all = self._expected_tokens(), n_busy + n_joining
+        costs = self._ms - self._skipped * self._saved_ms
+        now, joined = (costs @ self._weights(n_rows, context) for n_rows in (n_busy, n_all))
+        ms_per_token = 1 / (n_all * tokens / joined).max()
+        return self._choices[int((n_busy * tokens * ms_per_token - now).argmax())]
+
+    def _expected_tokens(self) -> np.ndarray:
+        """Return the expected tokens of a row by each choice, less the price of catching up and of a change."""
         alphas: list[float] = []
         least: dict[tuple[str, str], float] = {}
         for name, accepted, verified in zip(self._names, self._accepted, self._verified, strict=True):
             alpha = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
             least[name] = min(alpha, least.get(name, alpha))
             alphas.append(least[name])
-
-        def tokens(choice: Choice) -> float:
-            """Return the expected tokens of a row, less the price of catching up and of a change."""
-            if choice.drafter is None:
-                return 1.0
-            expected = tokens_per_round(alphas[choice.drafter], choice.gamma) * (1 - self._catch_up(choice.drafter))
-            return expected if choice.drafter == self._last_drafter else expected / WORTH_A_CHANGE
-
-        per_row, n_all = {choice: tokens(choice) for choice in self._ms}, n_busy + n_joining
-        costs = {choice: ms - self._skipped * drafts for choice, (ms, drafts) in self._ms.items()}
-        now, joined = (self._weights(n_rows, context) for n_rows in (n_busy, n_all))
-        ms_per_token = 1 / max(n_all * per_row[choice] / float(joined @ ms) for choice, ms in costs.items())
-        return max(costs, key=lambda choice: n_busy * per_row[choice] * ms_per_token - float(now @ costs[choice]))
+        shares = [1 - self._catch_up(i) for i in range(len(alphas))]
+        shares = [x if i == self._last_drafter else x / WORTH_A_CHANGE for i, x in enumerate(shares)]
+        drafted = [shares[i] * tokens_per_round(alphas[i], gamma) for i, gamma in self._choices if i is not None]
+        return np.array([1.0, *drafted])
 
     def _weights(self, n_rows: int, context: float) -> np.ndarray:
         """Return the weight of each measured pair of context and rows in the costs at this pair."""
-        return np.outer(interpolating(context, self._contexts), interpolating(n_rows, self._rows)).ravel()
+        by_rows = interpolating(n_rows, self._rows)
+        return np.array([weight * other for weight in interpolating(context, self._contexts) for other in by_rows])
 
     def _catch_up(self, drafter: int) -> float:
         """Return the ms of catching up as a share of the steps that have to pay for them."""

@@ -1,5 +1,6 @@
 """Costs of a round of speculation, and the speedup that follows from them (MagicDec, arXiv 2408.11049)."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -65,4 +66,8 @@ class Costs:
 
 def interpolating(size: float, measured: Sequence[int]) -> list[float]:
     """Return the weight of each measured size in a value at `size`: linear between neighbours, constant beyond them."""
-    return [float(np.interp(size, measured, unit)) for unit in np.eye(len(measured))]
+    above = bisect_left(measured, size)
+    if above in (0, len(measured)):
+        return [float(i == min(above, len(measured) - 1)) for i in range(len(measured))]
+    share = (size - measured[above - 1]) / (measured[above] - measured[above - 1])
+    return [{above - 1: 1 - share, above: share}.get(i, 0.0) for i in range(len(measured))]
