@@ -52,8 +52,8 @@ class Flags(Drafters):
     repeats: int = 1  # decodes of each drafter behind each prompt, in turns, of which the fastest counts
 
     def run(self, context: int | None) -> RunConfig:
-        default = None if self.prompts else NUM_PROMPTS
-        rows = Rows(self.prompts, num_prompts=default if self.num_prompts is None else self.num_prompts)
+        n_prompts = NUM_PROMPTS if self.num_prompts is None else self.num_prompts
+        rows = Rows(self.prompts, num_prompts=None if self.prompts else n_prompts)
         sizes = Sizes(self.B, context, self.gen_len)
         return RunConfig(self.target, self.text, sizes, rows, sampling=self.sampling, output=self.output)
 
@@ -117,8 +117,9 @@ def main(flags: Flags) -> None:
     require_at_least("gen_len", flags.gen_len, 2)
     require_at_least("repeats", flags.repeats, 1)
     require_appendable(flags.output.output)
-    if flags.prompts and flags.contexts:
-        note_without_effect(["contexts"], "prompts are taken whole")
+    given = [name for name in ("contexts", "num_prompts") if getattr(flags, name) is not None]
+    if flags.prompts and given:
+        note_without_effect(given, "prompts are taken whole, and all of them")
     configs = flags.configs()
     records = [record_at(size, flags, configs) for size in ((None,) if flags.prompts else flags.contexts or CONTEXTS)]
     rows = [record | row for record in records for row in record["rows"]]

@@ -42,7 +42,7 @@ class Flags:
     output: Output = field(default_factory=Output)
     out: str = "reproduction/heads"  # folder of examples, and of a folder for each head: checkpoint and weights
     heads: tuple[Literal["eagle", "dflash"], ...] = ("eagle", "dflash")  # to train, one after the other
-    batches: int = 36  # of examples, earlier runs included; 20 minutes on two CPU cores
+    batches: int = 36  # of examples; 20 minutes on two CPU cores
     minutes: float = 25.0  # for training each head, earlier runs included
 
     def check(self) -> None:
@@ -74,8 +74,8 @@ def main(flags: Flags) -> None:
     # Sessions pack the weights of linear layers.
     target = source.load(device=session.runner.device, dtype=torch.float32, prepack=False).requires_grad_(False)
     for kind in flags.heads:
-        keep_settings(folder / kind, vars(flags.recipe))
-        measured = train(kind, target, folder, flags.recipe, 60 * flags.minutes)
+        keep_settings(folder / kind, vars(flags.recipe) | {"batches": flags.batches})
+        measured = train(kind, target, folder, flags)
         path = Path(source.path)
         values = read_config((path if path.is_dir() else path.parent) / CONFIG)
         changed = flags.target.changes.apply(values, source.name)
@@ -99,16 +99,22 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int
     examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, n_batches)
 
 
-def train(kind: str, target: Any, folder: Path, recipe: Recipe, limit: float) -> dict[str, Any]:
-    """Train a head on the folder's examples for `limit` seconds at most; return it with what a record says of it."""
-    windows, held_out = examples.windows_of(folder, recipe.window, N_SINK)
-    counts = examples.token_counts(folder, target.config.vocab_size)
+def train(kind: str, target: Any, folder: Path, flags: Flags) -> dict[str, Any]:
+    """Train a head on the folder's examples; return it with what a record says of it."""
+    recipe = flags.recipe
+    windows, held_out = examples.windows_of(folder, recipe.window, N_SINK, flags.batches)
+    counts = examples.token_counts(folder, target.config.vocab_size, flags.batches)
     torch.manual_seed(0)
     head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
     known_rows = training.output_rows(target, head.target_ids)
-    seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, limit)
+    seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, 60 * flags.minutes)
     thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
-    sizes = {"example_tokens": int(counts.sum()), "examples": len(windows), "held_out_examples": len(held_out)}
+    sizes = {
+        "batches": flags.batches,
+        "example_tokens": int(counts.sum()),
+        "examples": len(windows),
+        "held_out_examples": len(held_out),
+    }
     times = {"steps": curve[-1]["step"], "training_seconds": seconds}
     return {"head": head, "recipe": vars(recipe), **sizes, **times, "curve": thinned}
 

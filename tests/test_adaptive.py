@@ -136,10 +136,11 @@ def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
     assert [choice.drafter for choice in choices[-100:]].count(0) > 75
 
 
-def test_drafts_are_charged_where_their_model_runs():
+@pytest.mark.parametrize("drafting", [{"draft_ms": 40}, {"draft_ms": 0, "fixed_ms": 300}])
+def test_drafts_are_charged_where_their_model_runs(drafting):
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""
     drafter: Any = SimpleNamespace(skips_model=True, is_written_through=False)
-    each = replace(costs(100, 40, (110, 130)), acceptance=AcceptanceRate(0.8, 400))
+    each = replace(costs(100, 0, (110, 130)), acceptance=AcceptanceRate(0.8, 400), **drafting)
     pacing, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
     for n in range(120):
         drafter.skips_model = n < 60

@@ -63,7 +63,7 @@ def test_costs_hold_where_a_round_is_as_many_plain_steps_as_before(monkeypatch, 
     monkeypatch.setattr(Rehearsal, "run", run)
     runner = tiny_runner(2)
     drafter = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=6)
-    known = {8: [Costs(100, (1, 3, 6), (120, 150, 190), 10, 2)], 2: COSTS[2]}
+    known = {8: [Costs(100, (1, 3, 6), (120, 150, 190), 10, 1, fixed_ms=1)], 2: COSTS[2]}
     found = still_hold(known, Rehearsal(runner, [drafter], random_prompts([9, 12]), gamma=6, max_new_tokens=9))
     assert (found is not None) == holds
     if found:

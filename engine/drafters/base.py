@@ -33,7 +33,7 @@ class RowUpdate(NamedTuple):
 
     @property
     def is_whole_prompt(self) -> bool:
-        """True if no round has verified anything behind a prompt that is here whole."""
+        """True if `tokens` has the whole prompt, and no round has verified a token yet."""
         return not self.verified and len(self.tokens) >= self.verified.start
 
 

@@ -98,11 +98,14 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("examples-*.safetensors"))
 
 
-def windows_of(folder: Path, width: int, n_sink: int) -> tuple[list[Window], list[Window]]:
-    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows; files are mapped into
-    memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the target generated."""
+def windows_of(
+    folder: Path, width: int, n_sink: int, n_batches: int | None = None
+) -> tuple[list[Window], list[Window]]:
+    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows, of the first batches; files
+    are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the target
+    generated."""
     training, held_out, number = list[Window](), list[Window](), 0
-    for file in map(load_file, _files(folder)):
+    for file in map(load_file, _files(folder)[:n_batches]):
         n_rows, length = file["tokens"].shape
         for row in range(n_rows):
             windows = [(file, row, start) for start in range(length - 1 - width, n_sink - 1, -width)]
@@ -133,7 +136,7 @@ def chosen(windows: Sequence[Window], n: int, step: int) -> list[Window]:
     return [windows[index] for index in order[number * n : number * n + n].tolist()]
 
 
-def token_counts(folder: Path, vocab_size: int) -> Tensor:
-    """Return how often the examples have each token, `[vocab_size]` int64."""
-    files = map(load_file, _files(folder))
+def token_counts(folder: Path, vocab_size: int, n_batches: int | None = None) -> Tensor:
+    """Return how often the examples of the first batches have each token, `[vocab_size]` int64."""
+    files = map(load_file, _files(folder)[:n_batches])
     return torch.stack([file["tokens"].flatten().bincount(minlength=vocab_size) for file in files]).sum(dim=0)

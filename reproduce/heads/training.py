@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.errors import ConfigError, flag
 from common.say import say
 from models import ModelConfig, Transformer
 from models.checkpoints.manifest import CONFIG, atomic_path, write_text
@@ -34,7 +33,7 @@ WARM_UP, SAVE_SECONDS = 20, 60.0
 N_SINK, MEASURED = 4, 8
 # The number of a step whose blocks are long.
 MEASURED_STEP = 2
-CHECKPOINT = "training.pt"
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ def train(
     limit: float,
 ) -> tuple[float, list[dict[str, Any]]]:
     """Train until the steps, or `limit` seconds of training, are over. Returns the seconds and the curve, earlier runs
-    included: the losses at every checkpoint, and the shared probability there and in held-out windows. Errors:
-    ConfigError for a checkpoint of a head that was trained on other examples.
+    included: the losses at every checkpoint, and the shared probability there and in held-out windows.
 
     Windows are stretches from anywhere in the rows at their absolute positions, behind the row's first tokens: a head
     is trained as a streaming cache of that many entries lets it draft. A run from a checkpoint gives the weights of an
@@ -184,9 +182,6 @@ def train(
         head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
         done, before, curve = saved["step"], saved["seconds"], saved["curve"]
-        if (n_before := saved["windows"]) != len(windows):
-            what, where = "the head was trained on other examples, which its vocabulary follows from", str(folder)
-            raise ConfigError(what, where, f"{len(windows)} windows", n_before, f"use another {flag('out')}")
         say(f"continuing after step {done}")
     in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
     started = last_saved = perf_counter()
@@ -211,7 +206,7 @@ def train(
         )
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve}
         with atomic_path(folder / CHECKPOINT) as partial:
-            torch.save(state | {"step": line["step"], "seconds": seconds(), "windows": len(windows)}, partial)
+            torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
 
     for step in range(done, recipe.steps):
         if step and is_over(seconds(), limit):  # a curve needs a step
@@ -229,7 +224,7 @@ def train(
             save(line | {"shared": shared(logits, law)})
             last_saved = perf_counter()
     if line and line["step"] > curve[-1]["step"]:
-        save(line)
+        save(line | {"shared": shared(logits, law)})
     return seconds(), curve
 
 
