@@ -39,7 +39,7 @@ from reproduce.helpers.records import Record, grouped
 PROMPTS = "reproduce/prompts/question.jsonl"
 PLAIN, ALL = "plain", "all"
 # Text drafters, a drafter, its checkpoint or policy, its policy beside a checkpoint, and its gamma or schedule.
-NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@(\d+|constant|heuristic|confidence|auto))?")
+NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 # Tokens that a token of an answer is at most when its text is encoded again: three for each byte of a character that
 # was cut off.
 READ_AGAIN = 3
@@ -67,7 +67,7 @@ class Drafters:
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
     """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
     eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma behind it
-    (self@heuristic, self@5, or self@auto, which may take --auto_drafts instead)"""
+    (self@heuristic, self@5, or self@auto, which may take --auto_drafts instead). A run has a single checkpoint"""
 
     def configs(self) -> dict[str, DrafterConfig]:
         """Return every drafter by its name. Errors: ConfigError."""
@@ -118,7 +118,8 @@ def _chosen(name: str) -> dict[str, Any]:
         given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
         given |= {"gamma": AUTO} if length == AUTO else {}
         return {name: value for name, value in given.items() if value not in ("", ())}
-    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}"
+    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}; text drafters"
+    required += " before it, or a policy behind it, for a drafter with a KV cache; a gamma of 1 or more"
     raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
 
 

@@ -123,9 +123,10 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings of the files in the folder. Errors: ConfigError if they were made with other settings."""
     file, settings = folder / "settings.json", json.loads(json.dumps(settings))
     kept = json.loads(file.read_text()) if file.exists() else {}
-    if unlike := [f"{name} {value}" for name, value in kept.items() if settings.get(name) != value]:
-        what, where, fix = "the folder has another run's files", f"{flag('out')} {folder}", "name another folder"
-        raise ConfigError(what, where, ", ".join(unlike), "the flags of that run", f"{fix}, or give these flags")
+    if unlike := [name for name, value in kept.items() if settings.get(name) != value]:
+        what, where = "the folder has another run's files", f"{flag('out')} {folder}"
+        seen, required = (", ".join(f"{name} {each.get(name)}" for name in unlike) for each in (settings, kept))
+        raise ConfigError(what, where, seen, required, f"name another {flag('out')}, or give that run's flags")
     write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))
 
 
