@@ -14,7 +14,7 @@ from common.errors import ConfigError
 class CostGrid:
     """Costs, without `refresh_ms`, over ascending batches and contexts (tokens), for drafts named by (policy, budget).
 
-    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`, which has `fixed_ms`.
+    Milliseconds: `plain [B, S]`, `verify [B, S, G]`, `draft [B, S, D]`, `other [B, S]`, `fixed_ms` included.
     """
 
     batches: tuple[int, ...]

@@ -112,8 +112,8 @@ def _chosen(name: str) -> dict[str, Any]:
     if not has_model and not policy:
         path, policy = "", path
     is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
-    takes_others = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
-    if is_known and TEXTS.keys() >= {*before} and (takes_others or not (policy or before)):
+    has_cache = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
+    if is_known and TEXTS.keys() >= {*before} and (has_cache or not (policy or before)):
         given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
         given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
         given |= {"gamma": AUTO} if length == AUTO else {}

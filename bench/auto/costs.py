@@ -66,7 +66,7 @@ class Costs:
 
 def interpolating(size: float, measured: Sequence[int]) -> list[float]:
     """Return the weight of each measured size in a value at `size`: linear between neighbours, constant beyond them."""
-    above = bisect_left(measured, size)
+    above = bisect_left(measured, size)  # every round asks, and calls of numpy for so few numbers take longer
     if above in (0, len(measured)):
         return [float(i == min(above, len(measured) - 1)) for i in range(len(measured))]
     share = (size - measured[above - 1]) / (measured[above] - measured[above - 1])

@@ -108,8 +108,8 @@ def middle(gammas: Sequence[int]) -> int:
 
 
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
-    """Return the indices of neighbouring drafters of the same class, beside text drafters their model's class: these
-    differ only in the cache that they draft over."""
+    """Return the indices of neighbouring drafters that differ only in the cache that they draft over: those of the same
+    class. Beside text drafters, the model's class counts."""
     each = [type(getattr(drafter, "model", drafter)) for drafter in drafters]
     return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
 

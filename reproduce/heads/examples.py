@@ -101,9 +101,9 @@ def _files(folder: Path) -> list[Path]:
 def windows_of(
     folder: Path, width: int, n_sink: int, n_batches: int | None = None
 ) -> tuple[list[Window], list[Window]]:
-    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows, of the first batches; files
-    are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the target
-    generated."""
+    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows, of the first `n_batches`;
+    files are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the
+    target generated."""
     training, held_out, number = list[Window](), list[Window](), 0
     for file in map(load_file, _files(folder)[:n_batches]):
         n_rows, length = file["tokens"].shape
@@ -137,6 +137,6 @@ def chosen(windows: Sequence[Window], n: int, step: int) -> list[Window]:
 
 
 def token_counts(folder: Path, vocab_size: int, n_batches: int | None = None) -> Tensor:
-    """Return how often the examples of the first batches have each token, `[vocab_size]` int64."""
+    """Return how often the examples of the first `n_batches` have each token, `[vocab_size]` int64."""
     files = map(load_file, _files(folder)[:n_batches])
     return torch.stack([file["tokens"].flatten().bincount(minlength=vocab_size) for file in files]).sum(dim=0)

@@ -31,7 +31,7 @@ DECAY, CLIP = 0.8, 1.0
 WARM_UP, SAVE_SECONDS = 20, 60.0
 # First tokens of a row in front of every window, and held-out windows that are measured with every checkpoint.
 N_SINK, MEASURED = 4, 8
-# The number of a step whose blocks are long.
+# Held-out windows are measured like in this step, whose blocks are long.
 MEASURED_STEP = 2
 CHECKPOINT = "checkpoint.pt"
 
