@@ -91,7 +91,7 @@ def _open_file(path: Path) -> dict[str, SourceTensor]:
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = str(error)[:200] or repr(error), f"a whole {path.suffix[1:]} file"
+        seen, required = repr(error)[:200], f"a whole {path.suffix[1:]} file"
         raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
     for name, tensor in tensors.items():

@@ -67,7 +67,8 @@ def open_head(path: Path) -> HeadFiles:
             renamed = {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in found.items()}
             return HeadFiles(path, str(folder / CONFIG), read_config(folder / CONFIG), renamed)
     required = f"{' or '.join(FILES)}, or the folder of it"
-    raise CheckpointError("there is no such head", flag("draft_model"), path, required, FIX)
+    what = "the folder has no weights of a head" if path.is_dir() else "there is no such head"
+    raise CheckpointError(what, flag("draft_model"), path, required, FIX)
 
 
 def layers_config(files: HeadFiles, layers: Values, model_type: str, where: str) -> ModelConfig:
