@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-
-import numpy as np
+from operator import mul
 
 from bench.auto.costs import Costs, interpolating, tokens_per_round
 from engine.counts import AcceptanceRate, verified_positions
@@ -64,8 +63,8 @@ class Adaptive:
         rounds = [[cell[i].round_ms(gamma) for cell in cells] for i, gamma in drafted]
         can_save = [drafter.skips_model is not None for drafter in drafters]
         drafts = [[can_save[i] * cell[i].drafts_ms(gamma) for cell in cells] for i, gamma in drafted]
-        self._ms = np.array([[cell[0].plain_ms for cell in cells], *rounds])
-        self._saved_ms = np.array([[0.0] * len(cells), *drafts])
+        self._ms = [[cell[0].plain_ms for cell in cells], *rounds]
+        self._saved_ms = [[0.0] * len(cells), *drafts]
         measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
         has_kinds = len({kind for kind, _ in self._names}) > 1
         most = MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED
@@ -77,13 +76,15 @@ class Adaptive:
         self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
+        # Plain Python: for so few numbers, calls of numpy take twice as long.
         tokens, n_all = self._expected_tokens(), n_busy + n_joining
-        costs = self._ms - self._skipped * self._saved_ms
-        now, joined = (costs @ self._weights(n_rows, context) for n_rows in (n_busy, n_all))
-        ms_per_token = 1 / (n_all * tokens / joined).max()
-        return self._choices[int((n_busy * tokens * ms_per_token - now).argmax())]
+        now = self._round_ms(n_busy, context)
+        joined = self._round_ms(n_all, context) if n_joining else now
+        ms_per_token = 1 / (n_all * max(n / ms for n, ms in zip(tokens, joined, strict=True)))
+        values = [n_busy * n * ms_per_token - ms for n, ms in zip(tokens, now, strict=True)]
+        return self._choices[values.index(max(values))]
 
-    def _expected_tokens(self) -> np.ndarray:
+    def _expected_tokens(self) -> list[float]:
         """Return the expected tokens of a row by each choice, less the price of catching up and of a change."""
         alphas: list[float] = []
         least: dict[tuple[str, str], float] = {}
@@ -94,12 +95,14 @@ class Adaptive:
         shares = [1 - self._catch_up(i) for i in range(len(alphas))]
         shares = [x if i == self._last_drafter else x / WORTH_A_CHANGE for i, x in enumerate(shares)]
         drafted = [shares[i] * tokens_per_round(alphas[i], gamma) for i, gamma in self._choices if i is not None]
-        return np.array([1.0, *drafted])
+        return [1.0, *drafted]
 
-    def _weights(self, n_rows: int, context: float) -> np.ndarray:
-        """Return the weight of each measured pair of context and rows in the costs at this pair."""
+    def _round_ms(self, n_rows: int, context: float) -> list[float]:
+        """Return the expected ms of a round of each choice."""
         by_rows = interpolating(n_rows, self._rows)
-        return np.array([weight * other for weight in interpolating(context, self._contexts) for other in by_rows])
+        weights = [weight * other for weight in interpolating(context, self._contexts) for other in by_rows]
+        ms, saved = ([sum(map(mul, weights, each)) for each in table] for table in (self._ms, self._saved_ms))
+        return [each - self._skipped * other for each, other in zip(ms, saved, strict=True)]
 
     def _catch_up(self, drafter: int) -> float:
         """Return the ms of catching up as a share of the steps that have to pay for them."""

@@ -16,7 +16,7 @@ MS_OF_ROUNDS = ("plain_ms", "draft_ms", "fixed_ms", "other_ms", "refresh_ms", "r
 def tokens_per_round(alpha: float, gamma: int) -> float:
     """Return the expected tokens of a row per round, `(1 - alpha^(gamma + 1)) / (1 - alpha)`: Leviathan et al. 2023
     (arXiv 2211.17192), equation 1. alpha: the probability that a draft is accepted if all drafts before it were."""
-    return float(sum(alpha**position for position in range(gamma + 1)))
+    return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Costs:
 
 def interpolating(size: float, measured: Sequence[int]) -> list[float]:
     """Return the weight of each measured size in a value at `size`: linear between neighbours, constant beyond them."""
-    above = bisect_left(measured, size)  # every round asks, and calls of numpy for so few numbers take longer
+    above = bisect_left(measured, size)
     if above in (0, len(measured)):
         return [float(i == min(above, len(measured) - 1)) for i in range(len(measured))]
     share = (size - measured[above - 1]) / (measured[above] - measured[above - 1])
