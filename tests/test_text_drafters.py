@@ -197,3 +197,16 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
     for paced in ("drafter", "pacing"):
         assert rounds["always", paced][0] == 0 < rounds["now and then", paced][0] < rounds["never", paced][0]
         assert rounds["one row", paced][0] == rounds["never", paced][0] and rounds["now and then", paced][1] > 0
+
+
+def test_a_rows_guess_stands_where_other_rows_have_none():
+    """Beside a model of other weights, whose drafts are rejected."""
+    model, other, prompts = tiny_model(), tiny_model(seed=1), random_prompts([12, 5, 30])
+    runner = ModelRunner(model, full_cache(model, 3))
+    plain = generate(runner, prompts, max_new_tokens=20)
+    futures = [prompt + tokens for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
+    texts = [Sure(runner, 3, futures, lambda request, length: request == 1)]
+    drafter = Combined(runner, StandaloneDraft(ModelRunner(other, full_cache(other, 3)), 3), texts, least_match=8)
+    out = generate(runner, prompts, drafter=drafter, max_new_tokens=20)
+    rates = [row.acceptance_rate for row in out.stats.rows]
+    assert out.tokens == plain.tokens and rates[1] == 1.0 > 0.5 > max(rates[0], rates[2])

@@ -31,7 +31,7 @@ class Combined(HostDrafter):
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         # By row, how many tokens the model had seen before it was left out.
         self._behind = dict[int, int]()
-        self.skips_model = False
+        self.skips_model, self._has_guesses = False, True
 
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)
@@ -50,8 +50,9 @@ class Combined(HostDrafter):
         self.model.follow(prompts)
         if len(rows) == len(prompts):
             return
-        each = [update.row for update in rows]
-        self.skips_model = not self._is_captured and self._ranks.shared(lambda: bool(self._guesses[each, 0].all()))
+        if not self._is_captured:
+            n_guessed = self._ranks.shared(lambda: self.n_guessed)
+            self.skips_model, self._has_guesses = all(n_guessed), any(n_guessed)
         seen = [(update, self._behind.pop(update.row, update.n_seen)) for update in rows]
         missed = [(update, n_seen) for update, n_seen in seen if n_seen < len(update.tokens) - 1]
         if self.skips_model:  # a draft that is written through gets the verified tokens' entries
@@ -62,6 +63,8 @@ class Combined(HostDrafter):
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self.skips_model:
             return super().propose(batch, verification, gamma)
+        if not self._has_guesses:  # spares the small operations of every draft
+            return self.model.propose(batch, verification, gamma)
         guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, guessing), gamma)
 

@@ -48,11 +48,13 @@ class Guess(NamedTuple):
 
 class HostDrafter(TextDrafter):
     """Looks tokens up on the leader's host. `follow` gets all rows every round, and `tokens` ends with the current
-    token; it looks up there, since a captured `propose` may not read the host."""
+    token; it looks up there, since a captured `propose` may not read the host. n_guessed: tokens of each row's
+    guess, on the leader."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
         self._guesses = torch.zeros(runner.max_batch, 1 + gamma, dtype=torch.int64, device=runner.device)
+        self.n_guessed: list[int] = []
 
     @abstractmethod
     def continued(self, update: RowUpdate) -> Guess:
@@ -61,6 +63,7 @@ class HostDrafter(TextDrafter):
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         if rows and self._ranks.leads:
             found = {update.row: self.continued(update) for update in rows}
+            self.n_guessed = [len(guess.tokens) for guess in found.values()]
             self.n_predicted = {row: len(guess.tokens) for row, guess in found.items() if guess.is_predicted}
             packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens, *_ in found.values()]
             self._guesses[[update.row for update in rows]] = torch.tensor(packed, device=self._guesses.device)
