@@ -109,9 +109,10 @@ def _draft_text(draft: DraftPlan) -> str:
     weights = f" with {draft.quantize} weights" if draft.quantize else ""
     entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
     names = " or ".join(dict.fromkeys(policy.name for policy in draft.policies))
-    texts = "".join(f", behind guesses by {text.name}" for text in getattr(draft.config, "texts", ()))
+    guesses = " or ".join(text.name for text in getattr(draft.config, "texts", ()))
+    behind = f", behind guesses by {guesses}" if guesses else ""
     inner = f" (drafted for by: {_draft_text(draft.inner)})" if draft.inner else ""
-    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {names}{texts}{inner}"
+    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {names}{behind}{inner}"
 
 
 def table(record: dict[str, Any]) -> str:

@@ -249,6 +249,12 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, name
     assert named in str(refused.value)
 
 
+def test_a_folder_without_a_head_is_told_from_none(tmp_path):
+    for path, what in ((tmp_path, "has no weights"), (tmp_path / "none", "no such head")):
+        with pytest.raises(UserError, match=what):
+            find_head(str(path), "eagle", DEEP)
+
+
 def test_a_head_of_the_other_kind_is_refused(tmp_path):
     medusa = save_head(tmp_path / "m", medusa_tensors(DEEP), {"medusa_num_heads": 4}, "medusa_lm_head.pt")
     eagle = save_head(tmp_path / "e", eagle_tensors(DEEP), eagle_config(DEEP))

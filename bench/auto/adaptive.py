@@ -76,7 +76,7 @@ class Adaptive:
         self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
-        # Plain Python: for so few numbers, calls of numpy take twice as long.
+        # Plain Python: for so few numbers, calls of numpy take longer.
         tokens, n_all = self._expected_tokens(), n_busy + n_joining
         now = self._round_ms(n_busy, context)
         joined = self._round_ms(n_all, context) if n_joining else now

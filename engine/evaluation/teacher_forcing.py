@@ -48,8 +48,9 @@ def forced_acceptance(
         if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow([RowUpdate(row, row, prompt, 0)])
-        if reads_current:
-            drafter.follow([RowUpdate(row, row, [*prompt, continuations[row][0]], len(prompt))])
+    if reads_current:
+        rows = enumerate(zip(prompts, continuations, strict=True))
+        drafter.follow([RowUpdate(row, row, [*prompt, book[0]], len(prompt)) for row, (prompt, book) in rows])
     requests = [Request(prompt, n_token, sampling=params[0]) for prompt in prompts]
     batch = Batch(n_rows, Filters.of(params), runner.device, n_ids=runner.vocab_size)
     batch.set_rows(params, range(n_rows))
