@@ -48,8 +48,8 @@ class Guess(NamedTuple):
 
 class HostDrafter(TextDrafter):
     """Looks tokens up on the leader's host. `follow` gets all rows every round, and `tokens` ends with the current
-    token; it looks up there, since a captured `propose` may not read the host. n_guessed: on the leader, how many tokens
-    were guessed for each row of the last `follow`, in its order."""
+    token; it looks up there, since a captured `propose` may not read the host. n_guessed: on the leader, how many
+    tokens were guessed for each row of the last `follow`, in its order."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
