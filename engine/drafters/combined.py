@@ -31,7 +31,7 @@ class Combined(HostDrafter):
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         # By row, how many tokens the model had seen before it was left out.
         self._behind = dict[int, int]()
-        self.skips_model, self._has_guesses = False, True  # in captured rounds, which cannot branch, for good
+        self.skips_model, self._has_guesses = False, True  # captured rounds cannot branch, and keep these
 
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)

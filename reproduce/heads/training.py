@@ -47,7 +47,7 @@ class Recipe:
     depth: int = 3  # draft positions of the EAGLE head, each from the state that it predicted before
     draft_vocab_size: int = 6144  # the most frequent tokens, which alone the heads draft
     layers: int = 3  # layers of the DFlash head
-    block_size: int = 8  # tokens of the DFlash head's longest blocks; of two in three steps half, as for small gammas
+    block_size: int = 8  # tokens of the DFlash head's longest blocks; two of three steps halve them, like small gammas
     blocks: int = 64  # of a window
 
 
