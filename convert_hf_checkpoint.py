@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from common import cli  # isort: split
+
 import torch
 from tqdm import tqdm
 from tyro.conf import arg
 
-from common import cli
 from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts

@@ -1,4 +1,7 @@
-"""Read a command line into a frozen dataclass, whose fields are the program's flags."""
+"""Read a command line into a frozen dataclass, whose fields are the program's flags.
+
+Only programs import this module. From then on Ctrl-C ends them with a line, also while they import the others.
+"""
 
 import io
 import re
@@ -6,19 +9,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes
+from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, UseAppendAction
 
-from common.errors import ConfigError, flag
-from common.exit import exit_on_user_error
+from common.errors import ConfigError
+from common.exit import exit_on_user_error, report_uncaught
 
 Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the names of fields, also of nested dataclasses; switches have no `--no_` form.
 MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
+# Names that other programs have for choices.
+SYNONYMS = {"fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32"}
+SYNONYMS |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+sys.excepthook = report_uncaught
 
 
 def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
@@ -46,16 +55,22 @@ def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Return the configuration that a command line describes. Ends the process for `--help`. Errors: ConfigError."""
     prog, about = prog or _program(), (sys.modules["__main__"].__doc__ or "").strip()
-    messages = io.StringIO()
+    words, messages = sys.argv[1:] if argv is None else argv, io.StringIO()
     try:
         with redirect_stderr(messages):
-            config: Any = tyro.cli(kind, prog=prog, description=about, args=argv, config=MARKERS, use_underscores=True)
+            config: Any = tyro.cli(kind, prog=prog, description=about, args=words, config=MARKERS, use_underscores=True)
     except SystemExit as ending:
         if ending.code:
-            raise _unreadable(prog, _plain(messages.getvalue())) from None
+            raise _refusal(prog, _plain(messages.getvalue())) from None
         raise
-    if empty := list(_empty_lists(config)):
-        raise _unreadable(prog, f"{' '.join(empty)} without a value")
+    given = [f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in words if word.startswith("--")]
+    for names, is_empty, may_repeat in _flags(config):
+        if is_empty:
+            raise _unreadable(prog, f"{names[0]} without a value")
+        again = [name for name in given if name in names]
+        if len(again) > 1 and not may_repeat:
+            required, fix = "every flag once, by one of its names", "leave out all but one"
+            raise ConfigError("a flag is given twice", prog, ", ".join(again), required, fix)
     return config
 
 
@@ -66,14 +81,29 @@ def _plain(message: str) -> str:
     return unknown.sub(lambda found: found[1] + " ".join(re.findall(r"--?[a-zA-Z]\w*", found[2])), text)
 
 
-def _empty_lists(config: Any) -> Iterator[str]:
-    """Yield the flags that need values and have none."""
+def _refusal(prog: str, message: str) -> ConfigError:
+    """Return the error for a command line that tyro refused with a message."""
+    listed = re.search(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)", message)
+    if listed is None:
+        return _unreadable(prog, message)
+    value, where, names = listed.groups()
+    choices = sorted({*re.findall(r"'(.*?)'", names)} - {"None"})
+    likely = [*get_close_matches(SYNONYMS.get(value, value), choices, 1), "one of these"]
+    return ConfigError("a flag has no such value", where, value, ", ".join(choices), f"use {likely[0]}")
+
+
+def _flags(config: Any) -> Iterator[tuple[list[str], bool, bool]]:
+    """Yield the names of every flag, whether it is a list without a value, and whether it may be given repeatedly."""
+    hints = get_type_hints(type(config), include_extras=True)
     for field in fields(config):
-        value = getattr(config, field.name)
+        value, markers = getattr(config, field.name), getattr(hints[field.name], "__metadata__", ())
         if is_dataclass(value):
-            yield from _empty_lists(value)
-        elif value == () != field.default:
-            yield flag(field.name)
+            yield from _flags(value)
+        else:
+            named = [marker for marker in markers if hasattr(marker, "aliases")]
+            names = [marker.name for marker in named if marker.name] or [field.name]
+            aliases = [alias for marker in named for alias in marker.aliases or ()]
+            yield [f"--{names[0]}", *aliases], value == () != field.default, UseAppendAction in markers
 
 
 def _program() -> str:

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NoReturn
 
 from common.errors import UserError
 
@@ -24,8 +26,20 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
         tell(f"error: {error.with_flags(flags or {})}")
         sys.exit(2)
     except KeyboardInterrupt:
-        tell("interrupted")
-        sys.exit(INTERRUPTED_CODE)
+        exit_on_interrupt()
+
+
+def exit_on_interrupt() -> NoReturn:
+    """End the program as Ctrl-C does: with a line on stderr and INTERRUPTED_CODE."""
+    tell("interrupted")
+    sys.exit(INTERRUPTED_CODE)
+
+
+def report_uncaught(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Print the traceback of an error that nothing caught, as `sys.excepthook`; Ctrl-C ends the program with a line."""
+    if issubclass(kind, KeyboardInterrupt):
+        exit_on_interrupt()
+    sys.__excepthook__(kind, error, frames)
 
 
 @contextmanager

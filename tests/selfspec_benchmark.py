@@ -8,11 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import cli  # isort: split
+
 from bench.benchmark_flags import SelfSpecFlags
 from bench.passes import run_passes
 from bench.session import Session
 from bench.table import finish
-from common import cli
 from engine.parallel import end_on_ranks
 
 

@@ -2,14 +2,16 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from programs import BENCHMARKS, COST_MODEL, TERMINAL, run
+from tyro.conf import UseAppendAction, arg
 
 from bench.draft_flags import draft_flags
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
+from models.names import Dtype
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Inner:
     gammas: tuple[int, ...] = (3,)
     compile: bool = False
     draft: Literal["self", "ngram"] | None = None
+    dtype: Literal["auto"] | Dtype = "auto"
+    budget: Annotated[int, arg(aliases=["--old_budget"])] = 512
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Flags:
     """A program's flags."""
 
     model: str
+    axis: UseAppendAction[tuple[str, ...]] = ()
     inner: Inner = field(default_factory=Inner)
 
 
@@ -45,6 +50,28 @@ def test_a_missing_flag_and_an_unknown_choice_are_refused_by_name():
     assert "--model" in refused()
     for choice in ("ngrm", "None"):
         assert choice in refused("--model", "m", "--draft", choice)
+    choices = re.search(r"required: (.*)", refused("--model", "m", "--draft", "ngrm"))
+    assert choices and choices[1] == "ngram, self"
+
+
+@pytest.mark.parametrize(
+    ("seen", "meant"),
+    {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}.items(),
+)
+def test_usual_names_of_dtypes_lead_to_the_names_here(seen: str, meant: str):
+    error = refused("--model", "m", "--dtype", seen)
+    assert error.endswith(f" {meant}") and "auto, bfloat16, float16, float32, float64" in error
+
+
+@pytest.mark.parametrize("words", ["--budget 64 --old_budget 128", "--budget=64 --budget 64", "--compile --compile"])
+def test_a_flag_that_is_given_twice_is_refused(words: str):
+    refusal = refused("--model", "m", *words.split())
+    assert all(word.partition("=")[0] in refusal for word in words.split() if word.startswith("--"))
+
+
+def test_what_is_no_flag_may_be_repeated():
+    given = read(Flags, ["--model", "m", "--axis=a=1", "--axis", "a=2", "--gammas", "2", "2", "--old-budget=3"])
+    assert given == Flags("m", axis=("a=1", "a=2"), inner=Inner((2, 2), budget=3))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 from textwrap import indent
 
 import pytest
+from programs import BENCHMARKS, python
 
 from common.checkout import ROOT
 
@@ -61,6 +62,23 @@ def test_a_user_error_is_one_message_and_exit_code_2():
 def test_characters_that_stdout_cannot_encode_are_escaped():
     body = r"print('caf\u00e9 \u20ac \ud800')"
     assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
+
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError"
+OUR_PROGRAMS = ("foretoken.py chat", *BENCHMARKS, "convert_hf_checkpoint.py", "-m serving", "-m reproduce.train_head")
+
+
+@pytest.mark.parametrize("program", OUR_PROGRAMS)
+def test_an_interrupt_while_a_program_imports_is_a_line(program, tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    ended = python(*program.split(), PYTHONPATH=str(tmp_path))
+    assert (ended.code, ended.out, len(ended.err.splitlines())) == (130, "", 1) and "Traceback" not in ended.err
+
+
+def test_other_errors_of_an_import_keep_their_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a damaged file')")
+    ended = python("foretoken.py", PYTHONPATH=str(tmp_path))
+    assert ended.code == 1 and "Traceback" in ended.err and "a damaged file" in ended.err
 
 
 LOST = """
