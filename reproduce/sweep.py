@@ -5,6 +5,7 @@
 
 A row is a line of JSON: the script, its flags, and the record that it printed last. Interrupted at any point, the same
 command goes on with the cells that have not succeeded yet. Sweeps that run at the same time need an output file each.
+Flags that a script of this project lacks are refused before the first cell.
 --fixed and --axis replace the values that a grid's file gives for those flags. Exit code 1 if a cell failed.
 """
 
@@ -75,11 +76,13 @@ def parse(text: str) -> Any:
 
 def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[Any]]:
     """Return the values to try of every flag of `name=value` and `name=v1,v2` texts. Errors: ConfigError."""
-    found = {}
+    found: dict[str, list[Any]] = {}
     for field, text in (*(("fixed", text) for text in fixed), *(("axis", text) for text in axes)):
         name, _, value = text.partition("=")
         if not name or not value:
             raise ConfigError("a flag has no value", flag(field), text, "name=value", f"write {flag(field)} gamma=3")
+        if name in found:
+            raise ConfigError("a flag is given twice", flag(field), name, "every flag once", "leave out all but one")
         values = parse(f"[{value}]") if field == "axis" else [parse(value)]
         found[name] = values if isinstance(values, list) else [parse(part.strip()) for part in value.split(",")]
     return found
@@ -113,6 +116,20 @@ def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[
             pairs = zip(values, point, strict=True)
             cells.append(Cell(script, {name: value for name, value in pairs if value is not False}))
     return cells
+
+
+def check_flags(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError if a script of this project has a flag in a cell that its --help does not list."""
+    for script in {cell.script for cell in cells if not os.path.isabs(cell.script)}:
+        command = [sys.executable, *Cell(script, {"help": True}).words()]
+        helped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if helped.returncode:
+            seen = "\n".join(helped.stderr.splitlines()[-1:])
+            raise ConfigError("a script does not start", script, seen, "a script with --help", "correct its name")
+        given = {name for cell in cells if cell.script == script for name in cell.flags}
+        if unknown := sorted(given.difference(re.findall(r"--(\w+)", helped.stdout))):
+            required, fix = "flags that its --help lists", "correct the name"
+            raise ConfigError("a script has no such flag", script, f"--{unknown[0]}", required, fix)
 
 
 def read_states(path: str) -> dict[str, str]:
@@ -160,6 +177,7 @@ def main(flags: Flags) -> None:
     cells = {str(cell): cell for cell in make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))}
     states = read_states(flags.output)
     waiting = [name for name in cells if states.get(name) != "ok"]
+    check_flags([cells[name] for name in waiting])
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
     for number, name in enumerate(waiting, 1):

@@ -63,10 +63,10 @@ def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
     """Function that runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
-    from programs import run
+    from programs import overriding, run
 
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books}"
-    return lambda program, flags: run(program, f"{paths} {flags}".split())
+    return lambda program, flags: run(program, overriding(paths, flags))
 
 
 @pytest.fixture(scope="session")

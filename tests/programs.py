@@ -23,6 +23,13 @@ BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longsp
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
+def overriding(usual: str, flags: str) -> list[str]:
+    """Return the words of `usual`, without the flags that `flags` has, too, and those of `flags`."""
+    given = {*re.findall(r"--\w+", flags)}
+    kept = [part for part in re.split(r"\s+(?=--)", usual) if not given.intersection(re.findall(r"^--\w+", part))]
+    return [*" ".join(kept).split(), *flags.split()]
+
+
 @dataclass(frozen=True)
 class Ended:
     """The end of a program: exit code, stdout, stderr, and the error that it reported if it ran in this process."""

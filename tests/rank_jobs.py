@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
-from programs import ROOT, Ended
+from programs import ROOT, Ended, overriding
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
@@ -53,7 +53,7 @@ class Models:
         if script == "longspec":
             paths = [f"--target={self.target}", f"--model={getattr(self, draft)}"]
         flags = SIZES if script == "baseline" else f"{SIZES} {DRAFT}"
-        return [*paths, f"--dataset={self.books}", *flags.split(), *more.split()]
+        return [*paths, f"--dataset={self.books}", *overriding(flags, more)]
 
 
 SAME_ON_ANY_RANKS = (

@@ -14,6 +14,7 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from programs import overriding
 from tiny import decode
 from transformers import LlamaConfig
 
@@ -120,7 +121,7 @@ class Served:
 
 @contextmanager
 def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[Served]:
-    argv = f"--model {checkpoint} --port 0 {usual} {flags}".split()
+    argv = overriding(f"--model {checkpoint} --port 0 {usual}", flags)
     _, server = open_server(cli.read(Serve, argv, prog="serving"))
     assert server is not None
     failures: list[BaseException] = []

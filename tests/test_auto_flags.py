@@ -59,10 +59,10 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call, draftin
 
 def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting_pays):
     """Every policy is measured with each budget that a prompt of 150 leaves; here the last costs nothing."""
-    longer = f"{SIZES} --prefix_len 150 --gen_len 40 --draft_policy auto --refresh 2 --snapkv_window 12"
+    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64 --draft_policy auto --refresh 2"
     names = ["streaming", "retrieval", "snapkv", "verify_topk"]
     for flags, budgets in (("--draft_budget 50", [50]), ("--draft_budget auto --gamma auto", [128, 64])):
-        seen = call(SELFSPEC, f"{longer} {flags}")
+        seen = call(SELFSPEC, f"{longer} --snapkv_window 12 {flags}")
         record = seen.record
         assert (record["draft_policy"], record["identical_sequences"]) == ("auto", 2)
         assert record["draft_budget"] == (50 if budgets == [50] else "auto")

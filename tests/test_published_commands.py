@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from programs import ROOT, benchmark
-from rank_jobs import SIZES as SMALL  # put behind the command's flags: the last of a flag counts
+from programs import ROOT, benchmark, overriding
+from rank_jobs import SIZES as SMALL
 from rank_jobs import Models
 from test_data import write_pg19
 from test_page_commands import commands
@@ -59,7 +59,7 @@ def pg19(checkout: Path, models: Models) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_published_command_reads_pg19(script, published, pg19):
     flags = published[script]
-    record = benchmark(script, [*flags, *ALONE[script].split(), *SMALL.split()]).record
+    record = benchmark(script, overriding(" ".join(flags), f"{ALONE[script]} {SMALL}")).record
     asked = {"dataset": "pg19", "model": flags[flags.index("--model_name") + 1], "compile": False, "B": 2}
     asked |= {} if script == "baseline" else {"gamma": 3, "draft_budget": 256, "draft_policy": "streaming"}
     asked |= {"draft_model": "draft"} if script == "longspec" else {}

@@ -46,7 +46,7 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
         return session
 
     monkeypatch.setattr(Session, "of_plan", capturing)
-    flags = serve_flags(chat_checkpoint, f"{FLAGS} --max_batch 2")
+    flags = serve_flags(chat_checkpoint, FLAGS.replace("--max_batch 4", "--max_batch 2"))
     session, pacing = open_session(flags.config(), flags.batch)
     decoder, n_captured = Scheduler(session, pacing, flags.batch)._decoder, len(graphs)
     for filters in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.0, "top_p": 0.3}):

@@ -145,7 +145,23 @@ def test_rows_without_the_default_mode_are_rows_of_its_cells():
     assert not [cell for cell in make_cells(grid, {}) if states.get(str(cell)) != "ok"]
 
 
-WORDS = ("", "--grid nowhere.toml", "--script s --axis B", "--script s --output other", *(f"--grid {n}" for n in "abc"))
+def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path):
+    output = tmp_path / "rows.jsonl"
+    words = f"--script reproduce/plot.py --axis x=B,gamma --fixed titel=a --output {output}"
+    with pytest.raises(UserError, match="--titel"):
+        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
+    assert not output.exists()
+
+
+TWICE = "--script s --axis B=1,2 --fixed B=1"
+WORDS = (
+    "",
+    "--grid nowhere.toml",
+    TWICE,
+    "--script s --axis B",
+    "--script s --output other",
+    *(f"--grid {n}" for n in "abc"),
+)
 
 
 @pytest.mark.parametrize("words", WORDS)

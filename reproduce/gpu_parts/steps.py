@@ -40,7 +40,7 @@ def bandwidth(backend: str, most: float, needs: str, name: str = "", **more: Any
 
 
 DUMMY = "--load_format dummy --model_name"
-QUICK = f"{DUMMY} JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64 --gamma 2"
+QUICK = f"{DUMMY} JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64"
 SMALL, LLAMA = f"{DUMMY} HuggingFaceTB/SmolLM2-135M-Instruct", f"{DUMMY} meta-llama/Meta-Llama-3.1-8B"
 SELF, COUPLED = "--draft_budget 512 --gamma 3 --gen_len 48", "--temperature 0.6 --verification coupled"
 BOOK, AUTO = f"--B 22 --prefix_len 7500 {SELF}", f"--gamma auto --draft_policy auto {COUPLED}"
