@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 
 from bench.config import AUTO
 from common.errors import ConfigError, DataError, flag
+from common.jsonl import parse_json
 from common.say import say
 from models.checkpoints.default_model import DEFAULT_BOOK
 from models.checkpoints.model_source import ModelSource
@@ -144,10 +145,10 @@ def _read_jsonl(path: Path, keys: Collection[str], what: str) -> Iterator[tuple[
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    row = json.loads(line.rstrip().decode("utf-8-sig"))
+                    row = parse_json(line.rstrip().decode("utf-8-sig"))
                     json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                     yield number, row
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(path, f"line {number}: {error}", "one JSON object per line, in UTF-8", what) from None
 
 

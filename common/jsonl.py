@@ -1,4 +1,4 @@
-"""Append records to files of JSON lines, and read them."""
+"""Read JSON, and append records to files of JSON lines."""
 
 import json
 import os
@@ -11,6 +11,23 @@ from typing import Any
 
 from common.errors import ConfigError, UserError, flag
 from common.say import say
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Errors: ValueError saying why there is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(why_no_value(error)) from None
+
+
+def why_no_value(error: BaseException | None) -> str:
+    """Return why `json.loads` raised an error, also for JSON that is beyond Python's limits."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if type(error) is ValueError:
+        return f"an integer of more than {sys.get_int_max_str_digits()} digits"
+    return str(error)
 
 
 def require_appendable(path: str | None, field: str = "output") -> None:
@@ -88,7 +105,8 @@ def _is_torn(line: bytes) -> bool:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON.
+    """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON,
+    and a reason for JSON that Python does not read.
 
     Empty lines are skipped, and so are objects without an end, since their writer was killed.
     """
@@ -96,6 +114,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             yield number, json.loads(line)
-        except (ValueError, RecursionError):
+        except (UnicodeError, json.JSONDecodeError):
             if line.strip() and not _is_torn(line):
                 yield number, line.decode(errors="replace")
+        except (ValueError, RecursionError) as error:
+            yield number, why_no_value(error)

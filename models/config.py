@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.jsonl import parse_json
 from models.hf_config import config_fields
 from models.hf_rules import refuse
 
@@ -151,13 +151,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a `config.json` into a dictionary. Raises ConfigError naming the file."""
     required, fix = "a JSON object", "download it again (download.py)"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
     except FileNotFoundError:
         what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
         fix += ", or copy config.json beside the weights"
         raise ConfigError(what, path, "no such file", required, fix) from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: other text, or a number of 5000 digits
-        raise ConfigError("the model's config.json is not a JSON object", path, error, required, fix) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("the model's config.json cannot be read", path, error, required, fix) from None
     return dict(values)

@@ -1,11 +1,11 @@
 """Changes of a model's config.json for one run: a longer context, and other values of its keys."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, flag
+from common.jsonl import parse_json
 from models.config import ModelConfig
 from models.hf_rope import extended
 
@@ -37,7 +37,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     """Return a key and its value, which is JSON or else a word."""
     key, _, value = override.partition("=")
     try:
-        return key, json.loads(value)
+        return key, parse_json(value)
     except ValueError:
         return key, value
 

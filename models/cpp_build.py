@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.checkout import ROOT
+from common.jsonl import parse_json
 from common.say import say
 
 # The source of each kernel, and the module with the cases that check it.
@@ -106,7 +107,7 @@ def _stored(memory: Path) -> BuildChoice | None:
     if not memory.exists():
         return None
     try:
-        return BuildChoice(**json.loads(memory.read_text(encoding="utf-8")))
+        return BuildChoice(**parse_json(memory.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         return None
 

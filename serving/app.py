@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
+from common.jsonl import why_no_value
 from serving.answers import LENGTH, Answer, Failure, Token, batches, best, internal, invalid, report
 from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
@@ -72,7 +73,7 @@ def error_response(failure: Failure, path: str) -> Response:
 def _failure_of(error: Exception) -> Failure:
     """Return the failure for any exception. If several fields are wrong, it names the most deeply nested."""
     if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not decode the body
-        return Failure(422, "validation", "body: no JSON in UTF-8")
+        return Failure(422, "validation", f"body: {why_no_value(error.__cause__)}")
     if isinstance(error, HTTPException):
         return Failure(error.status_code, KINDS.get(error.status_code, "validation"), error.detail, None, error.headers)
     if not isinstance(error, RequestValidationError):

@@ -95,11 +95,19 @@ def test_a_config_value_is_refused_by_name(tmp_path: Path, changes: dict[str, An
     assert named in str(refusal.value)
 
 
-@pytest.mark.parametrize("content", [b"[1, 2]", b"\xff\xfe", b"[" * 10**5, b'{"a": ' + b"9" * 5000 + b"}"])
-def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+NOT_CONFIGS = {
+    b"[1, 2]": "list",
+    b"\xff\xfe": "codec",
+    b"[" * 10**5: "deeply",
+    b'{"a": ' + b"9" * 5000 + b"}": "digits",
+}
+
+
+@pytest.mark.parametrize(("content", "why"), NOT_CONFIGS.items(), ids=NOT_CONFIGS.values())
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="JSON") as refusal:
+    with pytest.raises(ConfigError, match=why) as refusal:
         ModelConfig.from_json(path)
     assert str(path) in str(refusal.value)
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.jsonl import append_record, read_lines, require_appendable
+from common.jsonl import append_record, parse_json, read_lines, require_appendable
 from common.provenance import git_commit
 
 N_RECORDS = 400
+
+TOO_DEEP, IS_DEEP = "[" * 100_000 + "]" * 100_000, "nested too deeply"
+TOO_LONG, IS_LONG = '{"a": ' + "9" * 5000 + "}", "an integer of more than 4300 digits"
 
 
 @pytest.fixture
@@ -61,9 +64,17 @@ def test_behind_a_torn_line_a_new_one_begins(path, cut):
 
 
 def test_a_damaged_line_is_named(path):
-    damaged = ['{"a": 1,, "b": "{"}', '{"a": 1}}', "[" * 100_000]
-    path.write_text("\n".join(damaged))
-    assert list(read_lines(path)) == [*enumerate(damaged, 1)]
+    damaged = ['{"a": 1,, "b": "{"}', '{"a": 1}}']
+    path.write_text("\n".join([*damaged, TOO_DEEP, TOO_LONG]))
+    assert list(read_lines(path)) == [*enumerate(damaged, 1), (3, IS_DEEP), (4, IS_LONG)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(TOO_DEEP, IS_DEEP), (TOO_LONG, IS_LONG), (b"\xff", "codec"), ("{", "Expecting")]
+)
+def test_json_beyond_limits_is_not_called_damaged(text, why):
+    with pytest.raises(ValueError, match=why):
+        parse_json(text)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1}\n', b'{"torn'])

@@ -158,6 +158,12 @@ def test_bodies_that_are_no_json(strict: Served, path, data):
     assert answer.status == (400 if path == V1 else 422) and "application/json" in str(answer.json["error"])
 
 
+@pytest.mark.parametrize(("value", "why"), [(b"9" * 5000, "digits"), (b"[" * 10**5 + b"]" * 10**5, "deeply")])
+def test_json_beyond_limits_is_not_called_none(served: Served, value, why):
+    answer = served.ask(V1, b'{"prompt": "a", "n": ' + value + b"}")
+    assert answer.status == 400 and why in str(answer.json["error"]) and "no JSON" not in str(answer.json["error"])
+
+
 def test_a_chat_template_that_refuses(served: Served, monkeypatch):
     template = served.server.service.template
     raising = _compiled("{{ raise_exception('roles must alternate') }}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.auto.costs import Costs
 from common.errors import UserError
+from common.jsonl import parse_json
 from models.checkpoints.manifest import write_text
 from models.cpp_build import cache_folder
 
@@ -19,7 +20,7 @@ Key = Mapping[str, Any]
 def load_costs(key: Key) -> dict[int, list[Costs]] | None:
     """Return the costs that were stored under a key, by the number of rows; None if there are none."""
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        kept = parse_json(_path(key).read_text(encoding="utf-8"))
         if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
             return {int(n_rows): [*map(_costs, costs)] for n_rows, costs in kept["costs"].items()}
     return None

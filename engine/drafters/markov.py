@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import ConfigError, DataError, flag
+from common.jsonl import parse_json
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import HostDrafterConfig, Parts
 from engine.drafters.text_drafter import Guess, HostDrafter
@@ -67,7 +68,7 @@ class NGramTable:
         """Read a table. Errors: DataError for a file that `save` did not write, or for another vocabulary."""
         required = f"n-grams of version {VERSION}, of a vocabulary of {vocab_size} ids"
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             if (content["version"], content["vocab_size"]) != (VERSION, vocab_size):
                 raise ValueError(f"version {content['version']}, {content['vocab_size']} ids")
             table = cls(int(content["order"]), size)

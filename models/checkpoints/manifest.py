@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from common.errors import CheckpointError
+from common.jsonl import parse_json
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.cpp_build import cache_folder
 
@@ -84,11 +85,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     conversion; its "published" lists the dtypes of the source's matrices. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
+        manifest = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
         for name, entry in manifest["files"].items():
             if not entry.keys() >= {"size", "sha256"}:
                 raise ValueError(f"{name} has no size or sha256")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         required = '{"files": {name: {"size": ..., "sha256": ...}}}'
         fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
         raise CheckpointError("the manifest is damaged", path, repr(error), required, fix) from None

@@ -1,6 +1,5 @@
 """A downloaded checkpoint as lazily read tensors under their Hugging Face names."""
 
-import json
 import re
 import zipfile
 from functools import partial
@@ -12,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import CheckpointError
+from common.jsonl import parse_json
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
 from models.checkpoints.gguf_source import open_gguf, read_gguf
@@ -77,11 +77,11 @@ def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file name of each tensor. Raises CheckpointError."""
     try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         if outside := [name for name in file_of.values() if Path(name).name != name]:
             raise ValueError(f"{outside[0]} is not in this folder")
         return {name: file for name, file in file_of.items() if not name.endswith(IGNORED_SUFFIXES)}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         required = '{"weight_map": {tensor: shard}}'
         raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
 
