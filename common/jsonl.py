@@ -34,14 +34,15 @@ def require_appendable(path: str | None, field: str = "output") -> None:
     """Raise ConfigError unless a record can be appended to `path`. Called before a run."""
     if path is None:
         return
+    what = "a file cannot be written"
     if os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK):
         with open(path, "rb") as file:
-            fits = file.read(1) in (b"", b"{")
+            fits, what = file.read(1) in (b"", b"{"), "a file has other content than JSON"
     else:
         fits = bool(path) and not os.path.exists(path) and os.access(Path(path).resolve().parent, os.W_OK)
     if not fits:
-        required, fix = "a writable file of JSON lines, or a new one in a writable folder", "choose another file"
-        raise ConfigError("a file cannot be written", flag(field), path or "an empty name", required, fix)
+        required, fix = "a writable file of JSON, or a new one in a writable folder", "choose another file"
+        raise ConfigError(what, flag(field), path or "an empty name", required, fix)
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
