@@ -91,6 +91,17 @@ def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str
     assert (sorted(source.iterdir()) if source.exists() else []) == before
 
 
+def test_weights_that_were_saved_again_are_converted_again(source: Path) -> None:
+    weights = convert(source, source)
+    (source / SHARD).write_bytes((source / SHARD).read_bytes())
+    read_checkpoint(weights)  # nothing changed
+    tensors = load_file(source / SHARD)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, source / SHARD, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=SHARD):
+        read_checkpoint(weights)
+    assert read_checkpoint(convert(source, source, force=True))
+
+
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
 @pytest.mark.parametrize(
     "name, tensor",

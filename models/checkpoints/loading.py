@@ -13,7 +13,15 @@ from torch import Tensor
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
 from models.checkpoints.convert import is_finite, source_parts
-from models.checkpoints.manifest import CONFIG, WEIGHTS, atomic_path, check_files
+from models.checkpoints.manifest import (
+    CONFIG,
+    SIDE_FILES,
+    WEIGHTS,
+    atomic_path,
+    check_files,
+    read_manifest,
+    remembered_sha256,
+)
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
 from models.llama import Transformer, attention_spec
@@ -81,6 +89,7 @@ def read_checkpoint(
         raise CheckpointError("the weights are missing", path, "no such file", required, fix)
     expected = config or ModelConfig.from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
+    _check_sources(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
@@ -97,6 +106,17 @@ def read_checkpoint(
         unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
         raise CheckpointError("the tensors are not the config's", path, unknown[:4], sorted(missing)[:4], CONVERT_AGAIN)
     return expected, state_dict
+
+
+def _check_sources(path: Path) -> None:
+    """Raise CheckpointError if weights beside a model.pth were saved again after it was converted from them."""
+    for name, entry in read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
+        source = path.parent / name
+        if name in SIDE_FILES or not source.is_file() or source.stat().st_ctime < path.stat().st_mtime:
+            continue
+        if remembered_sha256(source) != entry["sha256"]:
+            what, required = "weights were saved again after their conversion", f"the weights that {path.name} has"
+            raise CheckpointError(what, source, "other content", required, CONVERT_AGAIN)
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
