@@ -1,7 +1,7 @@
 """generate(): submit all prompts to a decoder, and step until they are done."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,13 @@ class Generation:
     def __init__(
         self,
         runner: ModelRunner,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Iterable[int]],
         *,
         max_new_tokens: int | Sequence[int],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         request_ids: Sequence[int] | None = None,
         numbered_from: int = 0,
-        stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+        stop_tokens: Iterable[int] | Iterable[Iterable[int]] = (),
         **decoder_options: Any,
     ) -> None:
         self.decoder, self.rounds, self.done = Decoder(runner, **decoder_options), list[RoundStats](), False
@@ -78,19 +78,19 @@ class Generation:
 
 def generate(
     runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Iterable[int]],
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Drafter | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str = "auto",
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    stop_tokens: Iterable[int] | Iterable[Iterable[int]] = (),
     **options: Any,
 ) -> GenerateOutput:
     """Continue every prompt, any number of them of any lengths; return their tokens and counts.
 
     Args:
-        prompts: token ids.
+        prompts: token ids; generators are read to their end.
         max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): a single value, or a value
             per prompt.
         drafter, verification: see `Decoder`.

@@ -137,9 +137,9 @@ class Progress:
 
 
 def make_requests(
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Iterable[int]],
     max_new_tokens: int | Sequence[int],
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    stop_tokens: Iterable[int] | Iterable[Iterable[int]] = (),
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     request_ids: Sequence[int] | None = None,
     numbered_from: int = 0,
@@ -147,10 +147,11 @@ def make_requests(
     """Make a request of each prompt. Limits, stop tokens and sampling are a single value, or a value per prompt.
     Errors: ConfigError if there are not as many values as prompts, or samples would share their noise."""
     sampling = SamplingParams() if sampling is None else sampling
-    n_prompts, is_flat = len(prompts), all(isinstance(stop, Integral) for stop in stop_tokens)
+    prompts, stops = list(prompts), list[Any](stop_tokens)
+    n_prompts, is_flat = len(prompts), all(isinstance(stop, Integral) for stop in stops)
     columns: dict[str, Sequence[Any]] = {
         "max_new_tokens": max_new_tokens if isinstance(max_new_tokens, Sized) else [max_new_tokens] * n_prompts,
-        "stop_tokens": [stop_tokens] * n_prompts if is_flat else stop_tokens,
+        "stop_tokens": [stops] * n_prompts if is_flat else stops,
         "sampling": [sampling] * n_prompts if isinstance(sampling, SamplingParams) else sampling,
         "request_ids": range(numbered_from, numbered_from + n_prompts) if request_ids is None else request_ids,
     }

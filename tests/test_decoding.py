@@ -123,6 +123,14 @@ def test_bad_calls_are_refused_before_anything_runs(model, change):
     assert int(cache.positions.max()) == -1, "something ran"
 
 
+def test_prompts_may_be_generators(model, prompts, answers):
+    stop = answers[1][3]
+    runner = ModelRunner(model, full_cache(model, 2))
+    each = (iter(prompt) for prompt in prompts)
+    out = generate(runner, each, max_new_tokens=N_NEW, stop_tokens=(token for token in (stop,)))
+    assert out.tokens == [cut(answer, [stop]) for answer in expected(answers)]
+
+
 def test_the_room_needed_is_exact(model):
     """prompt + new + gamma + 1 entries suffice, one fewer is refused."""
     prompt, n_new, gamma = list(range(9)), 6, 3
