@@ -10,9 +10,16 @@ from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from bench.config import AUTO
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag
 from common.say import note_without_effect
-from engine.drafters.config import DrafterConfig, HeadConfig, HostDrafterConfig, ModelDrafterConfig, drafters
+from engine.drafters.config import (
+    DrafterConfig,
+    HeadConfig,
+    HostDrafterConfig,
+    ModelDrafterConfig,
+    drafters,
+    require_gamma,
+)
 from engine.drafters.schedules import OF_SCHEDULES
 from kv_cache.policy import BudgetedPolicy, policies
 
@@ -199,6 +206,8 @@ EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draf
 class NamedDraft(EveryDraft):
     """The draft."""
 
+    LEAST_GAMMA: ClassVar[int] = 1
+
     draft: Annotated[str | None, DRAFT] = None
 
     def variants(self, *chosen: Mapping[str, Any]) -> Sequence[DrafterConfig]:
@@ -206,9 +215,9 @@ class NamedDraft(EveryDraft):
         return super().variants(*(named | dict(each) for each in chosen))
 
     def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the configuration of the drafter. Errors: ConfigError, also for a gamma of 0."""
-        if self.gamma is not None and self.gamma != AUTO:
-            require_at_least("gamma", self.gamma, 1)
+        """Return the configuration of the drafter. Errors: ConfigError, also for a gamma below LEAST_GAMMA."""
+        if self.gamma is not None:
+            require_gamma(self.gamma, self.LEAST_GAMMA)
         return super().config(**chosen)
 
 

@@ -1,6 +1,7 @@
 """The command line of the server, and its process: rounds run on the main thread, HTTP on another of the first rank."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -31,6 +32,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @dataclass(frozen=True, kw_only=True)
 class ServedDraft(NamedDraft):
     """The draft: its kind, storage and length."""
+
+    LEAST_GAMMA: ClassVar[int] = 0
 
     gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
@@ -69,8 +72,13 @@ class Http:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((self.host, self.port))
         except (OSError, UnicodeError, OverflowError) as error:
-            where, required = f"{flag('host')}, {flag('port')}", "an address of this machine, and a port that is free"
-            seen, fix = f"{self.host}, {self.port}: {error}", f"use {flag('port')} 0, or leave out {flag('host')}"
+            where, required, fix = flag("port"), "a port that is free", f"use {flag('port')} 0, which is any free port"
+            if (
+                isinstance(error, socket.gaierror | UnicodeError)
+                or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+            ):
+                where, required, fix = flag("host"), "an address of this machine", f"leave out {flag('host')}"
+            seen = f"{self.host}, {self.port}: {error}"
             raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
         return sock
 

@@ -240,8 +240,8 @@ class Service(Collector):
     def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""
         length, n_stops, limits = spec.max_tokens or 0, len(spec.stop), self.limits
-        if length > limits.max_new_tokens:
-            raise invalid(spec.LENGTH, f"is {length}; this server gives {limits.max_new_tokens}")
+        if length > (most := min(limits.max_new_tokens, self.max_total - 1)):
+            raise invalid(spec.LENGTH, f"is {length}; this server gives {most}")
         if n_stops > limits.max_stop_sequences:
             raise invalid(f"{spec.WITHIN}stop", f"has {n_stops} strings; this server takes {limits.max_stop_sequences}")
         if limits.no_plain_requests and not spec.speculate:

@@ -41,7 +41,7 @@ REFUSALS = [
     (SELFSPEC, "--gamma -1", ConfigError, "--gamma"),
     (SELFSPEC, "--draft_budget 4", ConfigError, "--draft_budget"),
     (SELFSPEC, "--draft_of_draft streaming --draft_budget 64", ConfigError, "--draft_budget"),
-    (SELFSPEC, "--draft standalone", ConfigError, "selfspec_benchmark.py"),
+    (SELFSPEC, "--draft standalone", ConfigError, "--draft"),
     (SELFSPEC, "--temperature 1 --draft oracle", ConfigError, "oracle"),
     (LONGSPEC, "--model other_words", ConfigError, "other_words"),
     (LONGSPEC, "--draft_policy verify_topk", ConfigError, "--draft_policy"),

@@ -1,5 +1,7 @@
 """Requests and servers that are refused, by the name of the field and in the words of the route's family."""
 
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -132,6 +134,13 @@ def test_wrong_values_are_refused_by_name(strict: Served, request_, field):
     assert refused_field(strict, *request_).startswith(field)
 
 
+def test_no_answer_is_longer_than_a_row(served: Served):
+    """Whether or not --max_new_tokens, 2048 by default, is larger, too."""
+    asked = [served.ask(V1, {"prompt": "a", "max_tokens": n}) for n in (1500, 5000)]
+    says = [answer.json["error"]["message"].replace(str(n), "N") for answer, n in zip(asked, (1500, 5000), strict=True)]
+    assert [answer.status for answer in asked] == [400, 400] and says[0] == says[1] and "2048" not in says[0]
+
+
 def test_a_row_has_an_end(served: Served):
     body = {"inputs": "a" * 299, "parameters": {"max_new_tokens": 17}}
     assert refused_field(served, TGI, body) == "parameters.max_new_tokens"
@@ -229,6 +238,20 @@ def test_impossible_servers_are_refused(chat_checkpoint, words):
     with pytest.raises(ConfigError):
         flags.config()
         flags.http.bind()
+
+
+@pytest.mark.parametrize(("words", "named"), [("--host no.such.host.invalid", "--host"), ("", "--port")])
+def test_an_address_that_cannot_be_used_is_named_alone(chat_checkpoint, words, named):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = f"--model {chat_checkpoint} --port {taken.getsockname()[1]} {words}"
+        with pytest.raises(ConfigError) as error:
+            cli.read(Serve, words.split(), prog="serving").http.bind()
+    assert {*re.findall("--host|--port", str(error.value))} == {named}
+
+
+def test_a_negative_gamma_is_told_what_the_server_takes(chat_checkpoint):
+    with pytest.raises(ConfigError, match="required: auto, or >= 0"):
+        cli.read(Serve, [f"--model={chat_checkpoint}", "--gamma=-1"], prog="serving").config()
 
 
 def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):

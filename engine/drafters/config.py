@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag
 from engine.drafters.base import Drafter, check_gamma
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Heuristic, Schedule
 from engine.drafters.text_drafter import HostDrafter
@@ -104,8 +104,7 @@ class DrafterConfig(ABC):
 
     def check(self) -> None:
         """Raise ConfigError if the options do not go together."""
-        if self.gamma != "auto":
-            require_at_least("gamma", self.gamma, 0)
+        require_gamma(self.gamma, 0)
         schedule = self.gamma_schedule
         if schedule is not None and (schedule == "auto") != (self.gamma == "auto"):
             what, where = "gamma and its schedule contradict each other", f"{flag('gamma')}, {flag('gamma_schedule')}"
@@ -207,6 +206,13 @@ class HeadConfig(DrafterConfig):
 
     def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
         return find_head(self.draft_model, self.name, target.config)
+
+
+def require_gamma(gamma: int | Literal["auto"], least: int) -> None:
+    """Raise ConfigError unless gamma is `auto` or at least `least`."""
+    if gamma != "auto" and gamma < least:
+        where = flag("gamma")
+        raise ConfigError(f"{where} is too small", where, gamma, f"auto, or >= {least}", f"use {where} {least} or more")
 
 
 def drafters() -> dict[str, type[DrafterConfig]]:
