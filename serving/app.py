@@ -25,7 +25,8 @@ from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
 PAGE = Path(__file__).with_name("page.html")
-OPEN_PATHS = ("/health", "/")
+# What needs no key: GET and HEAD of these paths.
+OPEN_METHODS, OPEN_PATHS = ("GET", "HEAD"), ("/health", "/")
 # OpenAI's codes for kinds of pydantic's errors.
 CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
@@ -34,7 +35,8 @@ Events = AsyncIterator[list[dict[str, Any]]]
 
 def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI:
     """Make the application. key: the key that requests have to bring, except for /health and the page. hosts: names of
-    this machine that the Host header may have, "*" for any name. A page on the web can have its name lead here."""
+    this machine that the Host header may have, "*" for any name; requests with the key may have any. A page on the web
+    can have its name lead here."""
     # FastAPI's documentation pages load scripts from other sites.
     app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
 
@@ -101,7 +103,7 @@ def _field(location: Sequence[str | int]) -> list[str]:
 
 class Accounting:
     """Middleware that refuses requests by their headers, counts and logs requests for tokens, and frees the row of a
-    request that is over. key: the key that requests have to bring, except for OPEN_PATHS. hosts: as in `make_app`."""
+    request that is over. key, hosts: as in `make_app`."""
 
     def __init__(self, app: ASGIApp, service: Service, key: str | None, hosts: Sequence[str]) -> None:
         self._app, self._service, self._key, self._hosts = app, service, key, hosts
@@ -109,15 +111,16 @@ class Accounting:
     def _refusal(self, scope: Scope) -> Failure | None:
         """Return why a request is refused by its headers, or None."""
         headers, largest = Headers(scope=scope), self._service.limits.max_body_bytes
+        scheme, _, said = headers.get("authorization", "").partition(" ")
+        is_known = hmac.compare_digest(said.strip(" ").encode("latin-1"), (self._key or "").encode())
+        has_key = self._key is not None and scheme.lower() == "bearer" and is_known
+        is_open = self._key is None or (scope["method"] in OPEN_METHODS and scope["path"] in OPEN_PATHS)
+        if not (has_key or is_open):
+            wants = {"WWW-Authenticate": "Bearer"}
+            return Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY", headers=wants)
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
-        if "*" not in self._hosts and host not in self._hosts:
+        if not has_key and "*" not in self._hosts and host not in self._hosts:
             return Failure(400, "validation", f"the Host header is {host[:80]!r}: use an address of this machine")
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
-            scheme, _, said = headers.get("authorization", "").partition(" ")
-            is_known = hmac.compare_digest(said.strip().encode("latin-1"), self._key.encode())
-            if scheme.lower() != "bearer" or not is_known:
-                wants = {"WWW-Authenticate": "Bearer"}
-                return Failure(401, "unauthorized", "this server wants a key: Authorization: Bearer KEY", headers=wants)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > largest:
             return Failure(413, "too_large", f"body: {length} bytes, at most {largest} are taken")

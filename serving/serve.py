@@ -56,12 +56,17 @@ class Http:
     """after SIGTERM or Ctrl-C: seconds that requests have to finish; torchrun itself waits for 30"""
 
     def key(self) -> str | None:
-        """Return the key that requests have to bring. Errors: ConfigError for an empty key."""
+        """Return the key that requests have to bring. Errors: ConfigError for a key that is empty, or that no header
+        can carry."""
         key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
-        if key is not None and not key.strip():
-            where, required = f"{flag('api_key')} or ${API_KEY}", "a key that clients have to bring"
-            fix = f"leave out {flag('api_key')} and unset {API_KEY} to serve without a key"
-            raise ConfigError("the key is empty", where, repr(key), required, fix)
+        if key is not None and not (key.strip() and key.isprintable()):
+            where, required = (
+                f"{flag('api_key')} or ${API_KEY}",
+                "a key of printable characters, which a header can carry",
+            )
+            seen = repr("".join(char for char in key if not char.isprintable()) or key)  # a message shows no secret
+            fix = f"use another key, or leave out {flag('api_key')} and unset {API_KEY} to serve without a key"
+            raise ConfigError("clients cannot bring this key", where, seen, required, fix)
         return key and key.strip()
 
     def bind(self) -> socket.socket:
@@ -171,8 +176,8 @@ class Server:
     def __init__(self, flags: Serve, service: Service, sock: socket.socket) -> None:
         self.service, self._sock, self._max_length = service, sock, flags.batch.max_length
         key = flags.http.key()
-        is_open = key is not None or not ip_address(sock.getsockname()[0]).is_loopback
-        hosts = ["*"] if is_open else ["127.0.0.1", "localhost", "[::1]", flags.http.host]
+        is_local = ip_address(sock.getsockname()[0]).is_loopback
+        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else ["*"]
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
         app, seconds = make_app(service, key, hosts), int(flags.http.drain_seconds) + FLUSH_SECONDS
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}

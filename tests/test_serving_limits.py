@@ -3,7 +3,8 @@
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from common import cli
 from common.errors import ConfigError
 from models.checkpoints.chat_template import _compiled
 from serving import service
+from serving.app import make_app
 from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions, Tool
-from serving.serve import API_KEY, Serve
+from serving.serve import API_KEY, Http, Serve
 
 LIMITS = "--max_queue 1 --max_new_tokens 8 --max_stop_sequences 2 --max_body_bytes 4000 --max_input_length 60"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -198,17 +200,61 @@ def test_variables_of_the_chat_template(served: Served, monkeypatch):
 
 
 def test_a_key_is_required(chat_checkpoint, monkeypatch):
-    monkeypatch.setenv(API_KEY, "sécret")
+    monkeypatch.setenv(API_KEY, "sécret à")
     with serving(chat_checkpoint) as server:
         body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
-        good = {"Authorization": "bearer sécret".encode().decode("latin-1"), "Host": "name.example"}
+        good = {"Authorization": "bearer sécret à".encode().decode("latin-1"), "Host": "name.example"}
         for path, data in ((TGI, body), (V1, {"prompt": "a"}), ("/metrics", None), ("/v1/models", None)):
             method = "GET" if data is None else "POST"
-            for key in (None, "Bearer secret", "sécret", "Bearer sécret2", "Bearer ", "Basic sécret"):
+            for key in (None, "Bearer secret", "sécret à", "Bearer sécret à2", "Bearer ", "Basic sécret à"):
                 headers = {} if key is None else {"Authorization": key.encode().decode("latin-1")}
                 assert server.ask(path, data, headers, method).status == 401
             assert server.ask(path, data, good, method).status == 200
         assert server.get("/health").status == server.get("/").status == 200
+
+
+@pytest.mark.parametrize("key", ["secret\nb", "secret\n", "a\rsecret", "secret\0", "\x7fsecret", "secret\udc80", " "])
+def test_a_key_that_no_header_carries_is_refused(key):
+    with pytest.raises(ConfigError) as refused:
+        Http(api_key=key).key()
+    assert "secret" not in str(refused.value)
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "get", "BREW")
+OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health")}
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_the_page_and_health_alone_need_no_key(chat_checkpoint, key):
+    """Every method of every path, routes or not; what needs no key is not for pages that lead here by another name."""
+    with serving(chat_checkpoint, "--max_new_tokens 1" + (f" --api_key {key}" if key else "")) as server:
+        paths = {*paths_of(make_app(server.server.service, key, []).routes)}
+        assert {"/", "/health", "/generate", "/v1/chat/completions", "/v1/models/name", "/openapi.json"} <= paths
+        for method, path in product(METHODS, [*paths, "/nowhere", "//", "/health/", "/v1/../health", "*"]):
+            bodies = [b"{}", b'{"inputs": "a", "prompt": "a"}'] if method == "POST" else [b""]
+            for body, foreign in product(bodies, [False, True]):
+                named = {"Host": "rebound.example"} if foreign else {}
+                by_key = [server.ask(path, body, named | headers, method) for headers in ({}, bearer("k"), bearer("x"))]
+                without, with_key, with_wrong = (answer.status for answer in by_key)
+                assert with_wrong == without
+                if key is None:
+                    assert with_key == without and (without == 400 or not foreign)
+                elif (method, path) in OPEN:
+                    assert with_key == 200 and without == (400 if foreign else 200), (method, path)
+                else:
+                    assert without == 401 != with_key, (method, path, body)
+
+
+def paths_of(routes: Iterable[Any]) -> Iterator[str]:
+    for route in routes:
+        if hasattr(route, "path"):
+            yield re.sub("{.*}", "name", route.path)
+        else:  # FastAPI's, for the routes of a router
+            yield from paths_of(route.original_router.routes)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def test_other_names_lead_nowhere_without_a_key(served: Served):
