@@ -27,7 +27,8 @@ from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
 from engine.sampling import Logprob, SamplingParams
 
-# While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out.
+# While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out; and a signal
+# that came just before the wait is noticed.
 HEARTBEAT_SECONDS = 1.0
 # Default of --prefill_tokens.
 CPU_PREFILL, GPU_PREFILL = 256, 2048
@@ -134,10 +135,9 @@ class Scheduler(Progress):
         while there is nothing to do."""
         self.step_began = None
         cancelled, waits = list[int](), not self.running and not self.waiting
-        timeout = HEARTBEAT_SECONDS if self._ranks.size > 1 else None
         with suppress(Empty):
             while True:
-                event = self._inbox.get(waits, timeout)
+                event = self._inbox.get(waits, HEARTBEAT_SECONDS)
                 waits = False
                 if event is None:
                     return None

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ from programs import ROOT
 from rank_jobs import LAUNCHER, Job, launched
 from serving_cases import FLAGS, Alone, Served
 
+from common import cli
 from engine.sampling import SamplingParams
+from serving.serve import SIGNALS, Serve, open_server
 
 
 @contextmanager
@@ -79,6 +82,34 @@ def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Al
             assert last["generated_text"] == alone.text("a b c", 120)
         ended = job.end(30)
         assert (ended.code, ended.out) == (0, "") and "Traceback" not in ended.err, ended.err
+
+
+def test_a_signal_that_does_not_wake_the_wait_ends_the_server(chat_checkpoint, monkeypatch):
+    """Such is one that comes between Python's last look and the wait, and one that another thread gets."""
+    flags = cli.read(Serve, ["--model", f"{chat_checkpoint}", "--port=0", *FLAGS.split()], prog="serving")
+    scheduler, server = open_server(flags)
+    monkeypatch.setattr("serving.serve.open_server", lambda flags: (scheduler, server))
+    ended, woken = threading.Event(), []
+
+    def send() -> None:
+        served = Served(server, threading.current_thread(), [])
+        for text, n in (("a", 3), ("b c", 7)):
+            served.generate(text, max_new_tokens=n)
+        served.until(lambda: scheduler.step_began is None, "the wait")
+        signal.raise_signal(signal.SIGTERM)
+        woken.append(ended.wait(10))
+        scheduler.stop()
+
+    before, sender = {number: signal.getsignal(number) for number in SIGNALS}, threading.Thread(target=send)
+    sender.start()
+    try:
+        flags.run()
+    finally:
+        ended.set()
+        sender.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert woken == [True]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
