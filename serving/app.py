@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,7 +39,7 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
     this machine that the Host header may have, "*" for any name; requests with the key may have any. A page on the web
     can have its name lead here."""
     # FastAPI's documentation pages load scripts from other sites.
-    app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken", max_body_size=service.limits.max_body_bytes)
+    app = FastAPI(docs_url=None, redoc_url=None, title="Foretoken")
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
@@ -61,6 +62,8 @@ def make_app(service: Service, key: str | None, hosts: Sequence[str]) -> FastAPI
         app.add_exception_handler(kind, on_error)
     for router in (tgi_routes(service), openai_routes(service)):
         app.include_router(router)
+    # Behind Accounting, which answers by itself for a length that the headers say.
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=service.limits.max_body_bytes)
     app.add_middleware(Accounting, service=service, key=key, hosts=hosts)
     return app
 

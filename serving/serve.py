@@ -60,10 +60,7 @@ class Http:
         can carry."""
         key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
         if key is not None and not (key.strip() and key.isprintable()):
-            where, required = (
-                f"{flag('api_key')} or ${API_KEY}",
-                "a key of printable characters, which a header can carry",
-            )
+            where, required = f"{flag('api_key')} or ${API_KEY}", "printable characters, which a header can carry"
             seen = repr("".join(char for char in key if not char.isprintable()) or key)  # a message shows no secret
             fix = f"use another key, or leave out {flag('api_key')} and unset {API_KEY} to serve without a key"
             raise ConfigError("clients cannot bring this key", where, seen, required, fix)

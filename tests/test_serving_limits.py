@@ -1,9 +1,11 @@
 """Requests and servers that are refused, by the name of the field and in the words of the route's family."""
 
+import json
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from itertools import product
 from typing import Any
 
@@ -150,14 +152,26 @@ def test_a_row_has_an_end(served: Served):
     assert served.generate("a" * 400, truncate=9, max_new_tokens=1)["details"]["input_length"] == 9
 
 
-def test_bodies_are_bounded(strict: Served):
+@pytest.mark.parametrize("path", [TGI, V1, "/", "/info", "/v1/models", "/health", "/nowhere", "/v1/nowhere"])
+def test_bodies_are_bounded(strict: Served, path):
+    """A length in the headers is refused on every path; a body in pieces, where it is read."""
+
     def pieces() -> Iterator[bytes]:
         yield from (b'{"inputs": "', b"x" * 3000, b"y" * 2000, b'"}')
 
-    assert strict.ask(TGI, {"inputs": "a" * 4000}).status == 413
-    in_pieces = strict.connect()
-    in_pieces.request("POST", V1, pieces(), {"Content-Type": "application/json"}, encode_chunked=True)
-    assert in_pieces.getresponse().status == 413
+    for method in ("GET", "POST"):
+        answer = strict.ask(path, {"inputs": "a" * 4000}, method=method)
+        assert answer.status == 413 and "4014" in message_of(answer.json, path)
+        with closing(strict.connect()) as connection:
+            connection.request(method, path, pieces(), {"Content-Type": "application/json"}, encode_chunked=True)
+            response = connection.getresponse()
+            status, body = response.status, response.read()
+        assert status == 413 or method == "GET" or path not in (TGI, V1, "/")
+        assert status == 200 or message_of(json.loads(body), path)
+
+
+def message_of(body: Any, path: str) -> str:
+    return body["error"]["message"] if path.startswith("/v1") else body["error"]
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"inputs": "\xff\xfe"}', b"[" * 3000, b"", b"nul", b'{"inputs": "\\ud800"}'])
