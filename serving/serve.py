@@ -12,20 +12,25 @@ from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tyro.conf import arg
 
 from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
+from bench.session import Session
 from common.errors import ConfigError, flag, require_at_least
 from common.process import is_leader, world_size
 from common.say import say
-from serving.app import make_app
+from serving.answers import Failure
+from serving.app import error_response, make_app
 from serving.scheduler import Batch, Scheduler, open_session
 from serving.service import Limits, Service
 
 API_KEY = "FORETOKEN_API_KEY"
 # Seconds that finished answers have to be written.
 FLUSH_SECONDS = 5
+# The answer to requests that come before the model is loaded.
+LOADING = Failure(503, "unavailable", "the model is being loaded: try again later", headers={"Retry-After": "5"})
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -67,12 +72,13 @@ class Http:
         return key and key.strip()
 
     def bind(self) -> socket.socket:
-        """Return a socket on the address. Errors: ConfigError if nothing can listen there."""
+        """Return a socket that listens on the address. Errors: ConfigError if nothing can listen there."""
         try:
             family, kind, protocol, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((self.host, self.port))
+            sock.listen()
         except (OSError, UnicodeError, OverflowError) as error:
             where, required, fix = flag("port"), "a port that is free", f"use {flag('port')} 0, which is any free port"
             if (
@@ -159,27 +165,50 @@ class Serve:
 def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
     """Open the session, its scheduler, and on the first rank the server. Errors: UserError."""
     config = flags.config()
-    sock = flags.http.bind() if is_leader() else None
-    session, pacing = open_session(config, flags.batch)
-    scheduler = Scheduler(session, pacing, flags.batch)
-    if sock is None:
-        return scheduler, None
-    return scheduler, Server(flags, Service(session, scheduler, flags.limits, flags.http.log_prompts), sock)
+    server = Server(flags) if is_leader() else None
+    try:
+        session, pacing = open_session(config, flags.batch)
+        scheduler = Scheduler(session, pacing, flags.batch)
+        if server is not None:
+            server.open(session, scheduler)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    return scheduler, server
 
 
 class Server:
-    """A service on a socket, by uvicorn on another thread."""
+    """A service on a socket, by uvicorn on another thread. Listens at once, and refuses requests until `open`."""
 
-    def __init__(self, flags: Serve, service: Service, sock: socket.socket) -> None:
-        self.service, self._sock, self._max_length = service, sock, flags.batch.max_length
-        key = flags.http.key()
-        is_local = ip_address(sock.getsockname()[0]).is_loopback
-        hosts = ["127.0.0.1", "localhost", "[::1]", flags.http.host] if is_local else ["*"]
+    service: Service
+
+    def __init__(self, flags: Serve) -> None:
+        self._flags, self._sock, self._loop = flags, flags.http.bind(), asyncio.new_event_loop()
+        self._app: ASGIApp | None = None
+        seconds = int(flags.http.drain_seconds) + FLUSH_SECONDS
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+        how = {"interface": "asgi3", "timeout_graceful_shutdown": seconds, **quiet}
+        self._http = uvicorn.Server(uvicorn.Config(self._answer, **how))
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
-        app, seconds = make_app(service, key, hosts), int(flags.http.drain_seconds) + FLUSH_SECONDS
-        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
-        self._http = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=seconds, **quiet))
-        self._sock.listen()  # clients that connect now wait for `run`
+        self._thread.start()
+        say(f"listening on {self.url}, which answers 503 until the model is loaded")
+
+    def open(self, session: Session, scheduler: Scheduler) -> None:
+        """Answer requests from now on, when `run` decodes."""
+        http = self._flags.http
+        self.service = Service(session, scheduler, self._flags.limits, http.log_prompts, self._loop)
+        is_local = ip_address(self._sock.getsockname()[0]).is_loopback
+        hosts = ["127.0.0.1", "localhost", "[::1]", http.host] if is_local else ["*"]
+        self._app = make_app(self.service, http.key(), hosts)
+
+    def close(self) -> None:
+        """Refuse new connections, and wait until HTTP has ended."""
+        self._http.should_exit = True
+        self._thread.join(FLUSH_SECONDS)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._app or error_response(LOADING, scope["path"]))(scope, receive, send)
 
     @property
     def url(self) -> str:
@@ -190,8 +219,8 @@ class Server:
         """Decode on this thread until the end. Errors: whatever the engine raises, after all clients got an error."""
         service = self.service
         room = service.session.plan.capacity
-        how = f" (--max_length {room}, which is the model's context)" if room < self._max_length else ""
-        self._thread.start()
+        is_cut = room < self._flags.batch.max_length
+        how = f" (--max_length {room}, which is the model's context)" if is_cut else ""
         say(f"serving {service.session.name} on {self.url}{how}")
         try:
             service.scheduler.run()
@@ -199,20 +228,20 @@ class Server:
                 raise RuntimeError("the HTTP server ended by itself")
         except BaseException as error:
             service.call(service.fail, f"the server has ended ({type(error).__name__})")
-            self._http.should_exit = True
             raise
         finally:
-            self._thread.join(FLUSH_SECONDS)
+            self.close()
 
     def drain(self, seconds: float) -> None:
         """Refuse new connections, and end after some seconds or when all requests have ended. Returns at once."""
         why = f"not done within {seconds} seconds of the server's shutting down"
-        self.service.call(self.service.loop.call_later, seconds, self.service.fail, why)
+        self.service.call(self._loop.call_later, seconds, self.service.fail, why)
         self._http.should_exit = True
 
     def _listen(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self.service.loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._http.serve([self._sock]))
         finally:
-            self.service.scheduler.stop()
+            if self._app is not None:
+                self.service.scheduler.stop()

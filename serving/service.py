@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import traceback
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -118,7 +119,9 @@ class Service(Collector):
     """The answers that are being made. Only `call` may be used outside the event loop. max_total: tokens that a row has
     room for. max_input: tokens that a prompt may have. down: why requests are no longer answered, or None."""
 
-    def __init__(self, session: Session, scheduler: Scheduler, limits: Limits, log_prompts: bool) -> None:
+    def __init__(
+        self, session: Session, scheduler: Scheduler, limits: Limits, log_prompts: bool, loop: AbstractEventLoop
+    ) -> None:
         assert session.tokenizer is not None
         self.session, self.plan, self.scheduler, self.limits = session, session.plan, scheduler, limits
         self.tokenizer = session.tokenizer
@@ -129,7 +132,7 @@ class Service(Collector):
             self.template = self.plan.target.chat_template()
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
-        self.loop, self.created, self.metrics = asyncio.new_event_loop(), int(time.time()), Metrics(self.plan.gamma)
+        self.loop, self.created, self.metrics = loop, int(time.time()), Metrics(self.plan.gamma)
         self.metrics.registry.register(self)
         self._log_prompts, self._numbers, self._n_rows = log_prompts, count(), session.runner.max_batch
         self._specials = {id_: name for name, id_ in self.tokenizer.control_tokens().items()}

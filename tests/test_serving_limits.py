@@ -15,10 +15,10 @@ from serving_cases import PLAIN, Served, serving
 from common import cli
 from common.errors import ConfigError
 from models.checkpoints.chat_template import _compiled
-from serving import service
+from serving import serve, service
 from serving.app import make_app
 from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions, Tool
-from serving.serve import API_KEY, Http, Serve
+from serving.serve import API_KEY, Http, Serve, Server
 
 LIMITS = "--max_queue 1 --max_new_tokens 8 --max_stop_sequences 2 --max_body_bytes 4000 --max_input_length 60"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -326,3 +326,37 @@ def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):
         goes_on.set()
         assert waiting.getresponse().status == 200
         server.until(lambda: server.get("/health").status == 200, "it goes on")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_that_loads_says_so(chat_checkpoint, monkeypatch, fails):
+    """It listens at once; the same connection is answered later; if it cannot load, nothing listens any more."""
+    urls, open_session = [], serve.open_session
+
+    def asked_meanwhile(*given: Any) -> Any:
+        (server,) = urls
+        for path in ("/health", "/", TGI, V1, "/nowhere"):
+            for method in ("GET", "POST"):
+                answer = server.ask(path, {"inputs": "a", "prompt": "a"}, method=method)
+                assert answer.status == 503 and int(answer.headers["retry-after"]) and message_of(answer.json, path)
+        if fails:
+            raise ConfigError(*["it cannot be loaded"] * 5)
+        return open_session(*given)
+
+    class Listening(Server):
+        def __init__(self, flags: Serve) -> None:
+            super().__init__(flags)
+            urls.append(Served(self, threading.current_thread(), []))
+
+    monkeypatch.setattr(serve, "open_session", asked_meanwhile)
+    monkeypatch.setattr(serve, "Server", Listening)
+    if not fails:
+        with serving(chat_checkpoint) as server:
+            assert server.get("/health").status == 200
+            for text, n in (("a", 3), ("b c", 7)):
+                assert server.generate(text, max_new_tokens=n)["generated_text"]
+        return
+    with pytest.raises(ConfigError, match="cannot be loaded"), serving(chat_checkpoint):
+        pass
+    with pytest.raises(OSError):
+        urls[0].get("/health")

@@ -93,12 +93,14 @@ def test_a_signal_that_does_not_wake_the_wait_ends_the_server(chat_checkpoint, m
 
     def send() -> None:
         served = Served(server, threading.current_thread(), [])
-        for text, n in (("a", 3), ("b c", 7)):
-            served.generate(text, max_new_tokens=n)
-        served.until(lambda: scheduler.step_began is None, "the wait")
-        signal.raise_signal(signal.SIGTERM)
-        woken.append(ended.wait(10))
-        scheduler.stop()
+        try:
+            for text, n in (("a", 3), ("b c", 7)):
+                served.generate(text, max_new_tokens=n)
+            served.until(lambda: scheduler.step_began is None, "the wait")
+            signal.raise_signal(signal.SIGTERM)
+            woken.append(ended.wait(10))
+        finally:
+            scheduler.stop()
 
     before, sender = {number: signal.getsignal(number) for number in SIGNALS}, threading.Thread(target=send)
     sender.start()
