@@ -178,6 +178,26 @@ def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
     return scheduler, server
 
 
+def report_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Print an error of the event loop, on a line if connections wait for descriptors."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        say(f"connections wait: {error.strerror}; see `ulimit -n`")
+    else:
+        loop.default_exception_handler(context)
+
+
+class Listener(uvicorn.Server):
+    """A uvicorn server that accepts connections one by one. Without descriptors, asyncio reports an error and schedules
+    another try for every connection that it may accept at once."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        queue_length, self.config.backlog = self.config.backlog, 1
+        await super().startup(sockets)
+        for sock in sockets or []:
+            sock.listen(queue_length)
+
+
 class Server:
     """A service on a socket, by uvicorn on another thread. Listens at once, and refuses requests until `open`."""
 
@@ -189,7 +209,8 @@ class Server:
         seconds = int(flags.http.drain_seconds) + FLUSH_SECONDS
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
         how = {"interface": "asgi3", "timeout_graceful_shutdown": seconds, **quiet}
-        self._http = uvicorn.Server(uvicorn.Config(self._answer, **how))
+        self._http = Listener(uvicorn.Config(self._answer, **how))
+        self._loop.set_exception_handler(report_error)
         self._thread = threading.Thread(target=self._listen, name="http", daemon=True)
         self._thread.start()
         say(f"listening on {self.url}, which answers 503 until the model is loaded")
