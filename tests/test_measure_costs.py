@@ -12,6 +12,7 @@ from bench.auto import rehearsal
 from bench.auto.costs import Costs
 from bench.auto.measure import (
     FEWEST_TIMED,
+    MEASURING_SECONDS,
     MOST_TIMED,
     costs_of_rounds,
     measure_costs,
@@ -26,6 +27,7 @@ from engine.drafters.saved_text import SavedText
 from engine.pacing import PLAIN, Choice
 from engine.stats import RoundStats
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
+from models.llama import Transformer
 
 Decode = list[RoundStats]
 
@@ -132,6 +134,14 @@ def test_choosing_entries_anew_costs_every_round_its_share():
     assert second.slower(2).round_ms(3) == pytest.approx(2 * second.round_ms(3))
 
 
+def test_choosing_that_had_no_time_costs_as_much_as_a_plain_step():
+    without = rehearsed(
+        {PLAIN: timed(0, 38), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}, [None] * 2, [0, 4], [40, 40]
+    )
+    without.refreshes = [[], []]
+    assert [cost.refresh_ms for cost in costs_of_rounds(without, 0)] == pytest.approx([0, 10])
+
+
 @pytest.mark.parametrize("refresh", [2, 7])
 def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkeypatch):
     """Choosing may come less often than there are rounds of a kind. The clock moves 1 ms a look and 30 s a choice."""
@@ -181,3 +191,18 @@ def test_a_long_decode_is_measured_for_at_every_gamma_and_with_few_rows_too(deco
     assert all(counted[2, one] == 1 + FEWEST_TIMED for one in FIRST)
     assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST, *(Choice(0, gamma) for gamma in GAMMAS)}
     assert all(n <= 2 * (1 + MOST_TIMED) for n in counted.values())
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.4, 1.5, 6.0])
+def test_measuring_ends_in_time_however_slow_the_machine_is(seconds, decodes, monkeypatch):
+    """Each forward takes so many seconds. No round begins too late, but for those without which there are no costs."""
+    clock, forward = Clock(), Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda *given, **more: clock.wait(seconds) or forward(*given, **more))
+    for module in ("engine.timing", "engine.decoding", "bench.auto.rehearsal"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    began = clock.perf_counter()
+    found = measured_for(n_steps=10**9)
+    rounds, took = sum(map(len, decodes)), clock.perf_counter() - began
+    assert took <= MEASURING_SECONDS + seconds + 0.1 or rounds == len(FIRST)
+    assert all(cost.plain_ms >= 900 * seconds for each in found.values() for cost in each)
+    assert len(found[4][0].at) == (6 if seconds < 0.1 else 2)

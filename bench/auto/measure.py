@@ -1,5 +1,6 @@
 """Measures what rounds cost: plain steps and rounds of every gamma, interleaved, over a filled cache."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -23,26 +24,26 @@ MOST_SHARE = 0.15
 CHECKED_ROUNDS, MOST_OFF = 2, 0.2
 
 
-def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS) -> list[Costs]:
+def measure_costs(
+    rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS, deadline: float = math.inf
+) -> list[Costs]:
     """Return the costs of each drafter: medians of interleaved rounds while all rows decode.
 
     The first drafter of each kind, whose rounds cost most, is measured at every gamma that it has. The others only add
-    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. Code has to be
-    compiled and captured before. Errors: UserError if logits are not finite.
+    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. deadline: limit
+    of these, unless the first of each choice takes longer. Code has to be compiled and captured before. Errors:
+    UserError if logits are not finite.
     """
-    runner = rehearsal.runner
-    n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
-    choices, fewest = [PLAIN], n_untimed + FEWEST_TIMED
+    n_untimed = UNTIMED_ROUNDS if rehearsal.runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
+    choices = [PLAIN]
     for first, *others in kinds(rehearsal.drafters):
         choices += [Choice(first, gamma) for gamma in within(gammas, rehearsal.drafters[first])]
         choices += [Choice(index, middle(within(gammas, rehearsal.drafters[index]))) for index in others]
-    rehearsal.run(choices, fewest)
+    rehearsal.run(choices, n_untimed + FEWEST_TIMED, deadline)
     for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
         if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
-            rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every)
-    # The leader's clock decides, so that all ranks run the same rounds.
-    n_more = runner.ranks.shared(lambda: int((seconds / rehearsal.seconds - 1) * fewest))
-    rehearsal.run(choices, min(max(0, n_more), MOST_TIMED - FEWEST_TIMED))
+            rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every, deadline)
+    rehearsal.run(choices, MOST_TIMED - FEWEST_TIMED, seconds)
     return costs_of_rounds(rehearsal, n_untimed)
 
 
@@ -50,27 +51,42 @@ def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int
     """Return the costs of rounds by the number of busy rows, for a decode of `n_steps` plain steps.
 
     A short decode is measured at the middle gamma and the largest; a longer decode at all gammas, and with the fewest
-    rows that are computed.
+    rows that are computed. This takes MEASURING_SECONDS at most, unless the first rounds of those two gammas take
+    longer.
     """
-    runner, n_rows = rehearsal.runner, len(rehearsal.prompts)
+    runner, n_rows, deadline = rehearsal.runner, len(rehearsal.prompts), MEASURING_SECONDS
     few = sorted({middle(gammas), gammas[-1]})
-    costs = measure_costs(rehearsal, few, 0.0)
-    if not runner.ranks.shared(lambda: has_time(costs, rehearsal.drafters, gammas, n_steps)):
+    costs = measure_costs(rehearsal, few, 0.0, deadline)
+    few_rows = runner.n_computed(1)
+    for_few_rows = fewest_seconds(costs, rehearsal.drafters, few) if few_rows < n_rows else 0.0
+
+    def seconds_for_more() -> float:
+        """Return the limit of rounds with all rows, or 0 if there is no time for all gammas."""
+        rest = deadline - for_few_rows
+        has_rest = rehearsal.seconds + fewest_seconds(costs, rehearsal.drafters, gammas) <= rest
+        is_long = has_time(costs, rehearsal.drafters, gammas, n_steps)
+        return min(rest, MOST_SHARE * n_steps * costs[0].plain_ms / 1e3) if has_rest and is_long else 0.0
+
+    if not (seconds := runner.ranks.shared(seconds_for_more)):
         return {n_rows: costs}
-    seconds = min(MEASURING_SECONDS, MOST_SHARE * n_steps * costs[0].plain_ms / 1e3)
-    found = {n_rows: measure_costs(rehearsal, gammas, seconds)}
-    if (few_rows := runner.n_computed(1)) < n_rows:
+    found = {n_rows: measure_costs(rehearsal, gammas, seconds, deadline)}
+    if few_rows < n_rows:
         rehearsal.keep(few_rows)
-        found[few_rows] = measure_costs(rehearsal, few, 0.0)
+        found[few_rows] = measure_costs(rehearsal, few, 0.0, deadline)
     return found
 
 
 def has_time(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: Sequence[int], n_steps: int) -> bool:
     """Return whether rounds of all gammas and drafters take a small share of a decode of `n_steps` plain steps."""
-    plain_ms = costs[0].plain_ms
-    ms = [plain_ms, *(cost.round_ms(middle(gammas)) for cost in costs)]
+    share = MOST_SHARE * n_steps * costs[0].plain_ms / 1e3
+    return fewest_seconds(costs, drafters, gammas) <= min(share, MEASURING_SECONDS)
+
+
+def fewest_seconds(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: Sequence[int]) -> float:
+    """Return the expected seconds of the fewest rounds of all drafters at these gammas."""
+    ms = [costs[0].plain_ms, *(cost.round_ms(middle(gammas)) for cost in costs)]
     ms += [costs[first].round_ms(gamma) for first, *_ in kinds(drafters) for gamma in within(gammas, drafters[first])]
-    return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) <= MOST_SHARE * n_steps * plain_ms
+    return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) / 1e3
 
 
 def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
@@ -120,10 +136,11 @@ def within(gammas: Sequence[int], drafter: Drafter) -> list[int]:
 
 
 def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
-    """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice."""
+    """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice, or from these if there
+    was no time for others."""
 
     def ms(choice: Choice, part: str) -> float:
-        times = rehearsal.timed[choice][n_untimed:]
+        times = rehearsal.timed[choice][n_untimed:] or rehearsal.timed[choice]
         return 1e3 * median_low(parts[part] for parts in times)  # the faster of two was disturbed less
 
     return [cost for same in kinds(rehearsal.drafters) for cost in _costs_of_kind(rehearsal, same, ms)]
@@ -140,19 +157,20 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choi
     gammas, drafts = [choice.gamma for choice in first], [ms(choice, "draft") for choice in first]
     at_no_gamma = float(np.polyfit(gammas, drafts, 1)[1]) if len(gammas) > 1 else 0.0
     fixed_ms = min(max(0.0, at_no_gamma), *drafts)
+    # A plain step has a little of every part but drafts.
+    plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     draft_ms, refresh_ms, resume_ms = [], [], []
     for drafter, choices in drafted.items():
         n_tokens = sum(choice.gamma for choice in choices)
         draft_ms.append(max(0.0, sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens))
-        every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter]
+        # Choosing entries reads all of them, as a plain step does, which stands in for a refresh that had no time.
+        every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter] or [plain_ms / 1e3]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
         resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only
     # KV entries of a row; None without a cache.
     sizes = [getattr(getattr(rehearsal.drafters[i], "cache", None), "capacity", None) for i in same]
     by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
     draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
-    # A plain step has a little of every part but drafts.
-    plain_ms = sum(ms(PLAIN, part) for part in ("draft", "verify", "other"))
     other_ms = median(ms(choice, "other") for choice in first)
     verify_ms, rates = tuple(ms(choice, "verify") for choice in first), rehearsal.acceptance
     return [

@@ -1,5 +1,6 @@
 """Runs and times rounds of given choices while all rows decode; their tokens are dropped."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,13 +38,19 @@ class Rehearsal:
         self.seconds = 0.0
         self._forget()
 
-    def run(self, choices: Sequence[Choice], n_rounds: int) -> None:
-        """Run `n_rounds` of each choice, interleaved."""
-        started = time.perf_counter()
+    def run(self, choices: Sequence[Choice], n_rounds: int, until: float = math.inf) -> None:
+        """Run `n_rounds` of each choice, interleaved. Once all rounds have taken `until` seconds, only choices without
+        a timed round get one."""
+        is_over = False
         for choice in [*choices] * n_rounds:
+            # The leader's clock decides, so that all ranks run the same rounds.
+            is_over = is_over or (until < math.inf and self.runner.ranks.shared(lambda: self.seconds >= until))
+            if is_over and choice in self.timed:
+                continue
+            started = time.perf_counter()
             self._next = choice
             self._round()
-        self.seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
 
     def keep(self, n_rows: int) -> None:
         """Continue with the first `n_rows` prompts, and forget times and acceptance."""

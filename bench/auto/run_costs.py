@@ -60,7 +60,8 @@ def costs_of(
         return None if is_partial and has_time(found[n_rows], drafters, gammas, n_steps) else found
 
     kept = session.ranks.shared(known)
-    with progress_bar(f"costs (aiming at {MEASURING_SECONDS:.0f} s or less)", None) as bar:
+    label = "costs" if whole else f"costs ({MEASURING_SECONDS:.0f} s or less)"
+    with progress_bar(label, None) as bar:
         how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
         # Captured rounds always run the model, and are captured for the drafter that decodes.
         captures = session.runner.graphs is not None
