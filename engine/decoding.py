@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -73,15 +73,17 @@ class Decoder:
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
-        # The row and request whose prompt is being prefilled.
+        # The row of the first waiting request, while its prompt is being prefilled.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
+        # The request that tokens are being added to, and True while a step runs or if its recovery was interrupted.
+        self._adding_to, self._is_torn = list[Request](), False
         self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
         self._following = Following(self._pacing.drafters, runner.max_batch)
 
     @property
     def idle(self) -> bool:
         """True if no request waits, is prefilled or decodes."""
-        return not (self._waiting or self._starting or self._rows.busy())
+        return not (self._waiting or self._rows.busy())
 
     def submit(self, request: Request) -> None:
         """Queue a request; it starts in a step that finds a free row, and `tokens` grows from then on.
@@ -115,8 +117,8 @@ class Decoder:
             return
         if request in self._waiting:
             self._waiting.remove(request)
-        elif self._starting and self._starting[1] is request:
-            self._starting = None
+            if self._starting and self._starting[1] is request:
+                self._starting = None
         elif request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
         else:
@@ -149,28 +151,61 @@ class Decoder:
         """Prefill waiting requests into free rows, or with `prefill_tokens` a part of a prompt; then run a round.
 
         Returns None if no row decodes, or the pacing ends the decode. A request whose logits are not finite ends with
-        the reason in its `error`; other requests go on.
+        the reason in its `error`; other requests go on. So they do after any exception, in the next step: each request
+        then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have been called.
         """
-        began = time.perf_counter()
-        self._prefill()
-        prefilled = time.perf_counter()
-        self.prefill_seconds += prefilled - began
-        choice = self._choose()
-        if choice is None:
-            return None
-        choosing_seconds = time.perf_counter() - prefilled
-        self._last_choice = choice
-        if choice.drafter is not None and not self._catch_up(choice.drafter):
-            choice = PLAIN
-        return self._run_round(choice, time.perf_counter() - choosing_seconds)
+        with self._recovering():
+            began = time.perf_counter()
+            self._prefill()
+            prefilled = time.perf_counter()
+            self.prefill_seconds += prefilled - began
+            choice = self._choose()
+            if choice is None:
+                return None
+            choosing_seconds = time.perf_counter() - prefilled
+            self._last_choice = choice
+            if choice.drafter is not None and not self._catch_up(choice.drafter):
+                choice = PLAIN
+            return self._run_round(choice, time.perf_counter() - choosing_seconds)
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Recover from an exception in a step; before the step, from an interrupted recovery."""
+        if self._is_torn:
+            self._recover()
+        self._is_torn = True
+        try:
+            yield
+            self._is_torn = False
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Make requests, rows and drafters fit each other again.
+
+        Rows keep the texts of their requests. Other rows and the drafters hold nothing, so a prompt that was being
+        prefilled begins anew. A request that tokens were being added to ends with an error, and so do all if there are
+        other ranks, since these may be elsewhere.
+        """
+        running = [request for _, request in self._rows.busy()]
+        for request in self._adding_to if self._runner.ranks.size == 1 else [*self._waiting, *running]:
+            request.finish_reason, request.error = "error", "an exception interrupted the decoder"
+        self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
+        self._starting = None
+        self._rows.recover()
+        self._runner.drop_graphs()
+        self._rounds = Rounds(self._runner, self._pacing.drafters)
+        self._following = Following(self._pacing.drafters, self._runner.max_batch)
+        self._adding_to, self._is_torn = [], False
 
     def _prefill(self) -> None:
         """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""
         limit, n_run = self._prefill_tokens, 0
-        while self._starting or (self._waiting and None in self._rows.requests):
+        while self._waiting and None in self._rows.requests:
             if not self._starting and limit is not None and n_run and n_run + len(self._waiting[0].prompt) > limit:
                 return
-            row, request, chunks = self._starting = self._starting or self._begin(self._waiting.popleft())
+            row, request, chunks = self._starting = self._starting or self._begin(self._waiting[0])
             try:
                 n_tokens = next(chunks)
             except StopIteration as done:
@@ -207,6 +242,7 @@ class Decoder:
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
         assert request.prompt_logprobs is not None
+        del request.prompt_logprobs[start:]  # of a prefill that was interrupted
         behind = request.prompt[start + 1 : start + 1 + len(hidden)]
         for first in range(0, len(behind), SCORED):
             tokens = behind[first : first + SCORED]
@@ -216,15 +252,22 @@ class Decoder:
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
-        self._rows.requests[row] = request
+        tokens, logprobs = list[int](), list[Logprob]()
+        if prefilled.bad_position is None:
+            mode = GREEDY if request.sampling.greedy else self._mode
+            tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
+            if request.logprobs is not None and self._runner.ranks.leads:
+                logprobs = logprobs_of([tokens], prefilled.logits[None, None], [request.n_top])[0]
+        self._adding_to = [request]
+        self._rows.requests[row] = self._waiting.popleft()
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
         else:
-            mode = GREEDY if request.sampling.greedy else self._mode
-            request.emit([first_token(self._runner, mode, request, prefilled.logits)])
-            if request.logprobs is not None and self._runner.ranks.leads:
-                request.logprobs += logprobs_of([request.tokens], prefilled.logits[None, None], [request.n_top])[0]
-            self._progress.emitted(1)
+            request.emit(tokens)
+        if request.logprobs is not None:
+            request.logprobs += logprobs
+        self._adding_to = []
+        self._progress.emitted(len(tokens))
         if self._rows.requests[row] is request:  # not cancelled meanwhile
             self._leave_if_done(row, request)
 
@@ -238,7 +281,7 @@ class Decoder:
         busy = [request for _, request in self._rows.busy()]
         if not busy:
             return None
-        n_joining = min(self._runner.max_batch - len(busy), len(self._waiting) + bool(self._starting))
+        n_joining = min(self._runner.max_batch - len(busy), len(self._waiting))
         choice = self._pacing.choose(len(busy), n_joining, sum(request.length for request in busy) / len(busy))
         if choice is None:
             return None
@@ -305,9 +348,11 @@ class Decoder:
         for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
+            self._adding_to = [request]
             n_emitted += (n_kept := request.commit(outcome))
             if request.logprobs is not None:
                 request.logprobs += of_block[:n_kept]
+            self._adding_to = []
             request.n_predicted = 0
             if drafter is not None:
                 self._following.lengths[row][drafter] = request.length

@@ -49,7 +49,7 @@ class NGramTable:
         context, n_matched = tuple(text[-self.order :]), 0
         while len(tokens) < n_tokens:
             ends = (context[start:] for start in range(len(context)))
-            if (known := next((end for end in ends if end in self._followers), None)) is None:
+            if (known := next((end for end in ends if self._followers.get(end)), None)) is None:
                 break
             counts, n_matched = self._followers[known], n_matched or len(known)
             tokens.append(max(reversed(counts), key=counts.__getitem__))
