@@ -54,7 +54,7 @@ test: lint  ## checks and tests, slow ones left out
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $$($(RUN) -c 'import os; print(1 + (os.cpu_count() or 1))') --dist worksteal
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
-	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=46000 \
+	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=46000 INTERRUPTIONS=480 \
 		$(RUN) -m pytest -m "" -n auto --dist worksteal $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev  ## put bugs into the source; a test has to fail because of each

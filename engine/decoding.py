@@ -75,7 +75,7 @@ class Decoder:
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
-        # The request that tokens are being added to, and True while a step runs or if its recovery was interrupted.
+        # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
         self._following = Following(self._pacing.drafters, runner.max_batch)
@@ -184,20 +184,20 @@ class Decoder:
     def _recover(self) -> None:
         """Make requests, rows and drafters fit each other again.
 
-        Rows keep the texts of their requests. Other rows and the drafters hold nothing, so a prompt that was being
-        prefilled begins anew. A request that tokens were being added to ends with an error, and so do all if there are
-        other ranks, since these may be elsewhere.
+        A row with a request has the entries of its text, and rounds overwrite those behind it before queries see them.
+        Other rows and the drafters forget all: a prompt that was being prefilled begins anew. A request that tokens
+        were being added to ends with an error; so do all beside other ranks, which may be elsewhere.
         """
         running = [request for _, request in self._rows.busy()]
         for request in self._adding_to if self._runner.ranks.size == 1 else [*self._waiting, *running]:
             request.finish_reason, request.error = "error", "an exception interrupted the decoder"
         self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
         self._starting = None
-        self._rows.recover()
+        self._rows.forget_free()
         self._runner.drop_graphs()
         self._rounds = Rounds(self._runner, self._pacing.drafters)
         self._following = Following(self._pacing.drafters, self._runner.max_batch)
-        self._adding_to, self._is_torn = [], False
+        self._is_torn = False
 
     def _prefill(self) -> None:
         """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""
@@ -260,10 +260,9 @@ class Decoder:
                 logprobs = logprobs_of([tokens], prefilled.logits[None, None], [request.n_top])[0]
         self._adding_to = [request]
         self._rows.requests[row] = self._waiting.popleft()
+        request.emit(tokens)
         if prefilled.bad_position is not None:
             request.fail(prefilled.bad_position)
-        else:
-            request.emit(tokens)
         if request.logprobs is not None:
             request.logprobs += logprobs
         self._adding_to = []

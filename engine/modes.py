@@ -26,8 +26,9 @@ MODES = ("auto", GREEDY, "rejection", "coupled")
 class Drafts(NamedTuple):
     """The draft tokens of a round.
 
-    tokens: `[B, g]` int64. probs: `[B, g, V]`, the distributions that they were drawn from, where rejection needs
-    them; None from a drafter without probabilities. lengths: `[B]` int64, each row's number of drafts; None: g.
+    tokens: `[B, g]` int64, ids of the vocabulary in every column. probs: `[B, g, V]`, the distributions that they were
+    drawn from, where rejection needs them; None from a drafter without probabilities. lengths: `[B]` int64, each row's
+    number of drafts; None: g.
     """
 
     tokens: Tensor

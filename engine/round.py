@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.batch import Batch
-from engine.drafters import Drafter
+from engine.drafters import Drafter, check_drafts, wrong_drafts
 from engine.drafters.observed import ObservedStates
 from engine.grammars import MaskedDraws
 from engine.graphs import Captured
@@ -87,7 +87,19 @@ class Round:
         drawing: Any = verification
         if any(batch.masks.grammars) and self._captured is None:
             drawing = MaskedDraws(verification, batch.masks)
-        return self.drafter.propose(batch, drawing, self.gamma), verification
+        drafts = self.drafter.propose(batch, drawing, self.gamma)
+        check_drafts(self.drafter, drafts, batch.current, self.gamma, self.runner.vocab_size)
+        return drafts, verification
+
+    @property
+    def _verifiable(self) -> Drafts:
+        """The drafts with ids and lengths cut to their ranges, so that no index is out of bounds before `outcomes`
+        refuses those that were outside."""
+        tokens, probs, lengths = drafts = self.proposed[0]
+        if self.drafter is None:
+            return drafts
+        lengths = lengths if lengths is None else lengths.clamp(0, self.n_drafts)
+        return Drafts(tokens.clamp(0, self.runner.vocab_size - 1), probs, lengths)
 
     @property
     def observes(self) -> bool:
@@ -99,7 +111,7 @@ class Round:
         self.logits = self._part("verify", self._verify, verifies=True)
 
     def _verify(self) -> Tensor:
-        return self.forward(torch.cat([self.batch.current[:, None], self.proposed[0].tokens], dim=1))
+        return self.forward(torch.cat([self.batch.current[:, None], self._verifiable.tokens], dim=1))
 
     def forward(self, block: Tensor) -> Tensor:
         """Store entries of `block [B, T]`, T <= gamma + 1, and return the target's logits `[B, T, V]`."""
@@ -117,7 +129,7 @@ class Round:
     def accept(self) -> None:
         """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
         if any(self.batch.masks.grammars):
-            self.batch.masks.fill(self.proposed[0].tokens.tolist())
+            self.batch.masks.fill(self._verifiable.tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
         self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
 
@@ -127,7 +139,7 @@ class Round:
 
     def _decide(self) -> Tensor:
         drafts, verification = self.proposed
-        verdict, lengths = verification.verify(drafts, self.logits), drafts.lengths
+        verdict, lengths = verification.verify(self._verifiable, self.logits), drafts.lengths
         drafted = torch.full_like(verdict.num_accepted, self.n_drafts) if lengths is None else lengths
         counts = torch.stack([drafted, verdict.num_accepted, verdict.next_token], dim=1)
         return torch.cat([counts, drafts.tokens, finite_rows(self.logits)], dim=1)
@@ -143,7 +155,8 @@ class Round:
 
     def outcomes(self) -> list[Outcome]:
         """Read `decided`, the only read from the device in a round without grammars. Errors: RankError if ranks are
-        compared and disagree; RuntimeError for a lost rank."""
+        compared and disagree; RuntimeError for a lost rank; ConfigError if the drafter proposed ids outside the
+        vocabulary, or lengths outside 0 to `n_drafts`."""
         ranks = self.runner.ranks
         if ranks.timeout is not None:
             synchronize(ranks.device, ranks.timeout)
@@ -152,8 +165,14 @@ class Round:
             lambda: f"a round from positions {batch.lengths.tolist()}",
             lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.decided),
         )
+        n, n_ids = self.n_drafts, self.runner.vocab_size
+        if self.drafter is not None and n:
+            if outside := [token for row in packed for token in row[3 : 3 + n] if not 0 <= token < n_ids]:
+                raise wrong_drafts(self.drafter, "propose: tokens", outside[0], f"0 <= id < {n_ids}")
+            if outside := [row[0] for row in packed if not 0 <= row[0] <= n]:
+                raise wrong_drafts(self.drafter, "propose: lengths", outside[0], f"0 to {n}")
         return [
-            Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[self.n_drafts :])
+            Outcome(rest[:drafted], [*rest[:accepted], next_token], rest[n:])
             for drafted, accepted, next_token, *rest in packed
         ]
 

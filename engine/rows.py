@@ -60,16 +60,13 @@ class Rows:
         if request.error is None:
             self._runner.keep_answer(row, request.tokens[:-1])
 
-    def recover(self) -> None:
-        """Roll each row back to the text of its request. Free the rows of requests that have ended, and forget what is
-        in free rows."""
+    def forget_free(self) -> None:
+        """Free the rows of requests that have ended, and forget what free rows hold."""
         for row, request in enumerate(self.requests):
             if request is None or request.finish_reason is not None:
                 self.requests[row] = None
                 self._runner.cache.reset_row(row)
                 self.begin(row, 0)
-            else:
-                self._runner.forget_from(row, request.length)
 
     def begin(self, row: int, n_held: int) -> None:
         """Start another prompt in a row that holds its first `n_held` tokens."""

@@ -149,7 +149,7 @@ class ModelRunner:
     ) -> Chunks[Prefilled]:
         """Roll the row back to the prompt that it holds, or run the prompt behind its first `n_shared` tokens."""
         if prefilled is not None:
-            self.forget_from(row, len(prompt))
+            self._forget_from(row, len(prompt))
             done = replace(prefilled, answer=())
         elif chunk is None and tap is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
             yield len(prompt)
@@ -195,8 +195,7 @@ class ModelRunner:
         if prefilled := self.cache.prefilled.get(row):
             self.cache.prefilled[row] = replace(prefilled, answer=tuple(answer))
 
-    def forget_from(self, row: int, length: int) -> None:
-        """Forget a row's tokens from position `length` on."""
+    def _forget_from(self, row: int, length: int) -> None:
         self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
     def fill_row(self, row: int, prompt: Sequence[int], n_known: int = 0) -> tuple[Tensor, Tensor]:
@@ -221,7 +220,7 @@ class ModelRunner:
             cache.fill_row(row, whole, n_token, queries=queries, source_row=0)
             return result
         if n_known:
-            self.forget_from(row, n_known)
+            self._forget_from(row, n_known)
         else:
             cache.reset_row(row)
         tokens = torch.tensor(prompt, device=self.device)[None]

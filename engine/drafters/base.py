@@ -3,7 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
@@ -108,6 +111,29 @@ def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "dr
         seen, needed = f"gamma {gamma}, room for {window} tokens", f"room for {max(gamma + 1, block)} tokens"
         fix = f"lower {flag(field)}, or use a larger {flag(budget)} or a longer window"
         raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, needed, fix)
+
+
+def check_drafts(drafter: Drafter, drafts: Drafts, current: Tensor, gamma: int, n_ids: int) -> None:
+    """Raise ConfigError unless drafts have the shapes, dtypes and device to follow the tokens `current [B]`."""
+    if not isinstance(drafts, Drafts):
+        raise wrong_drafts(drafter, "propose", type(drafts).__name__, "Drafts")
+    given: tuple[Any, ...] = drafts
+    n_row, n = len(current), min(gamma, (gamma, *getattr(drafts.tokens, "shape", ()))[-1])
+    shapes = (n_row, n), (n_row, n, n_ids), (n_row,)
+    for name, x, shape in zip(drafts._fields, given, shapes, strict=True):
+        if x is None and name != "tokens":
+            continue
+        is_alike = isinstance(x, Tensor) and x.shape == shape and x.device == current.device
+        if not is_alike or not (x.is_floating_point() if name == "probs" else x.dtype == torch.int64):
+            seen = f"{x.dtype} {[*x.shape]} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+            kind = "floats" if name == "probs" else "int64"
+            raise wrong_drafts(drafter, f"propose: {name}", seen, f"{kind} {[*shape]} on {current.device}")
+
+
+def wrong_drafts(drafter: Drafter, where: str, seen: object, required: str) -> ConfigError:
+    """Return the error for drafts that cannot be verified."""
+    what, fix = "a drafter returned what cannot be verified", "correct the drafter (docs/extending.md)"
+    return ConfigError(what, f"{type(drafter).__name__}.{where}", seen, required, fix)
 
 
 def check_most_drafts(gamma: int, most: int) -> None:

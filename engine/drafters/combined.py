@@ -38,7 +38,7 @@ class Combined(HostDrafter):
         self.model.check(target, length)
 
     def continued(self, update: RowUpdate) -> Guess:
-        guesses = [text.continued(update) for text in self._texts]
+        guesses = [text.guessed(update) for text in self._texts]
         sure = [guess for guess in guesses if guess.tokens and guess.n_matched >= self._least_match]
         return max(sure, key=lambda guess: (len(guess.tokens), guess.n_matched), default=Guess())
 

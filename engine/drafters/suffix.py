@@ -84,7 +84,7 @@ class Suffix(HostDrafter):
     def __init__(self, runner: ModelRunner, gamma: int, text: Sequence[int] = ()) -> None:
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
-        self._text, self._n_ids = text, runner.vocab_size
+        self._text = text
 
     def continued(self, update: RowUpdate) -> Guess:
         if update.n_seen == 0:

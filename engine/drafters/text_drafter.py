@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from operator import index as as_integer
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from common.errors import require_at_least
 from engine.batch import Batch
-from engine.drafters.base import Drafter, RowUpdate, require_same_cache
+from engine.drafters.base import Drafter, RowUpdate, require_same_cache, wrong_drafts
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 
@@ -20,6 +21,7 @@ class TextDrafter(Drafter):
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)
         self.gamma, self._target_cache, self._ranks = gamma, runner.cache, runner.ranks
+        self._n_ids = runner.vocab_size
 
     def check(self, target: ModelRunner, length: int) -> None:
         require_same_cache(self, self._target_cache, target)
@@ -60,9 +62,21 @@ class HostDrafter(TextDrafter):
     def continued(self, update: RowUpdate) -> Guess:
         """Learn a row's new tokens, and guess at most gamma tokens behind them."""
 
+    def guessed(self, update: RowUpdate) -> Guess:
+        """Return `continued(update)`. Errors: ConfigError for more than gamma tokens, or ids outside the vocabulary."""
+        guess = self.continued(update)
+        try:
+            is_right = len(guess.tokens) <= self.gamma and all(0 <= as_integer(x) < self._n_ids for x in guess.tokens)
+        except TypeError:
+            is_right = False
+        if not is_right:
+            required = f"at most {self.gamma} ids, 0 <= id < {self._n_ids}"
+            raise wrong_drafts(self, "continued", [*guess.tokens], required)
+        return guess
+
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         if rows and self._ranks.leads:
-            found = {update.row: self.continued(update) for update in rows}
+            found = {update.row: self.guessed(update) for update in rows}
             self.n_guessed = [len(guess.tokens) for guess in found.values()]
             self.n_predicted = {row: len(guess.tokens) for row, guess in found.items() if guess.is_predicted}
             packed = [[len(tokens), *tokens, *[0] * (self.gamma - len(tokens))] for tokens, *_ in found.values()]
