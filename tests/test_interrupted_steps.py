@@ -26,6 +26,7 @@ from engine import Decoder, ModelRunner, Request, StandaloneDraft
 from engine.drafters.ngram import NGram
 from engine.parallel.ranks import Ranks
 from engine.requests import Progress
+from engine.round import Round
 from kv_cache import FullKVCache
 
 INTERRUPTIONS = int(os.environ.get("INTERRUPTIONS", "24"))
@@ -320,3 +321,32 @@ def test_beside_other_ranks_all_requests_end(monkeypatch):
         decoder.step()
     assert decoder.idle and decoder.step() is None
     assert all(request.finish_reason == "error" and request.error for request in requests)
+
+
+def raising_behind(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> None:
+        method(*given)
+        raise MemoryError
+
+    return call
+
+
+def test_a_copied_prompt_is_reused_only_if_nothing_was_written_into_it(monkeypatch):
+    """An interrupted copy leaves a row that idles within the prompt, where an interrupted round writes."""
+    (prompt,), short = random_prompts([30]), [3, 4]
+    runner = tiny_runner(2)
+    decoder = Decoder(runner, reuses="prefixes")
+    long, brief, copied = Request(prompt, 20, group=1), Request(short, 2), Request(prompt, 20, group=1)
+    for request in (long, brief):
+        decoder.submit(request)
+    decoder.step()
+    assert brief.finish_reason == "length"
+    decoder.submit(copied)
+    for owner, name in ((ModelRunner, "copy_prompt"), (Round, "accept")):
+        with monkeypatch.context() as broken, pytest.raises(MemoryError):
+            broken.setattr(owner, name, raising_behind(getattr(owner, name)))
+            decoder.step()
+        decoder.cancel(copied)
+    again = Request(prompt, 20)
+    decode(decoder, again)
+    assert long.tokens == again.tokens == recomputed(runner.model, [prompt], 20)[0]
