@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from models import linear_cpp
 from models.llama import Transformer
+from models.row_bits import multiply_rows
 
 # Only a hint for the choice of block sizes; the packed weight serves any number of rows.
 TYPICAL_ROWS = 32
@@ -35,6 +36,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._in_cpp:
             return linear_cpp.linear(x, self.weight, 16, self.d_out, None, self.bias)
+        kernel = type(self), self.d_out, self.bias is None
+        return multiply_rows(self.multiply, x.reshape(-1, x.shape[-1]), kernel).view(*x.shape[:-1], self.d_out)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `x W^T + b` for `x [N, d_in]` by oneDNN."""
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 

@@ -25,6 +25,7 @@ from kv_cache.entries import quantize
 from models import linear_cpp
 from models.llama import Transformer, logits_dtype
 from models.names import SCHEMES
+from models.row_bits import multiply_rows
 
 GROUP = 32
 INT4_LEVELS = 15
@@ -61,7 +62,9 @@ class QuantizedLinear(nn.Module):
         if self._in_cpp:
             return linear_cpp.linear(x, self.weight, self.bits, self._d_out, self.scale, self.bias)
         dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
-        y = self.multiply(x.reshape(-1, x.shape[-1]), dtype).to(dtype)
+        rows, multiply = x.reshape(-1, x.shape[-1]), partial(self.multiply, dtype=dtype)
+        kernel = type(self), self._d_out
+        y = (multiply_rows(multiply, rows, kernel) if self._on_cpu else multiply(rows)).to(dtype)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], y.shape[-1])
 
     @abstractmethod

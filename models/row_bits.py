@@ -1,0 +1,59 @@
+"""Products on a CPU in which a row's bits depend neither on the other rows nor on their number.
+
+Libraries choose a kernel by the number of rows, and kernels add up products in different orders. So before a product has
+a number of rows for the first time, random rows are multiplied together and in two parts. If bits differ, rows are
+multiplied in parts from then on.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+# Chunks of a prompt have at least this many rows, and run whole: every decode of the prompt has the same chunks.
+CHUNK = 512
+# Results to compare, by bytes: of sums in another order most differ in float32, and one in 10,000 in bfloat16.
+N_COMPARED = {4: 1 << 10, 2: 1 << 17}
+
+Multiply = Callable[[Tensor], Tensor]  # x [n, d_in] -> [n, d_out]
+
+
+@functools.cache
+def _verdicts(kernel: Hashable) -> dict[int, bool]:
+    """Return whether rows of a kernel have equal bits together and in parts, by their number; filled by `multiply_rows`."""
+    return {}
+
+
+def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
+    """Return `multiply(x)`, `x [n, d_in]`, in the largest blocks in which rows have the bits of smaller blocks.
+
+    kernel: products with equal `kernel`, inputs, dtype and threads are tested once.
+    """
+    n_row = len(x)
+    if not 0 < n_row < CHUNK:
+        return multiply(x)
+    verdicts = _verdicts((kernel, x.shape[1], x.dtype, torch.get_num_threads()))
+    if n_row not in verdicts:
+        verdicts[n_row] = _agree(multiply, x, kernel)
+    return multiply(x) if verdicts[n_row] else _in_parts(multiply, x, kernel)
+
+
+def _in_parts(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
+    """Multiply a single row beside a copy of itself, and more rows in halves."""
+    if len(x) == 1:
+        return multiply(torch.cat([x, x]))[:1]
+    return torch.cat([multiply_rows(multiply, part, kernel) for part in x.split((len(x) + 1) // 2)])
+
+
+def _agree(multiply: Multiply, like: Tensor, kernel: Hashable) -> bool:
+    """Return whether random rows, as many as `like`, have equal bits together and in parts, where they are reversed."""
+    generator, n_compared = torch.Generator().manual_seed(0), 0
+    while True:
+        x = torch.randn(like.shape, generator=generator).to(like.dtype)
+        together = multiply(x)
+        if not torch.equal(together, _in_parts(multiply, x.flip(0), kernel).flip(0)):
+            return False
+        n_compared += together.numel()
+        if n_compared >= N_COMPARED[together.itemsize]:
+            return True
