@@ -1,5 +1,7 @@
 """Products of a mixture of experts: every token's states with the weights of the experts that the router chose."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,10 +22,10 @@ def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
 
 
-def looped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute `grouped` expert by expert, in any dtype."""
-    parts = zip(x.split(counts.tolist()), weights, strict=True)
-    return torch.cat([part @ weight.t() for part, weight in parts if len(part)])
+def looped(x: Tensor, experts: Iterable[Callable[[Tensor], Tensor]], counts: Tensor) -> Tensor:
+    """Compute `grouped` expert by expert, in any dtype. experts: linear layers of their weights."""
+    parts = zip(x.split(counts.tolist()), experts, strict=True)
+    return torch.cat([expert(part) for part, expert in parts if len(part)])
 
 
 def is_grouped(device: torch.device, dtype: torch.dtype) -> bool:

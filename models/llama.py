@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -125,8 +126,10 @@ class StackedExperts(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        multiply = grouped if is_grouped(x.device, x.dtype) else looped
-        return multiply(x, self.weight.unflatten(0, (self.n_expert, -1)), counts)
+        weights = self.weight.unflatten(0, (self.n_expert, -1))
+        if is_grouped(x.device, x.dtype):
+            return grouped(x, weights, counts)
+        return looped(x, (partial(F.linear, weight=weight) for weight in weights), counts)
 
 
 class ExpertFeedForward(nn.Module):
@@ -137,7 +140,7 @@ class ExpertFeedForward(nn.Module):
         self.n_expert, self.n_chosen = config.n_expert, config.n_expert_per_token
         self.is_normalised = config.normalise_experts
         self.router: nn.Module = Linear(config.dim, config.n_expert, bias=False)
-        self.w13 = StackedExperts(config.n_expert, config.dim, 2 * config.ffn_dim)
+        self.w13: nn.Module = StackedExperts(config.n_expert, config.dim, 2 * config.ffn_dim)
         self.w2: nn.Module = StackedExperts(config.n_expert, config.ffn_dim, config.dim)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from models import linear_cpp
-from models.llama import Transformer
+from models.experts import looped
+from models.llama import StackedExperts, Transformer
 from models.row_bits import multiply_rows
 
 # Only a hint for the choice of block sizes; the packed weight serves any number of rows.
@@ -44,6 +45,17 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
+class PackedExperts(nn.Module):
+    """`StackedExperts`, packed expert by expert."""
+
+    def __init__(self, stacked: StackedExperts) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(PackedLinear(weight, None) for weight in stacked.weight.chunk(stacked.n_expert))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return looped(x, self.experts, counts)
+
+
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
     """True if this PyTorch build and processor have a packed kernel for weights of `dtype`."""
     if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -53,12 +65,14 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every packable nn.Linear below `module` and release its weight."""
+    """Replace every packable nn.Linear and StackedExperts below `module` and release its weight."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and can_pack(child.weight.device, child.weight.dtype):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
-        else:
+        if not isinstance(child, (nn.Linear, StackedExperts)) or not can_pack(child.weight.device, child.weight.dtype):
             pack_linears(child)
+        elif isinstance(child, StackedExperts):
+            setattr(module, name, PackedExperts(child))
+        else:
+            setattr(module, name, PackedLinear(child.weight, child.bias))
 
 
 def pack_model(model: Transformer) -> None:

@@ -1,8 +1,7 @@
 """Products on a CPU in which a row's bits depend neither on the other rows nor on their number.
 
-Libraries choose a kernel by the number of rows, and kernels add up products in different orders. So before a product has
-a number of rows for the first time, random rows are multiplied together and in two parts. If bits differ, rows are
-multiplied in parts from then on.
+Libraries choose a kernel by the number of rows, and kernels add up products in different orders. So when rows are of a
+new number, random rows are multiplied together and in two parts. If bits differ, rows are multiplied in parts.
 """
 
 import functools
@@ -21,7 +20,7 @@ Multiply = Callable[[Tensor], Tensor]  # x [n, d_in] -> [n, d_out]
 
 @functools.cache
 def _verdicts(kernel: Hashable) -> dict[int, bool]:
-    """Return whether rows of a kernel have equal bits together and in parts, by their number; filled by `multiply_rows`."""
+    """Return whether rows of a kernel have equal bits together and in parts, by their number, once it was tested."""
     return {}
 
 

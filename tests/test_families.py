@@ -1,10 +1,12 @@
 """Greedy text of each architecture beside transformers', with every policy and storage, on three ragged rows."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hf_tiny import N_TOKENS, SHAPE, random_model, rope, save_folder
 from policies import POLICIES, SELF_DRAFT_POLICIES, Size
 from transformers import LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
@@ -72,8 +74,8 @@ def decode(folder: Path, policy: str | None, standalone: bool = False, **how: An
 def test_products_by_expert_are_those_of_a_loop() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(9, 16, generator=generator), torch.randn(4, 24, 16, generator=generator)
-    counts = torch.tensor([3, 0, 5, 1])
-    torch.testing.assert_close(grouped(x, weights, counts), looped(x, weights, counts))
+    counts, layers = torch.tensor([3, 0, 5, 1]), [partial(F.linear, weight=weight) for weight in weights]
+    torch.testing.assert_close(grouped(x, weights, counts), looped(x, layers, counts))
 
 
 @pytest.mark.parametrize("policy", [None, *SELF_DRAFT_POLICIES])

@@ -1,7 +1,9 @@
 """On a CPU a row's bits depend neither on the other rows nor on their number, so speculation changes no token."""
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculatio
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model, row_bits
 from models.packed_linear import PackedLinear, can_pack
+from models.pointwise import EAGER
 from models.quantize import Int4Linear, Int8Linear
 from models.row_bits import CHUNK, multiply_rows
 
@@ -79,6 +82,14 @@ def test_a_row_has_the_bits_that_it_has_alone(new_layer, dtype, d_out=960, d_in=
     )
     with torch.inference_mode():
         assert not counts_that_differ(new_layer(weight, bias), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_bits_that_it_has_alone_beside_tokens_of_its_experts(dtype):
+    config = replace(CONFIG, n_layer=1, n_expert=4, n_expert_per_token=2)
+    layer = load_model("none", load_format="dummy", config=config, dtype=dtype).layers[0].feed_forward
+    x = torch.randn(112, CONFIG.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert not counts_that_differ(lambda x: layer(x, Namespace(pointwise=EAGER)), x)
 
 
 CONFIG = ModelConfig(

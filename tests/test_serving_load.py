@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from serving_cases import Alone, Served, serving, slow
+from machine import needs_cpp_compiler
+from serving_cases import Alone, Served, make_checkpoint, serving, slow
 
 from engine.requests import Request
 from engine.sampling import SamplingParams
@@ -74,6 +75,26 @@ def test_answers_under_load_are_those_of_plain_decoding(served: Served, alone: A
     served.until_idle()
     metrics = served.metrics()
     assert metrics["tgi_batch_current_size"] == metrics["tgi_queue_size"] == metrics["foretoken_kv_use"] == 0
+
+
+@needs_cpp_compiler
+@pytest.mark.parametrize("flags", ["--gamma 6", "--gamma auto", "--gamma 6 --quantize int4 --kv_dtype int8"])
+def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
+    """Requests come in another order, beside others, and find rows with other texts."""
+    folder, rng = make_checkpoint(tmp_path, hidden_size=128, intermediate_size=192, head_dim=64), random.Random(2)
+    prompts = [" ".join(rng.choices(["tea", "x", "0123456789", "the"], k=rng.randint(1, 16))) for _ in range(24)]
+    usual = "--max_batch 6 --max_length 320 --dtype bfloat16 --draft_budget 16 --n_sink 2 --draft_dtype same"
+
+    def tokens(i: int, speculate: bool) -> tuple[list[int], int]:
+        how = {"max_new_tokens": 8 + i, "seed": i, "temperature": 0.7 * (i % 3), "speculate": speculate}
+        details = served.generate(prompts[i], **how)["details"]
+        return [token["id"] for token in details["tokens"]], details["speculation"]["accepted"]
+
+    with serving(folder, flags, usual) as served, ThreadPoolExecutor(8) as pool:
+        plain = [*pool.map(lambda i: tokens(i, False), range(24))]
+        fast = [*pool.map(lambda i: tokens(i, True), reversed(range(24)))][::-1]
+    assert [ids for ids, _ in fast] == [ids for ids, _ in plain]
+    assert "auto" in flags or sum(accepted for _, accepted in fast) > 0 == sum(accepted for _, accepted in plain)
 
 
 @pytest.mark.parametrize("path", [TGI, STREAM])
