@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import ConfigError, flag
 from models.hf_rope import ROPE_TYPES, rope_fields
 from models.hf_rules import (
     BOOLEAN,
@@ -46,7 +47,6 @@ RULES = {
     "partial_rotary_factor": only(None, 1, 1.0),
     "is_causal": only(True),
     "is_encoder_decoder": only(False),
-    "quantization_config": UNSET,
     # Layers, or their cache entries, would differ from each other.
     **dict.fromkeys(("attention_chunk_size", "kv_sharing_modes", "per_layer_config"), UNSET),
     # Keys or weights would come from another file or section.
@@ -149,6 +149,7 @@ FUSED = [name for name, architecture in ARCHITECTURES.items() if architecture.is
 
 def config_fields(given: Values, where: str) -> dict[str, Any]:
     """Return the fields of a ModelConfig, for `ModelConfig.from_dict`. Raises ConfigError naming the key."""
+    require_unquantized(given, where)
     names = given.get("architectures")
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -185,6 +186,15 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
         **{field: values.get(key, False) for field, key in architecture.switches.items()},
         "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }
+
+
+def require_unquantized(given: Values, where: str) -> None:
+    """Raise ConfigError naming the scheme of a config.json whose weights are quantised, such as fp8, awq or gptq."""
+    if (scheme := given.get("quantization_config")) is not None:
+        name = scheme.get("quant_method") if isinstance(scheme, dict) else None
+        what, required = f"the checkpoint is quantised by {name or 'an unknown scheme'}", "no such key, or null"
+        fix = f"download the unquantised model; {flag('quantize')} stores it in 8 or 4 bits"
+        raise ConfigError(what, f"{where}: quantization_config", repr(scheme)[:200], required, fix)
 
 
 def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:

@@ -12,7 +12,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from checkpoint_folders import VOCABULARY, write_source
+from checkpoint_folders import HF_CONFIG, VOCABULARY, write_source
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError, ConfigError, UserError
@@ -100,6 +100,24 @@ def test_weights_that_were_saved_again_are_converted_again(source: Path) -> None
     with pytest.raises(CheckpointError, match=SHARD):
         read_checkpoint(weights)
     assert read_checkpoint(convert(source, source, force=True))
+
+
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_a_quantised_checkpoint_is_refused_by_its_scheme(tmp_path: Path, scheme: str) -> None:
+    """Whatever the dtypes of its weights are."""
+    packed = torch.ones(16, dtype=torch.float8_e4m3fn if scheme == "fp8" else torch.int32)
+    write_source(tmp_path, HF_CONFIG | {"quantization_config": None}, **{"model.norm.weight": packed})
+    edit(tmp_path / "config.json", "quantization_config", QUANTISED[scheme])
+    with pytest.raises(ConfigError, match=f"quantised by {scheme}"):
+        convert(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])

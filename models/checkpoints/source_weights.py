@@ -17,7 +17,7 @@ from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fu
 from models.checkpoints.gguf_source import open_gguf, read_gguf
 from models.checkpoints.manifest import CONFIG, downloaded_side_files
 from models.config import ModelConfig, read_config
-from models.hf_config import FUSED
+from models.hf_config import FUSED, require_unquantized
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
@@ -32,6 +32,8 @@ def open_source(folder: Path) -> Source:
     if not folder.is_dir():
         missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
         raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
+    if (folder / CONFIG).is_file():  # first, since the dtypes of quantised weights say less
+        require_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
     if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
         files = tuple(sorted({tensor.file for tensor in tensors.values()}))
         hf_config = read_config(folder / CONFIG)
