@@ -73,6 +73,10 @@ def _resolve_draft(plan: Plan, config: DrafterConfig, outer: DraftPlan | None = 
     if source is not None:
         longest = length + (outer.gamma if outer else 0)
         policies = [policy.for_context(source.config.max_context, longest) for policy in policies]
+        target, in_text = plan.config.target, not all(policy.in_cache_positions for policy in policies)
+        if in_text and source.config.max_context < longest and (changes := target.changes.rotary):
+            source = config.find_source(plan.target, target.load_format, target.verify, changes)
+            assert source is not None
         if config.gamma != AUTO:
             check_most_drafts(gamma, source.most_drafts)
         gamma = min(gamma, source.most_drafts)

@@ -192,6 +192,8 @@ def remarks(plan: Plan) -> list[str]:
             continue
         if remark := check_vocabulary(plan.target, level.source):
             said.append(remark)
+        if level.source.is_changed:
+            said.append(f"{level.source.name} has the target's changes of rotary settings, beyond its trained context")
         context, end = level.source.config.max_context, longest + plan.gamma
         reach = min(level.capacity, end) if level.policy.in_cache_positions else end
         if reach > context:

@@ -24,10 +24,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from bench.config import RunConfig, Sizes, Target
 from bench.memory import memory_plan
 from bench.plan import resolve
+from bench.session import Session
 from common.errors import UserError
 from engine.drafters.eagle import EagleConfig
 from engine.drafters.medusa import MedusaConfig
 from kv_cache import FullKVCache
+from kv_cache.full import Full
 from kv_cache.views import NoCache
 from models import ModelConfig, load_model
 from models.heads.loading import find_head, published
@@ -324,6 +326,19 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
     without = memory_plan(replace(plan, draft=None)).fixed["weights"]
     assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
+
+
+def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads):
+    draft = EagleConfig(gamma=3, draft_model=str(heads / "eagle-3"), policy=Full(), draft_dtype="same")
+    target = Target(model=str(models.target), dtype="float64", device="cpu", rope_scaling="yarn:4")
+    config = RunConfig(target, draft=draft, sizes=Sizes(2, None, 12))
+    session = Session.open(config, [[1, 2, 3] * 100, [4, 5] * 170])
+    (head,) = session.models.values()
+    assert head.body.config.rope_scaling == session.runner.model.config.rope_scaling is not None
+    out = session.generate(session.drafter())
+    assert out.tokens == session.generate().tokens and out.stats.drafted > 0
+    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.values()
+    assert short.body.config.rope_scaling is None
 
 
 def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):

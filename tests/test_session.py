@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import SHAPE, random_model, save_folder
+from hf_tiny import SHAPE, random_model, rope, save_folder
 from transformers import LlamaConfig
 
 from bench.auto.run_costs import costs_of
 from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
 from bench.memory import memory_plan
+from bench.plan import remarks, resolve
 from bench.session import Session
+from common.errors import ConfigError
 from convert_hf_checkpoint import convert
 from engine import generate
 from engine.drafters.ngram import NGramConfig
@@ -136,3 +138,34 @@ def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
     )
     caches = [drafter.cache for drafter in session.drafters()]
     assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
+
+
+YARN = {"rope_scaling": "yarn:4"}
+OTHER_BASE = 'rope_parameters={"rope_type": "default", "rope_theta": 500000.0}'
+OVERRIDES = {"config_overrides": (OTHER_BASE, "max_position_embeddings=1024")}
+
+
+@pytest.mark.parametrize("changes", [YARN, OVERRIDES])
+def test_a_draft_of_the_same_checkpoint_is_accepted_beyond_its_context(config: RunConfig, changes) -> None:
+    """The checkpoint was trained on 256 positions; rows are longer, and differ. Without changes it is another model."""
+    target = replace(config.target, **changes)
+    draft = StandaloneConfig(gamma=3, draft_model=target.model, policy=Full(), draft_dtype="same")
+    session = Session.open(replace(config, target=target, draft=draft), ["a b c " * 50, "and tea for two" * 27])
+    out = session.generate(session.drafter())
+    assert out.tokens == session.generate().tokens and out.tokens[0] != out.tokens[1]
+    assert out.stats.counts.acceptance_rate == 1.0 and out.stats.counts.accepted > 12
+    assert any("changes of rotary settings" in said for said in remarks(session.plan))
+
+
+def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, tmp_path: Path) -> None:
+    """Also if its cache counts positions, which never exceed the budget. A draft that is scaled already is refused."""
+    target = replace(config.target, **YARN)
+    draft = StandaloneConfig(gamma=3, draft_model=target.model, policy=Full(), draft_dtype="same")
+    for policy, text in ((Full(), "a b c"), (Streaming(32), "a b c " * 50)):
+        plan = resolve(replace(config, target=target, draft=replace(draft, policy=policy)), [text])
+        assert plan.draft is not None and plan.draft.source is not None
+        assert plan.draft.source.config.rope_scaling is None and not plan.draft.source.is_changed
+    save_folder(random_model(LlamaConfig(**SHAPE, **rope(10000.0, "linear", factor=2.0))), tmp_path)
+    convert(tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=f"extended already(.|\n)*{tmp_path}"):
+        resolve(replace(config, target=target, draft=replace(draft, draft_model=str(tmp_path))), ["a b c " * 50])

@@ -19,6 +19,7 @@ from kv_cache.streaming import Streaming
 from models import ModelConfig
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.heads.loading import find_head
 from models.names import Dtype, KVDtype, Scheme
 
@@ -98,8 +99,11 @@ class DrafterConfig(ABC):
             return Confidence(threshold, p_min, *rows)
         return Heuristic(parts.gamma, *rows) if self.gamma_schedule == "heuristic" else Schedule()
 
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
-        """Find, without loading it, the second model that it or its inner draft needs. Errors: UserError."""
+    def find_source(
+        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
+    ) -> ModelSource | None:
+        """Find, without loading it, the second model that it or its inner draft needs. changes: of that model's config.
+        Errors: UserError."""
         return None
 
     def check(self) -> None:
@@ -204,8 +208,10 @@ class HeadConfig(DrafterConfig):
     """the draft's converted checkpoint; of dflash, eagle and medusa: the head as it was published, a folder or its
     weights"""
 
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        return find_head(self.draft_model, self.name, target.config)
+    def find_source(
+        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
+    ) -> ModelSource:
+        return find_head(self.draft_model, self.name, target.config, changes)
 
 
 def require_gamma(gamma: int | Literal["auto"], least: int) -> None:

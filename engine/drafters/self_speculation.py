@@ -22,6 +22,7 @@ from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
 from kv_cache.streaming import Streaming
 from models import Transformer
 from models.checkpoints.model_source import ModelSource, find_model
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.names import parse_layers
 
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
@@ -150,14 +151,16 @@ class SelfConfig(ModelDrafterConfig):
         if seen == "streaming" and not self.auto_budget:  # the same model saves nothing if it reads as much
             require_at_least("draft_budget", self.policy.entries(sys.maxsize), self.inner_budget + 1)
 
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource | None:
+    def find_source(
+        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
+    ) -> ModelSource | None:
         path, where = self.draft_of_draft, flag("draft_of_draft")
         if path is None or not isinstance(self.inner, StandaloneConfig):
             return None
         if load_format != "dummy" and not os.path.exists(path):
             required, fix = "ngram, streaming or a converted checkpoint", "check the spelling and the folder"
             raise ConfigError("there is no such draft of a draft", where, path[:80], required, fix)
-        return find_model(path, load_format, None, where, verify)
+        return find_model(path, load_format, None, where, verify, changes)
 
     def build(self, parts: Parts) -> Drafter:
         model = parts.model or parts.runner.model

@@ -15,6 +15,7 @@ from engine.drafters.model_drafter import ModelDrafter
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
 from models.checkpoints.model_source import ModelSource, find_model
+from models.config_changes import NO_CHANGES, ConfigChanges
 
 
 class StandaloneDraft(ModelDrafter):
@@ -103,8 +104,10 @@ class StandaloneConfig(ModelDrafterConfig):
             seen = f"{self.policy.name}, and a draft model with other entries"
             raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
 
-    def find_source(self, target: ModelSource, load_format: str, verify: bool) -> ModelSource:
-        return find_model(self.draft_model, load_format, None, flag("draft_model"), verify)
+    def find_source(
+        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
+    ) -> ModelSource:
+        return find_model(self.draft_model, load_format, None, flag("draft_model"), verify, changes)
 
     def build(self, parts: Parts) -> StandaloneDraft:
         runner: ModelRunner | RemoteRunner = (

@@ -14,6 +14,7 @@ from models.checkpoints.convert import SourceTensor
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.source_weights import open_weights
 from models.config import ModelConfig, read_config
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.hf_rules import Values, check, of_type, only, positive, refuse
 
 # Files of weights in a head's folder, the first of which is read.
@@ -30,12 +31,14 @@ FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, w
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A published head. path: the folder or file that was named; where: its config.json."""
+    """A published head. path: the folder or file that was named; where: its config.json; changes: of its layers' keys
+    there."""
 
     path: Path
     where: str
     values: Values
     tensors: Mapping[str, SourceTensor]
+    changes: ConfigChanges
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Kind:
             return self.build(shape)
 
 
-def open_head(path: Path) -> HeadFiles:
+def open_head(path: Path, changes: ConfigChanges = NO_CHANGES) -> HeadFiles:
     """Open a folder, or the weights in it. Reads headers. Raises CheckpointError, ConfigError.
 
     `midlayer` (EAGLE-3) and names below `model` are renamed to a common layout.
@@ -65,7 +68,7 @@ def open_head(path: Path) -> HeadFiles:
     for file in map(Path, names if path.exists() else ()):
         if found := open_weights(folder, file.stem, file.suffix):
             renamed = {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in found.items()}
-            return HeadFiles(path, str(folder / CONFIG), read_config(folder / CONFIG), renamed)
+            return HeadFiles(path, str(folder / CONFIG), read_config(folder / CONFIG), renamed, changes)
     required = f"{' or '.join(FILES)}, or the folder of it"
     what = "the folder has no weights of a head" if path.is_dir() else "there is no such head"
     raise CheckpointError(what, flag("draft_model"), path, required, FIX)
@@ -74,7 +77,7 @@ def open_head(path: Path) -> HeadFiles:
 def layers_config(files: HeadFiles, layers: Values, model_type: str, where: str) -> ModelConfig:
     """Return the shape of decoder layers of Llama or Qwen3; biases and norms go by the tensors. Raises ConfigError."""
     given = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
-    config = ModelConfig.from_hf({**layers, **PLAIN, **given}, where=where)
+    config = ModelConfig.from_hf(files.changes.apply({**layers, **PLAIN, **given}, where), where=where)
     q, o, up = (f"layers.0.{name}_proj.bias" in files.tensors for name in ("self_attn.q", "self_attn.o", "mlp.up"))
     qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors
     return replace(config, qkv_bias=q, wo_bias=o, mlp_bias=up, qk_norm=qk_norm)

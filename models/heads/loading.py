@@ -12,6 +12,7 @@ from common.errors import CheckpointError, flag
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
+from models.config_changes import NO_CHANGES, ConfigChanges
 from models.heads.base import HeadShape, TransformerHead
 from models.heads.dflash_files import DFLASH
 from models.heads.eagle_files import EAGLE
@@ -59,11 +60,12 @@ class HeadSource(ModelSource):
         return head
 
 
-def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
+def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges = NO_CHANGES) -> HeadSource:
     """Find the head of a kind at `path`, a folder or the weights in one. Reads headers, and the maps of vocabularies.
+    changes: of the keys of its layers' config.
     Raises CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`;
     ConfigError for a config.json that is not understood."""
-    files, known = open_head(Path(path)), KINDS[kind]
+    files, known = open_head(Path(path), changes), KINDS[kind]
     marks = MARKS | {"speculators_model_type": TYPES.get(str(files.values.get("speculators_model_type")), kind)}
     for key, marked in marks.items():
         if files.values.get(key) is not None and marked != kind:
@@ -84,8 +86,9 @@ def find_head(path: str, kind: str, target: ModelConfig) -> HeadSource:
                 raise CheckpointError(f"the head's {name} is not the target's", files.where, size, expected, FIX)
         target_ids(files, target.vocab_size, shape.draft_vocab_size)
     match_parts(files.path, files.tensors, parts, (*NO_WEIGHTS, *known.ignored), FIX)
-    name, limits = Path(files.where).parent.resolve().name, {"most_drafts": shape.most_drafts}
-    return HeadSource(path, "head", config, name, borrowed=shape.borrowed, kind=known, shape=shape, **limits)
+    name, is_changed = Path(files.where).parent.resolve().name, changes != NO_CHANGES
+    limits: dict[str, Any] = {"most_drafts": shape.most_drafts, "borrowed": shape.borrowed}
+    return HeadSource(path, "head", config, name, is_changed=is_changed, kind=known, shape=shape, **limits)
 
 
 def head_parts(head: nn.Module) -> dict[str, tuple[Part, ...]]:
