@@ -19,6 +19,7 @@ from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.loading import drop_layers, save_checkpoint
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
+from models.config import ModelConfig, with_end_tokens
 from models.names import Dtype, parse_layers
 
 
@@ -67,6 +68,7 @@ def convert(
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
         files.check_files(checkpoint_dir, there, verify=True)
     source = open_source(checkpoint_dir)
+    ModelConfig.from_hf(with_end_tokens(source.hf_config, checkpoint_dir), where=str(checkpoint_dir / files.CONFIG))
     is_tied = source.config.tie_embeddings
     matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), [HEAD] if is_tied else [])
     if is_tied:
@@ -101,6 +103,9 @@ def convert(
     for name in generated:
         entries[name]["generated"] = True
     files.update_manifest(out_dir, entries, converted_from=recipe)
+    if (n_ids := len(load_tokenizer(out_dir).pieces())) > config.vocab_size:
+        lacking = f"{config.vocab_size} to {n_ids - 1}"
+        print(f"note: the tokenizer has ids that the model lacks, {lacking}: prompts with them are refused")
     print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
     return weights
 

@@ -222,7 +222,7 @@ class Session:
 
     def generation(self, **arguments: Any) -> Generation:
         """Return a decode of the prompts that has not begun. arguments: see `generate`."""
-        stop_tokens = self.plan.target.config.eos_tokens if self.plan.config.rows.stop_at_eos else ()
+        stop_tokens = self.plan.target.end_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
 
 

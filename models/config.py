@@ -10,7 +10,13 @@ from typing import Any
 from common.errors import ConfigError
 from common.jsonl import parse_json
 from models.hf_config import config_fields
-from models.hf_rules import refuse
+from models.hf_rules import Rule, check, refuse
+
+GENERATION_CONFIG = "generation_config.json"
+IDS = Rule(
+    "a token id, a list of token ids, or null",
+    lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,8 @@ class ModelConfig:
         for token in self.eos_tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 required = f"0 <= id < {self.vocab_size}"
-                raise refuse("an end token is not in the vocabulary", "eos_token_id", repr(token), required)
+                where = "eos_token_id (of generation_config.json, or config.json)"
+                raise refuse("an end token is not in the vocabulary", where, repr(token), required)
 
     @property
     def group_size(self) -> int:
@@ -138,8 +145,9 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, path: str | Path) -> ModelConfig:
-        """Read a Hugging Face `config.json`. Raises ConfigError naming the file and the field."""
-        return cls.from_hf(read_config(Path(path)), where=str(path))
+        """Read a Hugging Face `config.json`, and the end tokens of the generation_config.json beside it. Raises
+        ConfigError naming the file and the field."""
+        return cls.from_hf(with_end_tokens(read_config(Path(path)), Path(path).parent), where=str(path))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
@@ -148,7 +156,7 @@ class ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a `config.json` into a dictionary. Raises ConfigError naming the file."""
+    """Read a `config.json`, or a file like it, into a dictionary. Raises ConfigError naming the file."""
     required, fix = "a JSON object", "download it again (download.py)"
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
@@ -159,5 +167,20 @@ def read_config(path: Path) -> dict[str, Any]:
         fix += ", or copy config.json beside the weights"
         raise ConfigError(what, path, "no such file", required, fix) from None
     except (OSError, ValueError) as error:
-        raise ConfigError("the model's config.json cannot be read", path, error, required, fix) from None
+        raise ConfigError(f"the model's {path.name} cannot be read", path, error, required, fix) from None
     return dict(values)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Read the generation_config.json of a folder, empty without the file. Raises ConfigError if it is damaged."""
+    path = folder / GENERATION_CONFIG
+    values = read_config(path) if path.exists() else {}
+    check(values, {"eos_token_id": IDS}, str(path))
+    return values
+
+
+def with_end_tokens(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keys of a config.json with the end tokens of the folder's generation_config.json, which take the place
+    of config.json's if it names any, as in transformers. Raises ConfigError."""
+    ends = read_generation_config(folder).get("eos_token_id")
+    return values if ends in (None, []) else values | {"eos_token_id": ends}

@@ -107,7 +107,7 @@ class Stops:
 
 @dataclass(eq=False)
 class Answer:
-    """The answer to a request, for the event loop alone. specials: the names of control tokens. changed: an event that
+    """The answer to a request, for the event loop alone. specials: names of ids without text. changed: an event that
     all answers to a body share. has_logprobs: whether the client gets log-probabilities. prompt: the tokens of the
     prompt, where the client gets them. received, first, ended: seconds of `time.perf_counter`; `first` is the first
     token's. predicted: draft tokens that were copied from the request's prediction; of these `predicted_accepted` were
@@ -155,7 +155,10 @@ class Answer:
                 token.logprob, token.top = score
         self.first, n_before = self.first or update.time, len(self.tokens)
         for place, id_ in enumerate(update.tokens):
-            text, special = self._stream.add(id_), self.specials.get(id_)
+            is_last = update.finish == "stop" and place == len(update.tokens) - 1
+            is_end = is_last and id_ in self.request.stop_tokens  # no text, even if the tokenizer takes it for some
+            text = "" if is_end else self._stream.add(id_)
+            special = self._name(id_) if is_end else self.specials.get(id_)
             mark = special if self.tool_calls.names and special in MARKS else ""
             delta, has_ended = self.stops.add(text + mark)
             delta = self.tool_calls.add(delta, has_ended)

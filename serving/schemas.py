@@ -4,12 +4,24 @@ A list is checked up to its first wrong value, since checks run on the event loo
 """
 
 import secrets
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json, to_json
 
+from common.errors import ConfigError, flag
 from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
+from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
@@ -18,6 +30,9 @@ LONGEST_STOP, MOST_BIASES = 256, 1024
 FILTERS = "top_k", "top_p", "min_p", "typical_p"
 EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
+# Keys of generation_config.json that give fields of requests their defaults, as in vLLM, and the fields.
+RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+RECOMMENDED["max_new_tokens"] = "max_tokens"
 # Fields that some clients always send, on routes that lack them, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
@@ -130,6 +145,11 @@ class GenerationSpec(Body):
     def samples(self) -> bool:
         return self.temperature >= MIN_TEMPERATURE
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Return the spec with these values of fields that the request does not give."""
+        missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return self.model_copy(update=missing)
+
     def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
         """Return variables and tools for the chat template."""
         return {}, None
@@ -147,6 +167,20 @@ class GenerationSpec(Body):
         filters = (*FILTERS, "temperature") if self.samples else ()
         values = {name: getattr(self, name) for name in (*EDITS, *filters)}
         return SamplingParams(seed=self.seed, **values | {"top_k": max(0, values.get("top_k", 0))})
+
+
+def sampling_defaults(model: ModelSource) -> dict[str, Any]:
+    """Return the values of a model's generation_config.json by fields of requests. Errors: ConfigError."""
+    values = model.generation_config()
+    given = {name: values[key] for key, name in RECOMMENDED.items() if values.get(key) is not None}
+    try:
+        GenerationSpec.model_validate(given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what, where = "generation_config.json has a value that no request may have", f"{model.path}: {wrong['loc'][0]}"
+        fix = f"correct the file, or add {flag('no_sampling_defaults')}"
+        raise ConfigError(what, where, repr(wrong["input"])[:80], wrong["msg"], fix) from None
+    return given
 
 
 class Parameters(GenerationSpec):

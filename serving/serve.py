@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from types import FrameType
@@ -24,6 +25,7 @@ from common.say import say
 from serving.answers import Failure
 from serving.app import error_response, make_app
 from serving.scheduler import Batch, Scheduler, open_session
+from serving.schemas import sampling_defaults
 from serving.service import Limits, Service
 
 API_KEY = "FORETOKEN_API_KEY"
@@ -103,6 +105,8 @@ class Serve:
     http: Http = field(default_factory=Http)
     limits: Limits = field(default_factory=Limits)
     ranks: RankOptions = field(default_factory=RankOptions)
+    no_sampling_defaults: bool = False
+    """do not take what a request leaves out (temperature, filters, length) from the model's generation_config.json"""
     measure_costs: bool = False  # measure the costs that `auto` chooses by, even if saved costs exist
 
     def config(self) -> RunConfig:
@@ -165,12 +169,13 @@ class Serve:
 def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
     """Open the session, its scheduler, and on the first rank the server. Errors: UserError."""
     config = flags.config()
+    defaults = {} if flags.no_sampling_defaults else sampling_defaults(config.target.source())
     server = Server(flags) if is_leader() else None
     try:
         session, pacing = open_session(config, flags.batch)
         scheduler = Scheduler(session, pacing, flags.batch)
         if server is not None:
-            server.open(session, scheduler)
+            server.open(session, scheduler, defaults)
     except BaseException:
         if server is not None:
             server.close()
@@ -215,10 +220,13 @@ class Server:
         self._thread.start()
         say(f"listening on {self.url}, which answers 503 until the model is loaded")
 
-    def open(self, session: Session, scheduler: Scheduler) -> None:
-        """Answer requests from now on, when `run` decodes."""
+    def open(self, session: Session, scheduler: Scheduler, defaults: Mapping[str, Any]) -> None:
+        """Answer requests from now on, when `run` decodes. defaults: values of fields that a request does not give."""
         http = self._flags.http
-        self.service = Service(session, scheduler, self._flags.limits, http.log_prompts, self._loop)
+        self.service = Service(session, scheduler, self._flags.limits, http.log_prompts, defaults, self._loop)
+        if defaults:
+            given = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            say(f"requests without these fields take generation_config.json's: {given} (--no_sampling_defaults)")
         is_local = ip_address(self._sock.getsockname()[0]).is_loopback
         hosts = ["127.0.0.1", "localhost", "[::1]", http.host] if is_local else ["*"]
         self._app = make_app(self.service, http.key(), hosts)

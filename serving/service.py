@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -85,18 +85,20 @@ class Metrics:
         self.row_duration = seconds("tgi_request_inference_duration", "Seconds in a row")
         self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token behind the first")
 
-    def count_update(self, update: Update) -> None:
-        self.new_tokens.inc(len(update.tokens))
+    def count_update(self, update: Update, n_kept: int) -> None:
+        """Count an update, of whose tokens the answer kept the first `n_kept`: a stop string may have cut it."""
+        accepted = min(update.accepted, n_kept)
+        self.new_tokens.inc(n_kept)
         if update.round == 0:
             self.prompt_tokens.inc(len(update.request.prompt) - update.request.n_reused)
             self.reused_tokens.inc(update.request.n_reused)
         else:
-            self.skipped.observe(update.accepted)
+            self.skipped.observe(accepted)
         if update.drafted:
             self.rounds.inc()
             self.drafted.inc(update.drafted)
-            self.accepted.inc(update.accepted)
-            for counter in self.accepted_at[: update.accepted]:
+            self.accepted.inc(accepted)
+            for counter in self.accepted_at[:accepted]:
                 counter.inc()
 
     def count_answer(self, answer: Answer) -> None:
@@ -117,10 +119,17 @@ class Metrics:
 
 class Service(Collector):
     """The answers that are being made. Only `call` may be used outside the event loop. max_total: tokens that a row has
-    room for. max_input: tokens that a prompt may have. down: why requests are no longer answered, or None."""
+    room for. max_input: tokens that a prompt may have. down: why requests are no longer answered, or None. defaults:
+    values of fields that a request does not give; a length among them is cut to the room that is there."""
 
     def __init__(
-        self, session: Session, scheduler: Scheduler, limits: Limits, log_prompts: bool, loop: AbstractEventLoop
+        self,
+        session: Session,
+        scheduler: Scheduler,
+        limits: Limits,
+        log_prompts: bool,
+        defaults: Mapping[str, Any],
+        loop: AbstractEventLoop,
     ) -> None:
         assert session.tokenizer is not None
         self.session, self.plan, self.scheduler, self.limits = session, session.plan, scheduler, limits
@@ -134,8 +143,13 @@ class Service(Collector):
         self.down: str | None = None
         self.loop, self.created, self.metrics = loop, int(time.time()), Metrics(self.plan.gamma)
         self.metrics.registry.register(self)
+        self._longest = min(limits.max_new_tokens, defaults.get("max_tokens", limits.max_new_tokens))
+        self._defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         self._log_prompts, self._numbers, self._n_rows = log_prompts, count(), session.runner.max_batch
-        self._specials = {id_: name for name, id_ in self.tokenizer.control_tokens().items()}
+        pieces, n_ids = self.tokenizer.pieces(), self.plan.target.config.vocab_size
+        # Ids that no token has are named as by vLLM.
+        self._specials = {i: f"token_id:{i}" for i in range(n_ids) if i >= len(pieces) or pieces[i] is None}
+        self._specials |= {id_: name for name, id_ in self.tokenizer.control_tokens().items()}
         # One thread, since a tokenizer is switched while it encodes a conversation.
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         scheduler.publish = lambda updates: self.call(self.on_updates, updates)
@@ -174,6 +188,7 @@ class Service(Collector):
         n_top: the likeliest ids beside each log-probability; None: no log-probabilities. echo: answers have the tokens
         of their prompts. Raises Failure for a request that cannot be answered."""
         self.require_health()
+        spec = spec.with_defaults(self._defaults)
         (field, n_samples), room = n, self._n_rows + self.limits.max_queue
         if (n_all := n_samples * len(prompts)) > room:
             field = spec.PROMPT if len(prompts) > room else field
@@ -183,7 +198,7 @@ class Service(Collector):
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         for prompt in prompts:
             self._check(spec, prompt)
-        ends = () if spec.ignore_eos else self.plan.target.config.eos_tokens
+        ends = () if spec.ignore_eos else self.plan.target.end_tokens
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         # Log-probabilities rank the samples of best_of.
         has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
@@ -294,8 +309,7 @@ class Service(Collector):
 
     @cached_property
     def _grammars(self) -> Grammars:
-        config = self.plan.target.config
-        return Grammars(self.tokenizer, config.vocab_size, config.eos_tokens)
+        return Grammars(self.tokenizer, self.plan.target.config.vocab_size, self.plan.target.end_tokens)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""
@@ -304,7 +318,7 @@ class Service(Collector):
             raise invalid(spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
         if (highest := max(prompt, default=0)) >= n_ids:
             raise invalid(spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
-        longest = min(room, self.limits.max_new_tokens, spec.DEFAULT_LENGTH)
+        longest = min(room, self._longest, spec.DEFAULT_LENGTH)
         limit = longest if spec.max_tokens is None else spec.max_tokens
         if limit > room:
             raise invalid(spec.LENGTH, f"is {limit}; behind {n} prompt tokens there is room for {room}", TOO_LONG)
@@ -340,13 +354,14 @@ class Service(Collector):
             answer = self.answers.get(update.request.index)
             if answer is None:  # ended meanwhile
                 continue
-            self.metrics.count_update(update)
+            n_before = len(answer.tokens)
             try:
                 answer.take(update)
             except Exception as error:
                 self.end([answer], "error", internal(error))
                 traceback.print_exc()
                 continue
+            self.metrics.count_update(update, len(answer.tokens) - n_before)
             if answer.finish is not None:
                 del self.answers[update.request.index]
                 if update.finish is None:  # a stop string

@@ -66,7 +66,7 @@ class Chat(ModelFlags):
                     limit = f"{session.plan.capacity} tokens"
                     say(f"  no room for that in {limit}: {RESET} begins anew, --context has more")
                     continue
-                ends, params = session.plan.target.config.eos_tokens, session.plan.sampling
+                ends, params = session.plan.target.end_tokens, session.plan.sampling
                 request = Request(prompt, min(self.gen_len, room), ends, params, id=next(ids))
                 answer = _answer(session, drafter, request)
                 messages = [*question, {"role": "assistant", "content": answer}]
@@ -104,7 +104,7 @@ def _answer(session: Session, drafter: Drafter, request: Request) -> str:
         while True:
             n_written, stats = len(request.tokens), decoder.step()
             for token in request.tokens[n_written:]:
-                text += write(stream.add(token))
+                text += "" if token in request.stop_tokens else write(stream.add(token))
             if stats is None:
                 break
             seconds += stats.seconds

@@ -60,7 +60,7 @@ class Eval(ModelFlags):
         session = Session.of_plan(plan_of(config, texts, evicts=evicts))
         assert session.tokenizer and session.plan.draft
         say(f"every generation is appended to {self.save}, run {session.run}")
-        stops = [*session.plan.target.config.eos_tokens, *line_ends(session.tokenizer)]
+        stops = [*session.plan.target.end_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
         for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):

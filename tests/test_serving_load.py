@@ -220,6 +220,7 @@ def test_metrics_and_the_log_add_up(chat_checkpoint, capsys, flags):
     with serving(chat_checkpoint, flags) as server:
         with ThreadPoolExecutor(6) as pool:
             parameters = [{"max_new_tokens": n, "temperature": 0.9, "seed": n} for n in range(5, 35, 5)]
+            parameters += [how | {"stop": ["e", "q", "(", "7", "Z"]} for how in parameters]
             details = [*pool.map(lambda how: server.generate("hello", **how)["details"], parameters)]
         server.until_idle()
         metrics = server.metrics()
@@ -233,10 +234,12 @@ def test_metrics_and_the_log_add_up(chat_checkpoint, capsys, flags):
     at = [metrics[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
     assert sum(at) == sums["accepted"] and at == sorted(at, reverse=True)
     assert metrics["foretoken_decode_tokens_total"] == metrics["tgi_request_generated_tokens_sum"] == n_new
-    assert metrics["foretoken_prefill_tokens_total"] + metrics["foretoken_reused_prompt_tokens_total"] == 6 * 6
-    assert metrics["tgi_request_count"] == metrics["tgi_request_success"] == 6 and metrics["foretoken_rounds_total"]
-    for name in ("queue_duration", "inference_duration", "duration", "mean_time_per_token_duration"):
-        assert metrics[f"tgi_request_{name}_count"] == 6
+    assert metrics["foretoken_prefill_tokens_total"] + metrics["foretoken_reused_prompt_tokens_total"] == 12 * 6
+    assert metrics["tgi_request_count"] == metrics["tgi_request_success"] == 12 and metrics["foretoken_rounds_total"]
+    n_longer = sum(each["generated_tokens"] > 1 for each in details)
+    assert metrics["tgi_request_mean_time_per_token_duration_count"] == n_longer
+    for name in ("queue_duration", "inference_duration", "duration"):
+        assert metrics[f"tgi_request_{name}_count"] == 12
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     assert sum(line["timings"]["predicted_n"] for line in lines) == n_new
     assert ("hello" in json.dumps(lines)) is bool(flags)

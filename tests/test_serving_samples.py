@@ -5,10 +5,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from hf_tiny import SHAPE, random_model, save_folder
 from huggingface_hub import InferenceClient
 from openai import OpenAI
-from serving_cases import Alone, Served, serving, slow
+from serving_cases import END, Alone, Served, serving, slow
+from transformers import LlamaConfig
 
+from convert_hf_checkpoint import convert
 from engine.sampling import SamplingParams
 
 TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -152,3 +155,22 @@ def test_a_client_that_leaves_ends_all_its_samples(served: Served):
             assert len(served.answers) == 9
         served.until(lambda: not served.answers, "their end")
     served.until_idle()
+
+
+def test_ids_without_a_token_have_names_of_their_own(tmp_path):
+    """The embedding is larger than the tokenizer; such ids are drawn, and add no text."""
+    shape = SHAPE | {"vocab_size": 320, "max_position_embeddings": 400}
+    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), tmp_path)
+    convert(tmp_path, tmp_path)
+    likely = {str(id_): 40 - id_ / 100 for id_ in (300, 301, 302, 303)}
+    with serving(tmp_path) as server:
+        for prompt in ("a b c", "tea"):
+            body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 20, "logit_bias": likely}
+            (choice,) = answer_of(server, V1, body)["choices"]
+            assert choice["text"] == "" and {*choice["logprobs"]["tokens"]} <= {f"token_id:{id_}" for id_ in likely}
+            places = choice["logprobs"]["top_logprobs"]
+            details = server.generate(prompt, max_new_tokens=6, logit_bias=likely, top_n_tokens=20)["details"]
+            for likeliest, scored in zip(places, details["top_tokens"], strict=True):
+                names = [f"token_id:{token['id']}" for token in scored if token["id"] > 256]
+                assert [token["text"] for token in scored if token["id"] > 256] == names
+                assert {*names} <= likeliest.keys() and len(names) > 1

@@ -48,6 +48,21 @@ def answer_of(tokenizer: Tokenizer, stops: list[str], keeps: bool = False) -> An
     return Answer(request, tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
 
 
+def test_an_end_token_is_no_text(alone: Alone):
+    """Here it is a token of text, and it is named where its log-probability stands."""
+    end, text = alone.tokenizer.encode("z", add_bos=False)[0], alone.tokenizer.encode("ab€", add_bos=False)
+    for tokens, whole in ((text, "ab€"), (text[:-1], "ab\ufffd")):
+        answer = answer_of(alone.tokenizer, [alone.tokenizer.decode([end])])
+        answer.request.stop_tokens = [end]
+        answer.take(update(tokens[:1], 0))
+        answer.take(update([*tokens[1:], end], 1, 3, 3, "stop"))
+        assert (answer.text, answer.finish, len(answer.tokens)) == (whole, "eos_token", len(tokens) + 1)
+        assert (answer.tokens[-1].text, answer.tokens[-1].special) == (alone.tokenizer.decode([end]), True)
+    answer = answer_of(alone.tokenizer, [])  # a token like any other where it does not end the answer
+    answer.take(update([*text, end], 0, finish="length"))
+    assert answer.text == f"ab€{alone.tokenizer.decode([end])}"
+
+
 def update(tokens: list[int], round: int, drafted: int = 0, accepted: int = 0, finish: str | None = None) -> Update:
     return Update(ServedRequest([1], 99), tokens, [], drafted, accepted, round, 2.0, finish)  # type: ignore[arg-type]
 

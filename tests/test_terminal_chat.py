@@ -14,6 +14,7 @@ from bench import RunConfig, Session
 from bench.config import Rows, Sizes, Target
 from engine.decoding import Decoder
 from engine.requests import Request
+from models.checkpoints.tokenizer import load_tokenizer
 from terminal.track import printable
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -43,6 +44,11 @@ def chat(talker: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 def continued(talker: Path, *messages: tuple[str, str]) -> str:
     """Return the text that plain decoding puts behind a conversation."""
+    return load_tokenizer(talker).decode(continuation(talker, *messages))
+
+
+def continuation(talker: Path, *messages: tuple[str, str]) -> list[int]:
+    """Return the tokens that plain decoding puts behind a conversation."""
     config = RunConfig(
         target=Target(model=str(talker), device="cpu", dtype="float64"),
         sizes=Sizes(gen_len=24),
@@ -50,8 +56,7 @@ def continued(talker: Path, *messages: tuple[str, str]) -> str:
     )
     text = "".join(f"[{role}] {content}\n" for role, content in messages) + "[assistant] "
     session = Session.open(config, [Session.open(config, [text]).prompts[0][1:]])  # without BOS
-    assert session.tokenizer is not None
-    return session.tokenizer.decode(session.generate().tokens[0])
+    return session.generate().tokens[0]
 
 
 def test_every_line_is_answered_behind_all_that_was_said(
@@ -70,6 +75,18 @@ def test_every_line_is_answered_behind_all_that_was_said(
     assert first != second
     hello, then, anew = ((request.n_reused, len(request.prompt)) for request in requests[:3])
     assert hello[0] == 0 < hello[1] <= then[0] < then[1] and anew[0] == anew[1] - 1
+
+
+def test_an_end_token_is_no_part_of_an_answer(chat: Chat, talker: Path) -> None:
+    """Here it is a token of text, at which the first answer is cut, and the second only if it comes there."""
+    tokenizer, expected = load_tokenizer(talker), ""
+    answers = [continuation(talker, ("user", line)) for line in ("Hello", "And then?")]
+    end = answers[0][10]
+    for tokens in answers:
+        cut = tokens[: tokens.index(end)] if end in tokens else tokens
+        assert tokenizer.decode([*cut, end]) != tokenizer.decode(cut)
+        expected += printable(f"{tokenizer.decode(cut)}\n")
+    assert chat("Hello", "/reset", "And then?", flags=f"{FLAGS} --config_overrides eos_token_id={end}").out == expected
 
 
 def test_a_conversation_begins_with_the_system_message(chat: Chat, talker: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -89,6 +90,15 @@ class ChatTemplate:
             raise ConfigError(what, "messages, tools, chat_template_kwargs", found[1], required, "leave it out")
         texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
+
+    def end_of_turn(self) -> list[int]:
+        """Return the control token that the template writes after an answer; an empty list if it writes none."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": BEGIN}]
+        with suppress(Exception):  # a template is a program
+            text = self.template.render({**self.tokens, "messages": messages, "add_generation_prompt": False})
+            ids = self.tokenizer.encode_chat(text.partition(BEGIN)[2].strip(), control=True)
+            return [id_ for id_ in ids[:1] if id_ in self.tokenizer.control_tokens().values()]
+        return []
 
 
 class NoChatTemplateError(CheckpointError):

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,6 +97,7 @@ def read_checkpoint(
     except Exception as error:  # a damaged zip or pickle raises almost anything
         seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
         raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
+    stored = replace(stored, eos_tokens=expected.eos_tokens)  # the weights are no other with other end tokens
     if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from common.errors import CheckpointError
 from common.jsonl import parse_json
 from models.checkpoints.tokenizer import TOKENIZER_FILES
+from models.config import GENERATION_CONFIG
 from models.cpp_build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
@@ -26,7 +27,7 @@ PARTIAL = ".partial"  # suffix of folders in which files are written
 DAY = 24 * 3600
 REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
 SIDE_FILES: tuple[str, ...] = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
-SIDE_FILES += ("special_tokens_map.json", "generation_config.json")
+SIDE_FILES += ("special_tokens_map.json", GENERATION_CONFIG)
 
 
 @contextmanager

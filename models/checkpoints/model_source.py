@@ -4,12 +4,14 @@ import os
 import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError, ConfigError
-from models.checkpoints.chat_template import ChatTemplate, load_chat_template
+from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, load_model
 from models.checkpoints.manifest import (
@@ -22,7 +24,7 @@ from models.checkpoints.manifest import (
     sha256_of,
 )
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig, read_config, read_generation_config, with_end_tokens
 from models.config_changes import NO_CHANGES, ConfigChanges
 from models.llama import Transformer
 from models.presets import PRESETS, preset_name
@@ -75,11 +77,24 @@ class ModelSource:
         """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown."""
         return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
+    def generation_config(self) -> dict[str, Any]:
+        """Read the checkpoint's generation_config.json, empty without the file. Raises ConfigError."""
+        return read_generation_config(_folder(self.path))
+
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(_folder(self.path))
 
     def chat_template(self) -> ChatTemplate:
         return load_chat_template(_folder(self.path), self.tokenizer())
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Token ids that end an answer: those of generation_config.json or config.json, and the chat template's."""
+        turn = list[int]()
+        with suppress(NoChatTemplateError):
+            turn = self.chat_template().end_of_turn() if self.has_text else []
+        ends = (*self.config.eos_tokens, *(token for token in turn if token < self.config.vocab_size))
+        return tuple(dict.fromkeys(ends))
 
     def check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
         """Raise CheckpointError if the tokenizer made ids that the model lacks. Ids without a token are fine."""
@@ -122,7 +137,8 @@ def find_model(
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
     in_file = str(folder / CONFIG)
-    config = ModelConfig.from_hf(changes.apply(read_config(folder / CONFIG), in_file), where=in_file)
+    values = with_end_tokens(read_config(folder / CONFIG), folder)
+    config = ModelConfig.from_hf(changes.apply(values, in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
 
