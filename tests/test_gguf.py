@@ -2,13 +2,16 @@
 
 import json
 import math
+import struct
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
+from gguf import GGUFReader
 from gguf_files import DIFFERENCES, TINY, TOKENS, convert_tiny_gguf, write_tiny_gguf
 from hf_tiny import llama3_rope
 
@@ -156,3 +159,37 @@ def test_the_tokenizer_is_rebuilt_from_the_metadata(tmp_path: Path, pre: str, me
     assert pieces == ["the", "Ġ", *joined, "3", "4"]
     with_extra = tokenizer.encode("a<extra>b", add_bos=False)
     assert EXTRA in with_extra and tokenizer.decode(with_extra) == "a<extra>b", "tokens that users define are kept"
+
+
+def header(kind: int, length: int, content: bytes) -> bytes:
+    """Return a GGUF file without tensors, whose metadata is an array."""
+    return b"GGUF" + struct.pack("<IQQQ3sIIQ", 3, 0, 1, 3, b"key", 9, kind, length) + content
+
+
+@pytest.mark.parametrize("kind", range(13))
+def test_an_array_that_the_file_cannot_hold_is_refused_at_once(tmp_path: Path, kind: int, monkeypatch) -> None:
+    """Of 151 bytes in all, by any type of elements: numbers, booleans, strings, arrays."""
+    path, n_reads, get = tmp_path / "x.gguf", count(), GGUFReader._get
+
+    def counted(self: GGUFReader, *given: Any, **options: Any) -> Any:
+        if next(n_reads) > 200:
+            raise MemoryError
+        return get(self, *given, **options)
+
+    monkeypatch.setattr(GGUFReader, "_get", counted)
+    path.write_bytes(header(kind, 2**50, bytes(100)))
+    with pytest.raises(CheckpointError, match="truncated or garbled"):
+        read_gguf(path)
+    assert next(n_reads) < 100
+
+
+def test_long_arrays_are_read_at_once(tmp_path: Path, monkeypatch) -> None:
+    reads: list[tuple] = []
+    get = GGUFReader._get
+    monkeypatch.setattr(GGUFReader, "_get", lambda *given, **options: (reads.append(given), get(*given, **options))[1])
+    path, words = tmp_path / "x.gguf", [f"é{number}" * (number % 3) for number in range(300_000)]
+    packed = b"".join(struct.pack("<Q", len(word.encode())) + word.encode() for word in words)
+    for kind, values, content in ((7, [True, False] * 150_000, bytes([1, 0]) * 150_000), (8, words, packed)):
+        path.write_bytes(header(kind, 300_000, content))
+        assert read_gguf(path)[0]["key"] == values
+    assert len(reads) < 50

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGUFEndian, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH, GGUFEndian, GGUFReader, GGUFValueType, ReaderTensor, dequantize, get_tensor_name_map
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
@@ -70,13 +70,45 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     return Source((path,), tensors, hf_config, config, side_files, tokenizer, chat if isinstance(chat, str) else None)
 
 
+class _Reader(GGUFReader):
+    """Reads a file as its base does, but nothing beyond the file's end, and arrays of numbers or strings at once."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) < count:
+            raise ValueError(f"{count} x {np.dtype(dtype)} at byte {offset} of {len(self.data)}")
+        return found
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        """Return the bytes, parts, indices of data parts, and types of a metadata value at a byte of the file."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, length = GGUFValueType(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+        end, parts = orig_offs + 12, list[Any]()
+        if kind in self.gguf_scalar_to_np:
+            parts = [self._get(end, self.gguf_scalar_to_np[kind], length)]
+            end += parts[0].nbytes
+        else:
+            if kind != GGUFValueType.STRING:
+                raise ValueError("an array of arrays")
+            content: Any = memoryview(self.data)  # type: ignore[arg-type]
+            order: Any = "little" if self.byte_order == "I" else "big"
+            while len(parts) < length:
+                begin = end + 8
+                end = begin + int.from_bytes(content[end:begin], order)
+                if end > len(content):
+                    raise ValueError(f"a string of {end - begin} bytes at byte {begin} of {len(content)}")
+                parts.append(content[begin:end])
+        return end - orig_offs, parts, [*range(len(parts))], [GGUFValueType.ARRAY, kind]
+
+
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Return a file's metadata, and its tensors, which stay on disk until they are read, as float32; shapes are
     row-major. Raises CheckpointError if the file is truncated, garbled, big-endian, or a part of a split file. Reading
     a tensor raises it for a quantisation that the package cannot decode."""
     try:
         with np.errstate(over="ignore"):  # garbled sizes overflow before they are refused
-            reader = GGUFReader(path)
+            reader = _Reader(path)
             metadata = {name: entry.contents() for name, entry in reader.fields.items()}
             shapes = [tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors]
     except Exception as error:  # on a damaged header the package raises whatever comes first
