@@ -173,7 +173,7 @@ class RankOptions:
     rank_group: tuple[int, ...] | None = None
     """ranks that share the target, in shard order; of a replica, numbered from 0 (default: all)"""
     check_ranks: bool = False
-    """compare a digest over ranks each round; stop if any differs"""
+    """compare all bytes of the weights at the start, and a digest each round; stop if any rank differs"""
     rank_timeout: float = 600
     """seconds that a rank waits for another, also to tokenise"""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
 
+from bench.agreement import common_facts
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
 from bench.draft_plan import with_draft
@@ -77,11 +79,13 @@ class Session:
         return cls.of_plan(resolve(config, prompts))
 
     @classmethod
-    def of_plan(cls, plan: Plan, n_continued: int = 0) -> Session:
-        """Open a session. n_continued: tokens to cut behind each prompt of a data set. Errors: UserError."""
+    def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:
+        """Open a session. n_continued: tokens to cut behind each prompt of a data set. options: a dataclass of further
+        options that ranks need to have in common. Errors: UserError."""
         require_room(plan)
-        options, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
-        processes = start_ranks(plan.device, check=options.check_ranks, timeout_seconds=options.rank_timeout)
+        watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
+        timeout, facts = watched.rank_timeout, partial(common_facts, plan, options)
+        processes = start_ranks(plan.device, facts, check=watched.check_ranks, timeout_seconds=timeout)
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)

@@ -184,7 +184,7 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
     """Open a session without prompts, with a row for each request of a batch, and the pacing of its rounds. Costs are
     measured on random entries. Errors: UserError."""
     plan = resolve(replace(config, sizes=Sizes(B=batch.max_batch)), max_length=batch.max_length)
-    session = Session.of_plan(plan)
+    session = Session.of_plan(plan, options=batch)
     if session.runner.graphs is not None:
         # Clients may sample, with filters: rounds are captured for that from the start.
         session = replace(session, plan=replace(plan, sampling=SamplingParams(1.0, top_p=0.5)))

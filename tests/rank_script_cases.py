@@ -1,4 +1,7 @@
-"""Run a benchmark script with a fault in rank 1: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`."""
+"""Run a benchmark script with a fault in rank 1: `rank_script_cases.py FAULT SCRIPT ARGUMENTS...`.
+
+A fault is a function of this file, or another value for a flag, such as "--gamma 4".
+"""
 
 import os
 import runpy
@@ -54,6 +57,10 @@ def spoil_a_prompt() -> None:
 
 if __name__ == "__main__":
     _, fault, *sys.argv = sys.argv
-    if int(os.environ["RANK"]) == BROKEN_RANK:
+    is_broken = int(os.environ["RANK"]) == BROKEN_RANK
+    if is_broken and fault.startswith("--"):
+        name, value = fault.split()
+        sys.argv[sys.argv.index(name) + 1] = value
+    elif is_broken:
         {"change_a_decision": change_a_decision, "skew_sums": skew_sums, "spoil_a_prompt": spoil_a_prompt}[fault]()
     runpy.run_path(sys.argv[0], run_name="__main__")

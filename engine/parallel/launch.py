@@ -25,8 +25,8 @@ USER_ERROR_CODE, LOST_RANK_CODE = 2, 3
 LINGER_SECONDS = 10
 # Errors of gloo and NCCL about a peer. Any other error is this rank's, and keeps its traceback.
 LOST_RANK = re.compile(
-    "connection (closed by peer|reset by peer|refused)|broken pipe|socket timeout|timed out|remote process exited"
-    "|communicator was aborted",
+    "connection (closed by peer|reset by peer|refused)|broken pipe|(socket|wait) timeout|timed out"
+    "|remote process exited|communicator was aborted",
     re.IGNORECASE,
 )
 _REPORTED = "foretoken/user_error"
@@ -78,7 +78,7 @@ def _report_user_error(error: UserError, message: str) -> None:
 
 def _report_lost_rank(error: Exception) -> None:
     """Print that a rank was lost unless a rank has printed why, and give torchrun the time to name a rank that died."""
-    hangs = "timed out" in str(error).lower()
+    hangs = re.search("timed out|wait timeout", str(error), re.IGNORECASE)
     if not _on_store(lambda store: store.check([_REPORTED]), False):
         how = f"did not answer in time ({flag('rank_timeout')})" if hangs else "died"
         what = f"rank {rank()} lost another rank, which {how}"

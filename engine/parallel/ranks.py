@@ -7,10 +7,11 @@ over replicas, the first rank of each replica is its rank 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import ConfigError, RankError, flag, require_at_least
-from common.process import LEADER, world_size
+from common.process import LEADER, rank, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
 
@@ -158,18 +159,55 @@ def require_single_process() -> None:
         raise ConfigError("this script runs on one process", where, seen, "1 process", fix)
 
 
-def start_ranks(device: str, *, check: bool = False, timeout_seconds: float = 600) -> Ranks:
+def require_alike(store: dist.Store, facts: Mapping[str, str | None]) -> None:
+    """Raise RankError on every rank, with each fact that differs and the ranks of its values, unless all ranks give the
+    same facts. None: unknown on this rank. Every rank has to call this."""
+    place = f"facts/{store.add(f'facts/{rank()}', 1)}"
+    store.set(f"{place}/{rank()}", json.dumps(facts))
+    by_rank = [json.loads(store.get(f"{place}/{number}")) for number in range(world_size())]
+    differing = {}
+    for name in {name: None for theirs in by_rank for name in theirs}:
+        seen: dict[str, list[str]] = {}
+        for number, theirs in enumerate(by_rank):
+            if (value := theirs.get(name, "nothing")) is not None:
+                seen.setdefault(value, []).append(str(number))
+        if len(seen) > 1:
+            differing[name] = ", ".join(f"{value} on rank {' '.join(numbers)}" for value, numbers in seen.items())
+    if differing:
+        seen_by_name = "; ".join(f"{name}: {values}" for name, values in differing.items())
+        fix = "start all ranks with one command, one version of everything, and copies of the same checkpoints"
+        raise RankError("ranks disagree", ", ".join(differing), seen_by_name, "the same on all ranks", fix)
+
+
+def start_ranks(
+    device: str,
+    facts: Callable[[], Mapping[str, str | None]] | None = None,
+    *,
+    check: bool = False,
+    timeout_seconds: float = 600,
+) -> Ranks:
     """Join torchrun's other processes, over NCCL for tensors on GPUs, else over gloo; without torchrun, there is a
-    single rank. A collective that waits longer than the timeout for a rank fails, and the run with it."""
+    single rank. A collective that waits longer than the timeout for a rank fails, and the run with it.
+
+    facts: what ranks need to have in common. Errors: RankError, before any collective, where facts differ.
+    """
     where = torch.device(device)
     if world_size() == 1:
         return Ranks(device=where)
     on_gpu, timeout = where.type == "cuda", timedelta(seconds=timeout_seconds)
     if on_gpu:
         torch.cuda.set_device(where)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, timeout=timeout, device_id=where if on_gpu else None)
+    store, is_joined = None, dist.is_initialized()
+    if facts is not None:
+        if is_joined:
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        require_alike(store, facts())
+    if not is_joined:
+        backend, device_id = ("cpu:gloo,cuda:nccl", where) if on_gpu else ("gloo", None)
+        known: Any = {"store": store, "rank": rank(), "world_size": world_size(), "timeout": timeout}
+        dist.init_process_group(backend, device_id=device_id, **known)
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 
 

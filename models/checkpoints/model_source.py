@@ -1,19 +1,25 @@
 """A model that can be loaded: a converted checkpoint, or a shape for random weights."""
 
+import hashlib
+import mmap
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
-from models.checkpoints.loading import CONVERT, load_model
+from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
 from models.checkpoints.manifest import (
     CONFIG,
     MANIFEST,
@@ -28,6 +34,9 @@ from models.config import ModelConfig, read_config, read_generation_config, with
 from models.config_changes import NO_CHANGES, ConfigChanges
 from models.llama import Transformer
 from models.presets import PRESETS, preset_name
+
+# Pieces of a tensor that tell checkpoints of the same shape apart, and the bytes of each: a few pages of a mapped file.
+N_PIECES, PIECE_BYTES = 4, 4096
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,25 @@ class ModelSource:
         if not self.has_text:
             return "random"
         return remembered_sha256(Path(self.path) if self.path.endswith(".pth") else Path(self.path) / WEIGHTS)
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
+        config = self.config if self.is_changed else None
+        return read_checkpoint(self.path, config=config)[1].items() if self.has_text else ()
+
+    def digest(self, whole: bool) -> str:
+        """Return a digest of the tensors' names, shapes, dtypes and contents: all bytes, or pieces of each tensor."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors(), key=itemgetter(0)):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            content = tensor.reshape(-1).view(torch.uint8).numpy()
+            starts = (len(content) * piece // N_PIECES for piece in range(N_PIECES))
+            if not whole:  # without reading megabytes ahead of each piece
+                first = content.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+                advise(first, content.ctypes.data + len(content), "MADV_RANDOM")
+            for part in [content] if whole else [content[start : start + PIECE_BYTES] for start in starts]:
+                digest.update(part.data)
+        return digest.hexdigest()[:16]
 
     @property
     def manifest_sha256(self) -> str | None:

@@ -1,0 +1,65 @@
+"""What every rank needs to have in common: configuration, versions and weights, each named as a user knows it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from typing import Any
+
+import torch
+
+from bench.plan_types import DraftPlan, Plan
+from common.errors import flag
+from common.process import rank, world_size
+from common.provenance import git_commit
+
+# Files and folders, of which only whether they are given has to agree: paths differ between machines.
+PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
+PATHS |= {"prefix_cache", "save_rows", "output", "path"}
+# What may differ between machines, and names that come from paths.
+LEFT_OUT = {"device", "name", "rank_timeout", "verify", "prefix_cache_gb"}
+KIND = "kind"  # stands for the name of a class
+PACKAGES = ("torch", "numpy", "triton")
+
+
+def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
+    """Return what has to be the same on all ranks of a run, by name; None: the weights of a draft that this rank does
+    not hold. options: a dataclass of further options."""
+    found: dict[str, str | None] = {}
+    for path, value in chain(_flat(plan), _flat(options, "config.")):
+        *_, last = path.split(".")
+        name = flag(last) if path.startswith("config.") and last != KIND else path
+        found[path if name in found else name] = value  # texts and alternatives have options of the draft's names
+    found["device"] = torch.device(plan.device).type
+    found |= {package: _version(package) for package in PACKAGES} | {"commit": git_commit() or "unknown"}
+    found["ENABLE_INTRA_NODE_COMM"] = os.environ.get("ENABLE_INTRA_NODE_COMM", "1")
+    whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
+    found["the target's weights"] = plan.target.digest(whole)
+    if plan.draft_source is not None:
+        holds = rank() % (world_size() // plan.config.n_replicas) in plan.draft_group
+        found["the draft's weights"] = plan.draft_source.digest(whole) if holds else None
+    return found
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested dataclasses, as texts, and the dataclasses' names, by their paths."""
+    if is_dataclass(value):
+        yield f"{path}{KIND}", type(value).__name__
+        # The options and the source of a draft are the configuration's and the plan's.
+        repeated = {"config", "source"} if isinstance(value, DraftPlan) else set()
+        for name in (part.name for part in fields(value) if part.name not in LEFT_OUT | repeated):
+            leaf = getattr(value, name)
+            yield from _flat("given" if name in PATHS and leaf else leaf, f"{path}{name}.")
+    elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+        for number, part in enumerate(value):
+            yield from _flat(part, f"{path}{number}.")
+    elif not callable(value):
+        yield path.rstrip("."), str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
