@@ -109,8 +109,9 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
     for row in range(runner.max_batch):
         cache.reset_row(row)
     per_row = {"activations of rows": math.ceil(MARGIN * of_rows / runner.max_batch)}
-    # A CPU's pages are taken when they are first written; a GPU's cache is in memory already.
-    per_row |= {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or plan.device == "cpu"}
+    # A CPU's pages are taken when they are first written; a GPU's cache is in memory already, and any in a limit.
+    untouched = plan.device == "cpu" and left_in_limits() == math.inf
+    per_row |= {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or untouched}
     needed = MemoryPlan({"activations of a prompt": math.ceil(MARGIN * of_chunk)}, per_row)
     require_memory(needed, plan.n_rows, available_bytes(plan.device), plan.device)
 
@@ -125,7 +126,9 @@ def _peak_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     before = peak_memory_bytes(device)
     try:
         forward()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # of a CPU, without a type of its own
+        if "allocate" not in str(error):
+            raise
         return available_bytes(str(device))
     return peak_memory_bytes(device) - before
 
@@ -138,11 +141,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: str) -> int:
-    """Return the bytes that this process may take on a CUDA device, or its share of the machine's on "cpu"."""
+    """Return the bytes that this process may take on a CUDA device, or on "cpu" its share of the machine's, within its
+    own limits."""
     if device == "cpu":
-        return int(min(psutil.virtual_memory().available, left_in_container())) // local_world_size()
+        share = min(psutil.virtual_memory().available, left_in_container()) / local_world_size()
+        return int(min(share, left_in_limits()))
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(torch.device(device))[0] + reserved
+
+
+def left_in_limits() -> float:
+    """Return the bytes that `ulimit -v` and `ulimit -d` leave to this process; inf: no limit."""
+    used = psutil.Process().memory_info()
+    limits = (resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))
+    soft = ((resource.getrlimit(limit)[0], size) for limit, size in limits)
+    return min((most - size for most, size in soft if most != resource.RLIM_INFINITY), default=math.inf)
 
 
 def left_in_container(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import needs_vnni
+from programs import python
 from tiny import TINY
 
 from bench import memory
@@ -117,3 +118,30 @@ def test_a_containers_limit_counts_and_its_pages_of_files_do_not(tmp_path: Path)
         for name, value in values.items():
             (folder / f"memory.{name}").write_text(f"{value}\n")
     assert memory.left_in_container(tmp_path, process) == 1000 - 700 + 50
+
+
+LIMITED = """
+import resource, sys
+import psutil
+from bench.config import RunConfig, Sizes, Target
+from bench.session import Session
+from common.errors import OutOfMemoryError
+
+used = psutil.Process().memory_info()
+limit, size = {"AS": (resource.RLIMIT_AS, used.vms), "DATA": (resource.RLIMIT_DATA, used.data)}[sys.argv[2]]
+resource.setrlimit(limit, (size + 2**29, resource.RLIM_INFINITY))
+for batch in (20_000, 2):
+    config = RunConfig(Target(sys.argv[1], device="cpu"), sizes=Sizes(B=batch, gen_len=8))
+    try:
+        Session.open(config, [[1] * 200] * batch)
+        print("opened")
+    except OutOfMemoryError as error:
+        print(error.what)
+"""
+
+
+@pytest.mark.parametrize("limit", ["AS", "DATA"])
+def test_a_limit_of_the_process_counts(limit: str, checkpoint: Path) -> None:
+    """As `ulimit -v` and `ulimit -d` set it: half a gibibyte more than what imports took."""
+    ended = python("-c", LIMITED, checkpoint, limit)
+    assert (ended.code, ended.out) == (0, "the run does not fit into memory\nopened\n"), ended.err
