@@ -43,6 +43,8 @@ class PrefixStore:
         folder lacks the prompt.
         """
         path = self._path(prompt)
+        if not path.is_file():  # opening a FIFO would wait for a writer
+            return None
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -88,7 +90,7 @@ class PrefixStore:
         left, found = self.max_bytes, []
         for path in self.folder.glob("prefix-*.safetensors"):
             with suppress(FileNotFoundError):  # another process was faster
-                found.append((path.stat(), path))
+                found += [(path.stat(), path)] if path.is_file() else []
         for stat, path in sorted(found, key=lambda each: each[0].st_mtime, reverse=True):
             left -= stat.st_size
             if left < 0:

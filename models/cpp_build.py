@@ -91,20 +91,22 @@ def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], aga
     if choice is None:
         memory.parent.mkdir(parents=True, exist_ok=True)
         # Ranks that start together compare once, and use the same build.
-        with open(memory.with_suffix(".lock"), "w") as lock:
+        # For reading, too: opening a FIFO only to write would wait for a reader.
+        with open(os.open(memory.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666), "rb", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             choice = None if again else _stored(memory)
             if choice is None:
                 say(title)
                 choice, partial = compare(), memory.with_suffix(".partial")
+                partial.unlink(missing_ok=True)
                 partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
                 os.replace(partial, memory)
     return choice
 
 
 def _stored(memory: Path) -> BuildChoice | None:
-    """Return the choice in a file; None if the file is missing or damaged. Raises OSError."""
-    if not memory.exists():
+    """Return the choice in a file; None if the file is missing, damaged or no file. Raises OSError."""
+    if not memory.is_file():
         return None
     try:
         return BuildChoice(**parse_json(memory.read_text(encoding="utf-8")))
@@ -162,7 +164,7 @@ def speedup(rows: Sequence[Row]) -> float:
 def build_library(name: str, build: str) -> Path:
     """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
     library = _cache_file(name, "so", *BUILDS[build])
-    if library.exists():
+    if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     # Compiled in another folder, then moved: other processes may read the file.

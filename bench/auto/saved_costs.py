@@ -20,7 +20,8 @@ Key = Mapping[str, Any]
 def load_costs(key: Key) -> dict[int, list[Costs]] | None:
     """Return the costs that were stored under a key, by the number of rows; None if there are none."""
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # RuntimeError: a user without a home folder
-        kept = parse_json(_path(key).read_text(encoding="utf-8"))
+        path = _path(key)
+        kept = parse_json(path.read_text(encoding="utf-8") if path.is_file() else "{}")
         if kept["key"] == json.loads(json.dumps(key)):  # where tuples are lists
             return {int(n_rows): [*map(_costs, costs)] for n_rows, costs in kept["costs"].items()}
     return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import UserError, require_at_least
+from common.errors import DataError, UserError, require_at_least
 from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
@@ -18,12 +18,12 @@ from engine.runner import ModelRunner
 
 class NGramCache(HostDrafter):
     """Guesses by all prompts and answers of all rows. path: a file that is loaded if it exists, and saved when the
-    drafter is freed or the program ends.
+    drafter is freed or the program ends; a file that cannot be used is noted, and left as it is.
 
     In rejection mode a guess must not depend on a row's random numbers, and so not on texts that these drew before, or
     draw in another row. So only the first request of a seed and id learns and drafts. Texts of other requests are
     independent of its numbers, but its guesses depend on them: a seed keeps the distribution of the tokens in that
-    mode, not the tokens. Errors: ConfigError if max_ngram is below 1; DataError for a file of another kind.
+    mode, not the tokens. Errors: ConfigError if max_ngram is below 1.
     """
 
     def __init__(
@@ -35,9 +35,13 @@ class NGramCache(HostDrafter):
         # The number of learnt tokens of each row; None where it may not learn.
         self._learnt: dict[int, int | None] = {}
         if path is not None and self._ranks.leads:
-            if path.is_file() and path.stat().st_size:
-                self._table = NGramTable.load(path, runner.vocab_size, size)
-                self._table.order = max_ngram
+            try:
+                if path.is_file() and path.stat().st_size:
+                    self._table = NGramTable.load(path, runner.vocab_size, size)
+                    self._table.order = max_ngram
+            except DataError as error:  # the file may be another program's: it is not written either
+                say(f"note: drafts begin without earlier n-grams, and the file stays as it is: {error}")
+                return
             if self._ranks.first == LEADER:  # only one replica saves
                 weakref.finalize(self, _save, self._table, path, runner.vocab_size)
 

@@ -73,7 +73,7 @@ def remembered_sha256(path: Path) -> str:
     found = ""
     with suppress(OSError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
         note = cache_folder() / "sha256" / version
-        found = note.read_text(encoding="utf-8", errors="replace") if note.exists() else ""
+        found = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
         if not re.fullmatch("[0-9a-f]{64}", found):
             found = sha256_of(path)
             write_text(note, found)
