@@ -34,6 +34,7 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
     found["device"] = torch.device(plan.device).type
     found |= {package: _version(package) for package in PACKAGES} | {"commit": git_commit() or "unknown"}
     found["ENABLE_INTRA_NODE_COMM"] = os.environ.get("ENABLE_INTRA_NODE_COMM", "1")
+    found["end tokens"] = str(plan.target.end_tokens)
     whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
     found["the target's weights"] = plan.target.digest(whole)
     if plan.draft_source is not None:

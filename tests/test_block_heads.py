@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import needs_vnni
 from programs import benchmark, run
 from published_heads import dflash_tensors, eagle_config, eagle_tensors, save_head
 from rank_jobs import N_PROMPTS, SIZES, Models
@@ -13,6 +14,7 @@ from models import ModelConfig
 
 SAMPLED = "--verification coupled --temperature 2.5 --seed 3"
 REJECTION = "--verification rejection --temperature 2.5 --seed 3 --gamma_schedule confidence"
+IN_8_BITS = "--draft_policy full --draft_kv_dtype int8 --draft_weights int8"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def arguments(models: Models, head: Path, flags: str) -> list[str]:
     "head,flags,gamma,capacity",
     [
         ("dflash", f"--draft_budget 24 --gamma auto {SAMPLED}", 4, 24),
-        ("dflash", f"--draft_policy full --draft_kv_dtype int8 --draft_weights int8 --gamma 3 {SAMPLED}", 3, 76),
+        pytest.param("dflash", f"{IN_8_BITS} --gamma 3 {SAMPLED}", 3, 76, marks=needs_vnni),
         ("dflash", "--draft_policy quantized --quant_group 8 --quant_window 8 --gamma 2 --text_drafts suffix", 2, 75),
         ("dflash", f"--draft_budget 20 --draft_positions cache --gamma 4 {REJECTION}", 4, 20),
         ("peagle", f"--draft_budget 24 --draft_dtype same --gamma 3 {SAMPLED}", 3, 24),

@@ -40,8 +40,8 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
     graphs: list[RecordedGraph] = []
     of_plan = Session.of_plan
 
-    def capturing(plan):
-        session = of_plan(plan)
+    def capturing(plan, **given):
+        session = of_plan(plan, **given)
         session.runner.graphs = RecordedGraphs(session.runner.device, graphs)
         return session
 

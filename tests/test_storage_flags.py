@@ -28,6 +28,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     def make(bfloat16: bool, int8: bool) -> None:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: int8)
+        monkeypatch.setattr("bench.draft_plan.can_pack", lambda device, dtype: bfloat16)
 
     return make
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from programs import overriding
 from tiny import full_cache, random_prompts, tiny_runner
 
 from bench.auto.costs import Costs
@@ -102,7 +103,7 @@ def test_a_second_run_measures_nothing(call, costs_folder, measured, monkeypatch
 @pytest.mark.parametrize("flags", ["--measure_costs", "--B 1", "--prefix_len 90"])
 def test_costs_are_measured_anew_for_another_run_or_on_demand(call, measured, monkeypatch, flags):
     hold(monkeypatch, True)
-    runs = [call(SELFSPEC, f"{SIZES} {more}") for more in ("", flags)]
+    runs = [call(SELFSPEC, " ".join(overriding(SIZES, more))) for more in ("", flags)]
     assert runs[1].record["measured_costs_kept"] is False and len(measured) == 2
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import needs_vnni
 from pacings import Clock
 from programs import Ended, run
 
@@ -38,6 +39,7 @@ def latency(checkpoint: Path, books: Path, clock: Clock):
     return latency
 
 
+@needs_vnni
 def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
     """Every draft is accepted: two rounds of four tokens behind the first one, or eight of one."""
     ended = latency("--draft_policy full --nb_prompts 3 --quantize int8 int4 int8", n_targets=2)

@@ -78,7 +78,7 @@ class NGramTable:
                     raise ValueError(f"token ids {[*context, token]}")
                 table._followers.setdefault(tuple(context), {})[token] = int(count)
             return table
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             fix = "replace the file: reproduce/markov_table.py makes one"
             raise DataError("a file of n-grams cannot be used", path, repr(error), required, fix) from None
 
