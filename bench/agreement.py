@@ -1,25 +1,26 @@
-"""What every rank needs to have in common: configuration, versions and weights, each named as a user knows it."""
+"""What every rank needs to have in common: configuration, versions and weights, by flag or by name."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
 
 import torch
 
 from bench.plan_types import DraftPlan, Plan
+from bench.prefixes import code_sha256
 from common.errors import flag
 from common.process import rank, world_size
-from common.provenance import git_commit
+from common.provenance import package_version
 
-# Files and folders, of which only whether they are given has to agree: paths differ between machines.
+# Files and folders: ranks compare only whether each is given, since paths differ between machines.
 PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
 PATHS |= {"prefix_cache", "save_rows", "output", "path"}
 # What may differ between machines, and names that come from paths.
 LEFT_OUT = {"device", "name", "rank_timeout", "verify", "prefix_cache_gb"}
 KIND = "kind"  # stands for the name of a class
+CODE = ("common/*.py", "kv_cache/*.py", "models/**/*.*", "engine/**/*.py", "bench/**/*.py")
 PACKAGES = ("torch", "numpy", "triton")
 
 
@@ -32,7 +33,8 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
         name = flag(last) if path.startswith("config.") and last != KIND else path
         found[path if name in found else name] = value  # texts and alternatives have options of the draft's names
     found["device"] = torch.device(plan.device).type
-    found |= {package: _version(package) for package in PACKAGES} | {"commit": git_commit() or "unknown"}
+    found |= {package: package_version(package) or "none" for package in PACKAGES}
+    found["the project's code"] = code_sha256(CODE)[:16]
     found["ENABLE_INTRA_NODE_COMM"] = os.environ.get("ENABLE_INTRA_NODE_COMM", "1")
     found["end tokens"] = str(plan.target.end_tokens)
     whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
@@ -57,10 +59,3 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(part, f"{path}{number}.")
     elif not callable(value):
         yield path.rstrip("."), str(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

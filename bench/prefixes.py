@@ -2,16 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from bench.plan_types import Plan
 from common.checkout import ROOT
-from common.provenance import provenance
+from common.provenance import package_version, provenance
 from engine.parallel.ranks import ModelRanks
 from engine.prefix_store import PrefixStore
 from engine.runner import prefill_chunk_of
@@ -47,16 +47,13 @@ def builds() -> list[str | None]:
     for name in KERNELS:
         with suppress(BuildError):
             found.append(choose(name).build)
-    for package in ("triton", "flash-attn", "flash-attn-3"):
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return found
+    return found + [package_version(package) for package in ("triton", "flash-attn", "flash-attn-3")]
 
 
-def code_sha256() -> str:
-    """Return a digest of the source files in CODE."""
+def code_sha256(patterns: Sequence[str] = CODE) -> str:
+    """Return a digest of the project's source files that match patterns."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in CODE for path in ROOT.glob(pattern)):
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.suffix in (".py", ".cpp"):
             digest.update(path.read_bytes())
     return digest.hexdigest()

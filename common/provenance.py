@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ def provenance() -> dict[str, Any]:
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
     }
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

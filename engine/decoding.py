@@ -77,6 +77,7 @@ class Decoder:
         self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
+        self._has_old_graphs = False  # of rounds before an exception
         self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
         self._following = Following(self._pacing.drafters, runner.max_batch)
 
@@ -173,6 +174,8 @@ class Decoder:
         """Recover from an exception in a step; before the step, from an interrupted recovery."""
         if self._is_torn:
             self._recover()
+        if self._has_old_graphs:
+            self._drop_graphs()
         self._is_torn = True
         try:
             yield
@@ -186,18 +189,23 @@ class Decoder:
 
         A row with a request has the entries of its text, and rounds overwrite those behind it before queries see them.
         Other rows and the drafters forget all: a prompt that was being prefilled begins anew. A request that tokens
-        were being added to ends with an error; so do all beside other ranks, which may be elsewhere.
+        were being added to ends with an error. With other ranks, which may be elsewhere, all requests do.
         """
-        running = [request for _, request in self._rows.busy()]
-        for request in self._adding_to if self._runner.ranks.size == 1 else [*self._waiting, *running]:
+        self._has_old_graphs, is_alone = True, self._runner.ranks.size == 1
+        others = [] if is_alone else [*self._waiting, *(request for _, request in self._rows.busy())]
+        for request in [*self._adding_to, *others]:
             request.finish_reason, request.error = "error", "an exception interrupted the decoder"
         self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
         self._starting = None
         self._rows.forget_free()
-        self._runner.drop_graphs()
-        self._rounds = Rounds(self._runner, self._pacing.drafters)
         self._following = Following(self._pacing.drafters, self._runner.max_batch)
         self._is_torn = False
+        if is_alone:  # else before the next step: this waits for kernels, which may wait for a lost rank
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        self._runner.drop_graphs()
+        self._rounds, self._has_old_graphs = Rounds(self._runner, self._pacing.drafters), False
 
     def _prefill(self) -> None:
         """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-# Chunks of a prompt have at least this many rows, and run whole: every decode of the prompt has the same chunks.
-CHUNK = 512
+# Counts of rows that are tested; more rows run in blocks of at most so many.
+MOST_TESTED = 64
+# From this number on, rows are a chunk of a prompt, and run whole: every decode of the prompt has the same chunks.
+CHUNK = 256
 # Results to compare, by bytes: of sums in another order most differ in float32, and one in 10,000 in bfloat16.
 N_COMPARED = {4: 1 << 10, 2: 1 << 17}
 
@@ -32,6 +34,8 @@ def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
     n_row = len(x)
     if not 0 < n_row < CHUNK:
         return multiply(x)
+    if n_row > MOST_TESTED:
+        return torch.cat([multiply_rows(multiply, part, kernel) for part in x.split(MOST_TESTED)])
     verdicts = _verdicts((kernel, x.shape[1], x.dtype, torch.get_num_threads()))
     if n_row not in verdicts:
         verdicts[n_row] = _agree(multiply, x, kernel)

@@ -177,7 +177,8 @@ def sampling_defaults(model: ModelSource) -> dict[str, Any]:
         GenerationSpec.model_validate(given)
     except ValidationError as error:
         wrong = error.errors()[0]
-        what, where = "generation_config.json has a value that no request may have", f"{model.path}: {wrong['loc'][0]}"
+        key = next(key for key, name in RECOMMENDED.items() if name == wrong["loc"][0])
+        what, where = "generation_config.json has a value that no request may have", f"{model.path}: {key}"
         fix = f"correct the file, or add {flag('no_sampling_defaults')}"
         raise ConfigError(what, where, repr(wrong["input"])[:80], wrong["msg"], fix) from None
     return given

@@ -83,10 +83,8 @@ class Http:
             sock.listen()
         except (OSError, UnicodeError, OverflowError) as error:
             where, required, fix = flag("port"), "a port that is free", f"use {flag('port')} 0, which is any free port"
-            if (
-                isinstance(error, socket.gaierror | UnicodeError)
-                or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-            ):
+            has_no_host = isinstance(error, socket.gaierror | UnicodeError)
+            if has_no_host or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
                 where, required, fix = flag("host"), "an address of this machine", f"leave out {flag('host')}"
             seen = f"{self.host}, {self.port}: {error}"
             raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
@@ -230,6 +228,8 @@ class Server:
         is_local = ip_address(self._sock.getsockname()[0]).is_loopback
         hosts = ["127.0.0.1", "localhost", "[::1]", http.host] if is_local else ["*"]
         self._app = make_app(self.service, http.key(), hosts)
+        if not self._thread.is_alive():
+            raise RuntimeError("the HTTP server ended by itself")
 
     def close(self) -> None:
         """Refuse new connections, and wait until HTTP has ended."""

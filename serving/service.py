@@ -139,6 +139,7 @@ class Service(Collector):
         self.template: ChatTemplate | None = None
         with suppress(NoChatTemplateError):
             self.template = self.plan.target.chat_template()
+        self._ends = self.plan.target.end_tokens  # read before the event loop has requests
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
         self.loop, self.created, self.metrics = loop, int(time.time()), Metrics(self.plan.gamma)
@@ -198,7 +199,7 @@ class Service(Collector):
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         for prompt in prompts:
             self._check(spec, prompt)
-        ends = () if spec.ignore_eos else self.plan.target.end_tokens
+        ends = () if spec.ignore_eos else self._ends
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         # Log-probabilities rank the samples of best_of.
         has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
@@ -309,7 +310,7 @@ class Service(Collector):
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.plan.target.config.vocab_size, self.plan.target.end_tokens)
+        return Grammars(self.tokenizer, self.plan.target.config.vocab_size, self._ends)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
         """Return the most new tokens behind a prompt. Raises Failure."""

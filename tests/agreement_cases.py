@@ -6,7 +6,6 @@ Each rank writes what came of each case to `said.RANK`: an error's text, or noth
 
 import json
 import sys
-from importlib import metadata
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from bench.session import Session
 from common import cli
 from common.errors import UserError
 from common.process import rank
+from common.provenance import package_version
 from engine.parallel.launch import run_on_ranks
 from serving.scheduler import open_session
 from serving.serve import Serve
@@ -35,7 +35,7 @@ def main() -> None:
     for program, by_rank in json.loads(Path(sys.argv[1]).read_text()):
         flags, version = by_rank[rank()]
         try:
-            with patch.object(agreement, "version", lambda name: version or metadata.version(name)):  # noqa: B023
+            with patch.object(agreement, "package_version", lambda name: version or package_version(name)):  # noqa: B023
                 open_case(program, flags)
             said.append("")
         except UserError as error:

@@ -311,15 +311,17 @@ def test_a_request_that_could_not_take_its_tokens_ends_alone():
 
 
 def test_beside_other_ranks_all_requests_end(monkeypatch):
-    """Since these have not run what this rank is about to run again."""
+    """Since these have not run what this rank would run again. Dropping graphs waits for the GPU, and so for them."""
     runner = tiny_runner(2, ranks=Ranks(size=2))
     monkeypatch.setattr(runner.model, "hidden", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(ModelRunner, "drop_graphs", drop_graphs := Mock())
     decoder, requests = Decoder(runner), [Request([5, n], 9) for n in range(3)]
     for request in requests:
         decoder.submit(request)
     with pytest.raises(MemoryError):
         decoder.step()
-    assert decoder.idle and decoder.step() is None
+    assert decoder.idle and not drop_graphs.called
+    assert decoder.step() is None and drop_graphs.called
     assert all(request.finish_reason == "error" and request.error for request in requests)
 
 

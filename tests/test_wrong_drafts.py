@@ -118,12 +118,13 @@ class Guessing(Suffix):
     tokens: Any = ()
 
     def continued(self, update: Any) -> Guess:
-        return Guess(self.tokens, 9) if update.row else super().continued(update)
+        guess = self.tokens if isinstance(self.tokens, str) else Guess(self.tokens, 9)
+        return guess if update.row else super().continued(update)
 
 
 @pytest.mark.parametrize("beside_model", [False, True])
 @pytest.mark.parametrize("mode", ["greedy", "rejection"])
-@pytest.mark.parametrize("tokens", [[3, V], [-1], [1.5], ["a"], [1, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize("tokens", [[3, V], [-1], [1.5], ["a"], [1, 2, 3, 4], None, "no guess"], ids=str)
 def test_wrong_guesses_are_an_error_that_names_the_text_drafter(tokens, mode, beside_model):
     guessing = []
 

@@ -30,8 +30,8 @@ def measure_costs(
     """Return the costs of each drafter: medians of interleaved rounds while all rows decode.
 
     The first drafter of each kind, whose rounds cost most, is measured at every gamma that it has. The others only add
-    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. deadline: limit
-    of these, unless the first of each choice takes longer. Code has to be compiled and captured before. Errors:
+    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. deadline:
+    seconds after which only choices without a timed round run. Code has to be compiled and captured before. Errors:
     UserError if logits are not finite.
     """
     n_untimed = UNTIMED_ROUNDS if rehearsal.runner.graphs is None else UNTIMED_ROUNDS_CAPTURED

@@ -67,11 +67,11 @@ class HostDrafter(TextDrafter):
         guess = self.continued(update)
         try:
             is_right = len(guess.tokens) <= self.gamma and all(0 <= as_integer(x) < self._n_ids for x in guess.tokens)
-        except TypeError:
+        except (TypeError, AttributeError):
             is_right = False
         if not is_right:
             required = f"at most {self.gamma} ids, 0 <= id < {self._n_ids}"
-            raise wrong_drafts(self, "continued", [*guess.tokens], required)
+            raise wrong_drafts(self, "continued", repr(guess)[:200], required)
         return guess
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:

@@ -174,6 +174,9 @@ def require_alike(store: dist.Store, facts: Mapping[str, str | None]) -> None:
         if len(seen) > 1:
             differing[name] = ", ".join(f"{value} on rank {' '.join(numbers)}" for value, numbers in seen.items())
     if differing:
+        store.set(f"{place}/{rank()}/read", "")
+        for number in range(world_size()):  # the store may end with a rank
+            store.get(f"{place}/{number}/read")
         seen_by_name = "; ".join(f"{name}: {values}" for name, values in differing.items())
         fix = "start all ranks with one command, one version of everything, and copies of the same checkpoints"
         raise RankError("ranks disagree", ", ".join(differing), seen_by_name, "the same on all ranks", fix)
@@ -206,8 +209,8 @@ def start_ranks(
         require_alike(store, facts())
     if not is_joined:
         backend, device_id = ("cpu:gloo,cuda:nccl", where) if on_gpu else ("gloo", None)
-        known: Any = {"store": store, "rank": rank(), "world_size": world_size(), "timeout": timeout}
-        dist.init_process_group(backend, device_id=device_id, **known)
+        joining: Any = {"store": store, "rank": rank(), "world_size": world_size(), "timeout": timeout}
+        dist.init_process_group(backend, device_id=device_id, **joining)
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 
 

@@ -6,12 +6,12 @@ printed and decide nothing: small cases take the host's time, which replayed rou
 
 import hashlib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 
 import torch
 
+from common.provenance import package_version
 from models.attention.base import AttentionBackend
 from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
 from models.cpp_build import BuildChoice, BuildError, cache_folder, check, remembered
@@ -56,7 +56,8 @@ def checked(name: str, device: torch.device, again: bool = False) -> BuildChoice
     """Return the remembered check of a backend for this GPU, these packages and this source, or check it (anew if
     `again`). Errors: BuildError if the check does not end; OSError if its result cannot be kept."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    about = [torch.cuda.get_device_name(device), *map(_version, PACKAGES), *(path.read_text() for path in sources)]
+    versions, texts = map(package_version, PACKAGES), (path.read_text() for path in sources)
+    about = [torch.cuda.get_device_name(device), *versions, *texts]
     memory = cache_folder().absolute() / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
     return remembered(memory, f"checking the {name} kernels on this GPU, once", lambda: _compared(name), again)
 
@@ -67,10 +68,3 @@ def _compared(name: str) -> BuildChoice:
     if not rows:
         raise BuildError(wrong or "its check has no cases")
     return BuildChoice(None if wrong else name, [wrong] if wrong else [], {name: rows})
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -113,9 +113,10 @@ def _check_sources(path: Path) -> None:
     """Raise CheckpointError if weights beside a model.pth were saved again after it was converted from them."""
     for name, entry in read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
         source = path.parent / name
-        if name in SIDE_FILES or not source.is_file() or source.stat().st_ctime < path.stat().st_mtime:
+        if name in SIDE_FILES or not source.is_file():
             continue
-        if remembered_sha256(source) != entry["sha256"]:
+        is_newer, has_size = source.stat().st_mtime > path.stat().st_mtime, source.stat().st_size == entry["size"]
+        if not has_size or (is_newer and remembered_sha256(source) != entry["sha256"]):
             what, required = "weights were saved again after their conversion", f"the weights that {path.name} has"
             raise CheckpointError(what, source, "other content", required, CONVERT_AGAIN)
 

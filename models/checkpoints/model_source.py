@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
-from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, load_chat_template
+from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
 from models.checkpoints.manifest import (
@@ -119,7 +119,7 @@ class ModelSource:
     def end_tokens(self) -> tuple[int, ...]:
         """Token ids that end an answer: those of generation_config.json or config.json, and the chat template's."""
         turn = list[int]()
-        with suppress(NoChatTemplateError):
+        with suppress(CheckpointError):  # no chat template, or a damaged one
             turn = self.chat_template().end_of_turn() if self.has_text else []
         ends = (*self.config.eos_tokens, *(token for token in turn if token < self.config.vocab_size))
         return tuple(dict.fromkeys(ends))
