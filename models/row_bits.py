@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-# Counts of rows that are tested; more rows run in blocks of at most so many.
+# Numbers of rows up to this and its multiples are tested; other numbers run in two blocks. A test takes many products.
 MOST_TESTED = 64
 # From this number on, rows are a chunk of a prompt, and run whole: every decode of the prompt has the same chunks.
 CHUNK = 256
@@ -34,8 +34,8 @@ def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
     n_row = len(x)
     if not 0 < n_row < CHUNK:
         return multiply(x)
-    if n_row > MOST_TESTED:
-        return torch.cat([multiply_rows(multiply, part, kernel) for part in x.split(MOST_TESTED)])
+    if n_row > MOST_TESTED and (rest := n_row % MOST_TESTED):
+        return torch.cat([multiply_rows(multiply, part, kernel) for part in x.split(n_row - rest)])
     verdicts = _verdicts((kernel, x.shape[1], x.dtype, torch.get_num_threads()))
     if n_row not in verdicts:
         verdicts[n_row] = _agree(multiply, x, kernel)
