@@ -1,4 +1,4 @@
-"""What every rank needs to have in common: configuration, versions and weights, by flag or by name."""
+"""Facts that all ranks of a run need to have in common: configuration, versions and weights, by flag or by name."""
 
 import os
 from collections.abc import Iterator

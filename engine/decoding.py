@@ -187,7 +187,7 @@ class Decoder:
     def _recover(self) -> None:
         """Make requests, rows and drafters fit each other again.
 
-        A row with a request has the entries of its text, and rounds overwrite those behind it before queries see them.
+        A row with a request has the entries of its text; rounds overwrite later entries before queries see them.
         Other rows and the drafters forget all: a prompt that was being prefilled begins anew. A request that tokens
         were being added to ends with an error. With other ranks, which may be elsewhere, all requests do.
         """
