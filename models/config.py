@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.jsonl import parse_json
 from models.hf_config import config_fields
-from models.hf_rules import Rule, check, refuse
+from models.hf_rules import Rule, refuse
 
 GENERATION_CONFIG = "generation_config.json"
 IDS = Rule(
@@ -175,7 +175,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """Read the generation_config.json of a folder, empty without the file. Raises ConfigError if it is damaged."""
     path = folder / GENERATION_CONFIG
     values = read_config(path) if path.exists() else {}
-    check(values, {"eos_token_id": IDS}, str(path))
+    if not IDS.accepts(ends := values.get("eos_token_id")):
+        where, fix = f"{path}: eos_token_id", "write the ids as numbers, or leave the key out for config.json's"
+        raise ConfigError("the end tokens are no token ids", where, repr(ends)[:200], IDS.required, fix)
     return values
 
 

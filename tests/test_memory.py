@@ -140,7 +140,7 @@ for batch in (20_000, 2):
 """
 
 
-@pytest.mark.parametrize("limit", ["AS", "DATA"])
+@pytest.mark.parametrize("limit", ["AS", pytest.param("DATA", marks=pytest.mark.slow)])
 def test_a_limit_of_the_process_counts(limit: str, checkpoint: Path) -> None:
     """As `ulimit -v` and `ulimit -d` set it: half a gibibyte more than what imports took."""
     ended = python("-c", LIMITED, checkpoint, limit)

@@ -128,6 +128,7 @@ def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_
         assert not said or "rank 0" in said.partition("seen:")[2], said
 
 
+@pytest.mark.slow
 def test_a_benchmark_whose_ranks_have_other_flags_ends_with_one_message(models: Models, tmp_path: Path) -> None:
     arguments = models.arguments("selfspec")
     said = on_two_ranks(tmp_path, "selfspec", arguments, "--gamma 4").message("[01]", 2)

@@ -78,7 +78,7 @@ def test_answers_under_load_are_those_of_plain_decoding(served: Served, alone: A
 
 
 @needs_cpp_compiler
-@pytest.mark.parametrize("flags", ["--gamma 6", "--gamma auto", "--gamma 6 --quantize int4 --kv_dtype int8"])
+@pytest.mark.parametrize("flags", ["--gamma auto", "--gamma 6 --quantize int4 --kv_dtype int8"])
 def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
     """Requests come in another order, beside others, and find rows with other texts."""
     folder, rng = make_checkpoint(tmp_path, hidden_size=128, intermediate_size=192, head_dim=64), random.Random(2)
