@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from models.checkpoints.convert import source_parts
+from models.checkpoints.hf_config import config_from_json
 from models.config import ModelConfig
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -52,7 +53,7 @@ def write_side_files(folder: Path, hf_config: dict[str, Any]) -> ModelConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     save_tokenizer(folder, VOCABULARY)
-    return ModelConfig.from_json(folder / "config.json")
+    return config_from_json(folder / "config.json")
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], layout: str) -> list[Path]:

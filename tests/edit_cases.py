@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from engine.evaluation.reference import NextLogits
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 
 
 def edited_by_lists(

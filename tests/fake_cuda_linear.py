@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from models import quantize
+from models.kernels import quantize
 
 # One lane's 8 weights: the first input of each pair, and the place of its 4 bits in the word; the second's is 16 up.
 FIRST_INPUTS, FIRST_BITS = (0, 8, 16, 24), (0, 4, 8, 12)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.sampling import Distribution, SamplingParams
+from engine.sampling.distribution import Distribution, SamplingParams
 
 # Masses of equal ids never reach these.
 FILTERS = [

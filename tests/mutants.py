@@ -5,7 +5,7 @@
 Exit code 1 if a bug survives or the tests fail without one, 2 if a bug no longer fits the source. tests/mutants.txt has
 a heading per source file, and below it each bug with its test and its edit:
 
-    # engine/sampling.py
+    # engine/sampling/distribution.py
 
     top-p stops one token early | test_sampling.py::test_one_row_has_the_law_of_the_reference
     - mass.cumsum(dim=-1) - mass <

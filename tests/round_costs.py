@@ -3,7 +3,7 @@
     python tests/round_costs.py --output reproduce/results/round_costs.jsonl
 
 Needs Triton, and no GPU. An operation counts as one node, also where PyTorch launches several kernels for it, and so
-does a function of `models.pointwise`, as where it is compiled. Of what a kernel may leave out all is counted.
+does a function of `models.kernels.pointwise`, as where it is compiled. Of what a kernel may leave out all is counted.
 """
 
 import sys
@@ -28,18 +28,19 @@ from common.jsonl import publish, require_appendable
 from common.launch import Launch
 from common.provenance import provenance
 from common.tables import Column, console
-from engine import ModelRunner, SelfSpeculation, triton_draws
+from engine import ModelRunner, SelfSpeculation
 from engine.batch import Batch
 from engine.modes import GREEDY
 from engine.round import Round
-from engine.sampling import Filters, SamplingParams
+from engine.sampling import triton_draws
+from engine.sampling.distribution import Filters, SamplingParams
 from kv_cache import Policy, triton_packing
 from kv_cache.full import Full
 from kv_cache.policy import policies
 from models import Transformer
 from models.attention.triton_backend import TritonAttention
-from models.pointwise import EAGER, Pointwise, use_pointwise
-from models.presets import preset_config
+from models.checkpoints.presets import preset_config
+from models.kernels.pointwise import EAGER, Pointwise, use_pointwise
 
 N_ROW, LENGTH, GAMMA = 64, 8200, 3
 # What picks entries out of its first tensor, or writes some of them; and what launches nothing.
@@ -105,7 +106,7 @@ class Costs(TorchDispatchMode):
 def drawn_by_triton() -> Iterator[None]:
     """Random numbers and filters by the kernels of a GPU."""
     with (
-        patch("engine.noise.triton_kernels", lambda: triton_draws),
+        patch("engine.sampling.noise.triton_kernels", lambda: triton_draws),
         patch("engine.sampling.triton_kernels", lambda: triton_draws),
     ):
         yield

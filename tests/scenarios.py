@@ -31,8 +31,8 @@ from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
-from engine.noise import Stream, uniform
 from engine.pacing import PLAIN, Choice
+from engine.sampling.noise import Stream, uniform
 from kv_cache import FullKVCache
 
 KINDS = ("oracle", "reject", "upto", "ragged", "random")

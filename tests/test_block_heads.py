@@ -10,7 +10,7 @@ from programs import benchmark, run
 from published_heads import dflash_tensors, eagle_config, eagle_tensors, save_head
 from rank_jobs import N_PROMPTS, SIZES, Models
 
-from models import ModelConfig
+from models.checkpoints.hf_config import config_from_json
 
 SAMPLED = "--verification coupled --temperature 2.5 --seed 3"
 REJECTION = "--verification rejection --temperature 2.5 --seed 3 --gamma_schedule confidence"
@@ -20,7 +20,7 @@ IN_8_BITS = "--draft_policy full --draft_kv_dtype int8 --draft_weights int8"
 @pytest.fixture(scope="module")
 def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with heads `dflash`, which drafts four tokens, and `peagle` for the target."""
-    folder, target = tmp_path_factory.mktemp("heads"), ModelConfig.from_json(models.target / "config.json")
+    folder, target = tmp_path_factory.mktemp("heads"), config_from_json(models.target / "config.json")
     layers = eagle_config(target, 1, n_layer=2) | {"model_type": "qwen3"}
     config = {"speculators_model_type": "dflash", "transformer_layer_config": layers, "block_size": 5}
     config |= {"aux_hidden_state_layer_ids": [1, 2, 3], "mask_token_id": 7}

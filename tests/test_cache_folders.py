@@ -16,7 +16,7 @@ from engine.drafters.ngram_cache import NGramCache
 from engine.prefix_store import PrefixStore
 from models.checkpoints import manifest
 from models.checkpoints.manifest import remembered_sha256, sha256_of
-from models.cpp_build import BuildChoice, remembered
+from models.kernels.build import BuildChoice, remembered
 
 PROMPTS = random_prompts([5, 38, 17])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import UserError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
-from engine.noise import Stream, gumbel
+from engine.sampling.noise import Stream, gumbel
 from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.entries import LARGEST
 from models import Transformer

@@ -19,6 +19,7 @@ from common.errors import CheckpointError
 from common.say import dtype_name
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
+from models.checkpoints.hf_config import config_from_hf
 from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint
 from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
@@ -27,7 +28,7 @@ from models.names import parse_layers
 from models.rope import inverse_frequencies
 
 UNTIED = HF_CONFIG | {"num_hidden_layers": 3, "tie_word_embeddings": False}
-CONFIG = ModelConfig.from_hf(UNTIED)
+CONFIG = config_from_hf(UNTIED)
 KINDS = {"llama": UNTIED, "tied": HF_CONFIG, "qwen2": UNTIED | {"architectures": ["Qwen2ForCausalLM"]}}
 
 
@@ -146,7 +147,7 @@ def test_a_users_files_beside_a_gguf_are_used_and_kept(tmp_path: Path) -> None:
     convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
     folder = tmp_path / "beside"
     beside = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
-    config = ModelConfig.from_hf(beside)
+    config = config_from_hf(beside)
     slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
     factors = {"extra_tensor": "rope_freqs.weight", "extra_values": slowed.tolist()}
     write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)

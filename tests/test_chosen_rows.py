@@ -13,7 +13,7 @@ from engine import ModelRunner, SelfSpeculation, generate
 from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.round import Round
-from engine.sampling import Filters
+from engine.sampling.distribution import Filters
 from kv_cache import FullKVCache
 from kv_cache.base import EMPTY
 from kv_cache.entries import SCORE_CHUNK

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
-from models.pointwise import compiled, use_pointwise
+from models.kernels.pointwise import compiled, use_pointwise
 
 
 def test_nothing_is_compiled_again_when_lengths_and_gammas_change_and_rows_refill():

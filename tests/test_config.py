@@ -18,11 +18,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from common.errors import ConfigError, UserError
 from convert_hf_checkpoint import convert
 from kv_cache import FullKVCache
-from models import ModelConfig, load_model
+from models import load_model
+from models.checkpoints.config_changes import ConfigChanges
+from models.checkpoints.hf_config import config_from_json
 from models.checkpoints.model_source import find_model
+from models.checkpoints.presets import PRESETS, preset_config
 from models.config import RopeScaling
-from models.config_changes import ConfigChanges
-from models.presets import PRESETS, preset_config
 
 # Parameters; what their number does not see: heads, KV heads, head_dim, rope_theta, context.
 LLAMA_2, TINYLLAMA, SMOLLM = (32, 32, 128, 1e4, 4096), (32, 4, 64, 1e4, 2048), (9, 3, 64, 1e5, 8192)
@@ -91,7 +92,7 @@ def test_a_config_value_is_refused_by_name(tmp_path: Path, changes: dict[str, An
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | changes))
     with pytest.raises(ConfigError) as refusal:
-        ModelConfig.from_json(path)
+        config_from_json(path)
     assert named in str(refusal.value)
 
 
@@ -108,7 +109,7 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: 
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=why) as refusal:
-        ModelConfig.from_json(path)
+        config_from_json(path)
     assert str(path) in str(refusal.value)
 
 

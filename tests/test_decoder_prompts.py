@@ -21,7 +21,7 @@ from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraf
 from engine.drafters import Drafter
 from engine.drafters.suffix import Suffix
 from engine.pacing import Fixed
-from engine.sampling import logits_to_probs
+from engine.sampling.distribution import logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
 

@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
-from engine.sampling import Filters
+from engine.sampling.distribution import Filters
 from kv_cache import StreamingKVCache
 from kv_cache.base import EMPTY
 from models import ModelConfig

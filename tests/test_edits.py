@@ -15,10 +15,10 @@ from witness import cut
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.batch import Batch
-from engine.edits import BAN
 from engine.evaluation import reference
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.sampling import Distribution, Filters
+from engine.sampling.distribution import Distribution, Filters
+from engine.sampling.processors import BAN
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.75, "frequency_penalty": 0.3}
 BIAS, BANS = {3: 16.0, 17: -100.0}, [[5], [8, 9], [60, 1, 2]]

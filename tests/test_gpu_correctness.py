@@ -19,7 +19,7 @@ from common.say import dtype_name
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.drafters.ngram import NGram
 from engine.graphs import CudaGraphs
-from engine.noise import Stream, gumbel, uniform
+from engine.sampling.noise import Stream, gumbel, uniform
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV, SCORE_CHUNK, Packed, quantize
 from kv_cache.quantized import QuantizedKVCache
@@ -27,8 +27,8 @@ from kv_cache.refreshed import SelectionOps
 from kv_cache.verify_topk import VerifyTopK
 from models import ModelConfig, Transformer, load_model
 from models.attention import AttentionSpec, TorchAttention, select_backend
-from models.pointwise import EAGER, compiled, use_pointwise
-from models.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
+from models.kernels.pointwise import EAGER, compiled, use_pointwise
+from models.kernels.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
 
 ON_CUDA = torch.cuda.is_available()
 if ON_CUDA:

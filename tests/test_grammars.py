@@ -24,7 +24,7 @@ from engine.drafters.combined import Combined
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
-from engine.grammars import Grammar, Grammars, call_grammar
+from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from kv_cache.streaming import Streaming
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer

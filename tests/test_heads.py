@@ -31,7 +31,8 @@ from engine.drafters.medusa import MedusaConfig
 from kv_cache import FullKVCache
 from kv_cache.full import Full
 from kv_cache.views import NoCache
-from models import ModelConfig, load_model
+from models import load_model
+from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head, published
 
 DEEP = replace(TINY, n_layer=7)
@@ -283,7 +284,7 @@ COUPLED = "--verification coupled --temperature 2.5 --seed 3"
 @pytest.fixture(scope="module")
 def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with heads `medusa`, `eagle-1` and `eagle-3` for the target, which lack what they can borrow."""
-    folder, target = tmp_path_factory.mktemp("heads"), ModelConfig.from_json(models.target / "config.json")
+    folder, target = tmp_path_factory.mktemp("heads"), config_from_json(models.target / "config.json")
     save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
     first = eagle_tensors(target, 1)
     del first["embed_tokens.weight"]

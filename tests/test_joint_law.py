@@ -29,7 +29,7 @@ from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
-from engine.sampling import SamplingParams, logits_to_probs
+from engine.sampling.distribution import SamplingParams, logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
 
 VOCAB, N_NEW, STOP = 4, 4, 3

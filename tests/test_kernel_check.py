@@ -11,8 +11,9 @@ import pytest
 import torch
 from machine import needs_cpp_compiler
 
-from models import cpp_build, pointwise_cpp
 from models.attention import gpu_check
+from models.kernels import build as cpp_build
+from models.kernels import pointwise_cpp
 
 pytestmark = needs_cpp_compiler
 # Kernel, an expression of its source, and what a bug makes of it.

@@ -21,7 +21,7 @@ from engine.drafters.self_speculation import SelfConfig
 from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
-from models.packed_linear import PackedLinear
+from models.kernels.packed_linear import PackedLinear
 from models.storage import model_bytes
 
 CONFIGS = {

@@ -9,8 +9,8 @@ from programs import python
 from statistics_tools import chi_square_p_value
 from torch import Tensor
 
-from engine import noise
-from engine.noise import Stream, gumbel, philox, uniform
+from engine.sampling import noise
+from engine.sampling.noise import Stream, gumbel, philox, uniform
 
 WORD = 2**32
 KNOWN_ANSWERS = [  # counter, key, output: the vectors published with Random123
@@ -111,7 +111,7 @@ def test_the_triton_kernels_draw_what_pytorch_draws():
 
 def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
-    from engine.triton_draws import draw_row, filter_row
+    from engine.sampling.triton_draws import draw_row, filter_row
     from reproduce.gpu_parts import kernels
 
     ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]

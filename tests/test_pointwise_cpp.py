@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import pointwise_cpp
-from models.cpp_build import BuildError
-from models.pointwise import EAGER, Pointwise
-from models.pointwise_check import stored
-from models.pointwise_cpp import cpp
+from models.kernels import pointwise_cpp
+from models.kernels.build import BuildError
+from models.kernels.pointwise import EAGER, Pointwise
+from models.kernels.pointwise_check import stored
+from models.kernels.pointwise_cpp import cpp
 from models.rope import Rope, Rotation, rotation
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,10 +10,11 @@ from programs import python
 
 from kv_cache import FullKVCache
 from kv_cache.entries import quantize as quantize_rows
-from models import linear_cpp, load_model, quantize
+from models import load_model
 from models.config import ModelConfig
-from models.packed_linear import PackedLinear
-from models.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
+from models.kernels import linear_cpp, quantize
+from models.kernels.packed_linear import PackedLinear
+from models.kernels.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,7 @@ def test_the_triton_kernels_equal_pytorch():
 
 def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
-    from models import triton_quantize
+    from models.kernels import triton_quantize
     from reproduce.gpu_parts import kernels
 
     ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]

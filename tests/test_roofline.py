@@ -9,7 +9,7 @@ from programs import COST_MODEL, run
 
 from cost_model.machines import MACHINES, Collective, Machine, find_machine
 from cost_model.roofline import ModelStorage, forward_ms, predict_costs
-from models.presets import preset_config
+from models.checkpoints.presets import preset_config
 from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, predict, published_speedups
 
 LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")

@@ -12,7 +12,7 @@ from engine.drafters.ngram import NGram
 from engine.drafters.saved_text import SavedText
 from engine.drafters.speculated import Speculated
 from engine.round import Round
-from engine.sampling import Distribution, Filters
+from engine.sampling.distribution import Distribution, Filters
 from kv_cache import StreamingKVCache
 from kv_cache.retrieval import Retrieval
 from kv_cache.streaming import Streaming

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation
 from kv_cache import FullKVCache, StreamingKVCache
-from models import ModelConfig, load_model, row_bits
-from models.packed_linear import PackedLinear, can_pack
-from models.pointwise import EAGER
-from models.quantize import Int4Linear, Int8Linear
-from models.row_bits import CHUNK, MOST_TESTED, multiply_rows
+from models import ModelConfig, load_model
+from models.kernels import row_bits
+from models.kernels.packed_linear import PackedLinear, can_pack
+from models.kernels.pointwise import EAGER
+from models.kernels.quantize import Int4Linear, Int8Linear
+from models.kernels.row_bits import CHUNK, MOST_TESTED, multiply_rows
 
 COUNTS = (*range(1, 65), 100, 112)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.sampling import Distribution, SamplingParams, greedy, logits_to_probs
+from engine.sampling.distribution import Distribution, SamplingParams, greedy, logits_to_probs
 
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 # Halves are exact in every dtype, and few values make ties frequent.

@@ -12,8 +12,8 @@ from engine.batch import Batch
 from engine.drafters import Drafter
 from engine.drafters.schedules import N_STEPS, Confidence, Heuristic
 from engine.modes import Drafts
-from engine.noise import Stream, gumbel
-from engine.sampling import Filters, SamplingParams
+from engine.sampling.distribution import Filters, SamplingParams
+from engine.sampling.noise import Stream, gumbel
 from kv_cache.streaming import Streaming
 
 CPU, GAMMA = torch.device("cpu"), 4

@@ -8,7 +8,7 @@ from huggingface_hub.errors import ValidationError
 from openai import BadRequestError, OpenAI
 from serving_cases import END, PLAIN, Alone, Served, serving
 
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
 MESSAGES = [{"role": "user", "content": "hello"}]

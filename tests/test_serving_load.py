@@ -16,7 +16,7 @@ from machine import needs_cpp_compiler
 from serving_cases import Alone, Served, make_checkpoint, serving, slow
 
 from engine.requests import Request
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from serving.answers import Answer
 from serving.scheduler import Update
 

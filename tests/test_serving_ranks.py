@@ -20,7 +20,7 @@ from rank_jobs import LAUNCHER, Job, launched
 from serving_cases import FLAGS, Alone, Served
 
 from common import cli
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from serving.serve import SIGNALS, Serve, open_server
 
 

@@ -13,7 +13,7 @@ from bench.auto.adaptive import Adaptive
 from bench.session import Session
 from common import cli
 from engine.requests import Request
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from serving.scheduler import Scheduler, open_session
 from serving.serve import Serve
 

@@ -12,7 +12,7 @@ from serving_cases import END, Alone, Served, serving, slow
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 
 TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]

@@ -7,14 +7,15 @@ import torch
 from pacings import Scripted
 from tiny import TINY, continue_by_recomputing, full_cache, near_model, random_prompts, tiny_model, tiny_runner
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes, noise
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes
 from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
 from engine.pacing import PLAIN, Choice
-from engine.sampling import Filters
+from engine.sampling import noise
+from engine.sampling.distribution import Filters
 from kv_cache import StreamingKVCache
 
 LENGTHS = [40, 7, 23]

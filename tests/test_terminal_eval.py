@@ -23,7 +23,7 @@ from bench.session import Session
 from convert_hf_checkpoint import convert
 from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
 from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
-from engine.verification import Verdict
+from engine.sampling.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
 
 

@@ -12,8 +12,8 @@ from statistics_tools import chi_square_p_value
 
 from engine.batch import Batch
 from engine.modes import Drafts, Rejection
-from engine.sampling import Filters, SamplingParams, logits_to_probs
-from engine.verification import verify_rejection
+from engine.sampling.distribution import Filters, SamplingParams, logits_to_probs
+from engine.sampling.verification import verify_rejection
 
 PAIRS = int(os.environ.get("LAW_PAIRS", "3000"))
 PAIRS_PER_EXAMPLE = 64

@@ -9,7 +9,7 @@ from engine import Decoder, ModelRunner, Request, SelfSpeculation
 from engine.batch import Batch
 from engine.evaluation import reference
 from engine.evaluation.reference import NextLogits
-from engine.sampling import Filters, SamplingParams
+from engine.sampling.distribution import Filters, SamplingParams
 from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
 from models.rope import Rope

@@ -9,10 +9,10 @@ import pytest
 import torch
 from filter_cases import FILTERS, kept_by_sorting, scaled_logits
 
-from engine import draws_check, triton_draws
-from engine.noise import Stream, gumbel, triton_kernels, uniform
-from engine.sampling import Distribution
-from engine.triton_draws import PAIRS, plan_draw, plan_filter, run
+from engine.sampling import draws_check, triton_draws
+from engine.sampling.distribution import Distribution
+from engine.sampling.noise import Stream, gumbel, triton_kernels, uniform
+from engine.sampling.triton_draws import PAIRS, plan_draw, plan_filter, run
 
 SEEDS, REQUESTS = (torch.tensor(x)[:, None] for x in ([0, -1, 2**62 + 1, -(2**63)], [7, 2**32 - 1, 0, 5]))
 KEYS = SEEDS, REQUESTS, torch.tensor([[0, 2**32 - 1, 31_999]])

@@ -6,9 +6,9 @@ import torch
 from fake_cuda_linear import cuda_linears
 
 from kv_cache.entries import quantize as quantize_rows
-from models import quantize, triton_quantize
-from models.quantize import FEWEST_CUDA_ROWS, Int8Linear, dequantize, triton_kernels
-from models.triton_quantize import OUTPUTS, plan_products, plan_rows, plan_weights, run
+from models.kernels import quantize, triton_quantize
+from models.kernels.quantize import FEWEST_CUDA_ROWS, Int8Linear, dequantize, triton_kernels
+from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows, plan_weights, run
 
 GENERATOR = torch.Generator().manual_seed(0)
 

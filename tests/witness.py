@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.evaluation.reference import decode
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from kv_cache.entries import pack
 
 VOCAB = 23

@@ -1,9 +1,9 @@
-"""Compare a kernel with PyTorch on small cases, and time both: python -m models.kernel_check MODULE LIBRARY
+"""Compare a kernel with PyTorch on small cases, and time both: python -m models.kernels.check MODULE LIBRARY
 
 MODULE has `cases()`, `candidate(library)`, which wraps the kernel for the cases, and `REFERENCE`, its PyTorch form.
 LIBRARY is a file, or a name that MODULE knows. Prints a line of JSON for each kind of inputs: the largest "error",
-relative to the largest number of a row, "allowed", "ms" and "pytorch_ms". `models.cpp_build` runs this in a separate
-process, because a wrong kernel may crash.
+relative to the largest number of a row, "allowed", "ms" and "pytorch_ms". `models.kernels.build` runs this in
+a separate process, because a wrong kernel may crash.
 """
 
 import ctypes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.triton_draws import plan_draw, plan_filter, run
+from engine.sampling.triton_draws import plan_draw, plan_filter, run
 
 SEEDS, REQUESTS, POSITIONS = [0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1], [0, 1, 8191, 131071]
 STREAM, N_IDS = 1, 999
@@ -15,7 +15,7 @@ TOP_K, TOP_P = [5, N_IDS, 9], [math.inf, 0.7, 0.9]
 
 
 def difference(device: str, uniform: Callable[..., Tensor], gumbel: Callable[..., Tensor]) -> str | None:
-    """Return what a device draws differently from these functions of `engine.noise` on the CPU; None if nothing."""
+    """Return what a device draws differently from these functions of `noise` on the CPU; None if nothing."""
     keys = [torch.tensor(values) for values in (SEEDS, REQUESTS, POSITIONS)]
     seed, request, position = (x.to(device) for x in keys)
     drawn = run(plan_draw(seed, request, position, STREAM, N_IDS)).cpu()

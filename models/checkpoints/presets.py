@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from models.checkpoints.hf_config import config_from_hf
 from models.config import ModelConfig
 
 
@@ -35,4 +36,4 @@ def preset_name(path: str) -> str:
 def preset_config(path: str) -> ModelConfig:
     """Return the published configuration of the preset for a path (`preset_name`). Raises ConfigError."""
     name = preset_name(path)
-    return ModelConfig.from_hf(PRESETS[name], where=name)
+    return config_from_hf(PRESETS[name], where=name)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from common.say import say
-from models.attention import AttentionBackend
-from models.cpp_build import BuildError, load_library
-from models.pointwise import EAGER, HeadNorm, Pointwise
+from models.kernels.build import BuildError, load_library
+from models.kernels.pointwise import EAGER, HeadNorm, Pointwise
 from models.rope import Rotation
 
 Call = Callable[..., None]  # a function of the kernel
@@ -47,9 +46,9 @@ def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
     return Pointwise("cpp", **functions)
 
 
-def pointwise_beside(backend: AttentionBackend) -> Pointwise:
-    """Return the pointwise functions that go with an attention backend: C++ with C++, else eager."""
-    if backend.name != "cpp":
+def pointwise_for(attention: str) -> Pointwise:
+    """Return the pointwise functions for the attention backend of a name: C++ with C++, else eager."""
+    if attention != "cpp":
         return EAGER
     try:
         return cpp()

@@ -29,9 +29,9 @@ from common.say import say
 # The source of each kernel, and the module with the cases that check it.
 KERNELS = {
     "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
-    "pointwise": (ROOT / "models" / "pointwise_kernel.cpp", "models.pointwise_check"),
-    "linear": (ROOT / "models" / "linear_kernel.cpp", "models.linear_check"),
-    "noise": (ROOT / "engine" / "noise_kernel.cpp", "engine.noise_check"),
+    "pointwise": (ROOT / "models" / "kernels" / "pointwise_kernel.cpp", "models.kernels.pointwise_check"),
+    "linear": (ROOT / "models" / "kernels" / "linear_kernel.cpp", "models.kernels.linear_check"),
+    "noise": (ROOT / "engine" / "sampling" / "noise_kernel.cpp", "engine.sampling.noise_check"),
 }
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
 # Flags of each build, in the order of preference; PyTorch comes after the last.
@@ -39,7 +39,7 @@ BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "
 TIMEOUT_SECONDS = 300
 FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
 
-Row = dict[str, Any]  # a line that `models.kernel_check` prints
+Row = dict[str, Any]  # a line that `models.kernels.check` prints
 
 
 class BuildError(Exception):
@@ -138,9 +138,9 @@ def _first_good_build(name: str) -> BuildChoice:
 def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
     """Compare a candidate with PyTorch on the cases of a module, in a process that may crash.
 
-    Returns the rows that `models.kernel_check` printed, and why the candidate cannot be used; None if it can.
+    Returns the rows that `models.kernels.check` printed, and why the candidate cannot be used; None if it can.
     """
-    command = [sys.executable, "-m", "models.kernel_check", module, candidate]
+    command = [sys.executable, "-m", "models.kernels.check", module, candidate]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,12 +1,11 @@
-"""Linear layers with weights packed for a CPU once: for `models.linear_cpp`, or in oneDNN's blocked layout."""
+"""Linear layers with weights packed for a CPU once: for `models.kernels.linear_cpp`, or in oneDNN's blocked layout."""
 
 import torch
 from torch import Tensor, nn
 
-from models import linear_cpp
-from models.experts import looped
-from models.llama import StackedExperts, Transformer
-from models.row_bits import multiply_rows
+from models.experts import StackedExperts, looped
+from models.kernels import linear_cpp
+from models.kernels.row_bits import multiply_rows
 
 # Only a hint for the choice of block sizes; the packed weight serves any number of rows.
 TYPICAL_ROWS = 32
@@ -15,7 +14,7 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
 
-    in_pytorch: do not use `models.linear_cpp`.
+    in_pytorch: do not use `models.kernels.linear_cpp`.
     """
 
     weight: Tensor
@@ -73,11 +72,3 @@ def pack_linears(module: nn.Module) -> None:
             setattr(module, name, PackedExperts(child))
         else:
             setattr(module, name, PackedLinear(child.weight, child.bias))
-
-
-def pack_model(model: Transformer) -> None:
-    """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
-    embedding = model.tok_embeddings.weight
-    if model.output is None and can_pack(embedding.device, embedding.dtype):
-        model.output = PackedLinear(embedding, None)
-    pack_linears(model)

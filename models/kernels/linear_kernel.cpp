@@ -57,7 +57,7 @@ struct Rounded {
     std::unique_ptr<uint32_t[]> sums;  // unsigned: they wrap around for rows that are not finite
 };
 
-// Rounds n numbers like models.quantize.round_to_uint8 and sums up the bytes. Returns the scale.
+// Rounds n numbers like models.kernels.quantize.round_to_uint8 and sums up the bytes. Returns the scale.
 template <typename Number>
 inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum) {
     __m512 top = _mm512_setzero_ps(), nothing = top;  // 0, or NaN after a number that is not finite

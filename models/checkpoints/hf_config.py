@@ -6,11 +6,13 @@ below has no effect on them; docs/checkpoints.md lists both kinds.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, flag
-from models.hf_rope import ROPE_TYPES, rope_fields
-from models.hf_rules import (
+from common.jsonl import parse_json
+from models.checkpoints.hf_rope import ROPE_TYPES, rope_fields
+from models.checkpoints.hf_rules import (
     BOOLEAN,
     INTEGER,
     NUMBER,
@@ -24,7 +26,9 @@ from models.hf_rules import (
     positive,
     refuse,
 )
+from models.config import ModelConfig
 
+GENERATION_CONFIG = "generation_config.json"
 FULL_LAYERS = Rule(
     'no such key, null, or "full_attention" for each layer',
     lambda value: value is None or (isinstance(value, list) and all(kind == "full_attention" for kind in value)),
@@ -34,6 +38,11 @@ LAYER_FLAGS = Rule(
     lambda value: (
         value is None or (isinstance(value, list) and all(type(flag) is int and flag in (0, 1) for flag in value))
     ),
+)
+
+IDS = Rule(
+    "a token id, a list of token ids, or null",
+    lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
 )
 
 RULES = {
@@ -205,3 +214,47 @@ def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
     if len(rotates) < n_layer:
         raise refuse("layers are missing", f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
     return [layer for layer in range(n_layer) if not rotates[layer]]
+
+
+def config_from_hf(values: Values, *, where: str = "config") -> ModelConfig:
+    """Translate the keys of a Hugging Face config.json. Raises ConfigError."""
+    return ModelConfig.from_dict(config_fields(values, where))
+
+
+def config_from_json(path: str | Path) -> ModelConfig:
+    """Read a Hugging Face `config.json`, and the end tokens of the generation_config.json beside it. Raises
+    ConfigError naming the file and the field."""
+    return config_from_hf(with_end_tokens(read_config(Path(path)), Path(path).parent), where=str(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a `config.json`, or a file like it, into a dictionary. Raises ConfigError naming the file."""
+    required, fix = "a JSON object", "download it again (download.py)"
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is a {type(values).__name__}")
+    except FileNotFoundError:
+        what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
+        fix += ", or copy config.json beside the weights"
+        raise ConfigError(what, path, "no such file", required, fix) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model's {path.name} cannot be read", path, error, required, fix) from None
+    return dict(values)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Read the generation_config.json of a folder, empty without the file. Raises ConfigError if it is damaged."""
+    path = folder / GENERATION_CONFIG
+    values = read_config(path) if path.exists() else {}
+    if not IDS.accepts(ends := values.get("eos_token_id")):
+        where, fix = f"{path}: eos_token_id", "write the ids as numbers, or leave the key out for config.json's"
+        raise ConfigError("the end tokens are no token ids", where, repr(ends)[:200], IDS.required, fix)
+    return values
+
+
+def with_end_tokens(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keys of a config.json with the end tokens of the folder's generation_config.json, which take the place
+    of config.json's if it names any, as in transformers. Raises ConfigError."""
+    ends = read_generation_config(folder).get("eos_token_id")
+    return values if ends in (None, []) else values | {"eos_token_id": ends}

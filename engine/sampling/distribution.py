@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, flag
-from engine.noise import triton_kernels
+from engine.sampling.noise import triton_kernels
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # the number of ids that pass where there is no top-k

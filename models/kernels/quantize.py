@@ -1,17 +1,17 @@
-"""Linear layers with weights in 8 or 4 bits, over PyTorch's kernels, or over `models.linear_cpp` on a CPU that runs it.
+"""Linear layers with weights in 8 or 4 bits, over PyTorch's kernels, or `linear_cpp` on a CPU that runs it.
 
 int8: a scale per output. Each token's activations are rounded to 8 bits with a scale per token, because the integer
 kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by 8 bits. Sums are exact integers, so a token's bits do not
 depend on the other tokens.
 
 int4: a scale and a lowest value per group of 32 inputs (`low + scale * q`, q in 0..15). Activations are in bfloat16
-(tinygemm; on a GPU many rows are multiplied by dequantised weights), or in 8 bits in `models.linear_cpp`. A group spans
+(tinygemm; on a GPU many rows are multiplied by dequantised weights), or in 8 bits in `linear_cpp`. A group spans
 its smallest to its largest weight. GGUF's Q4_1 is made in this way, so a checkpoint that was expanded from it gets its
 codes back; only the scales are rounded, to bfloat16.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
 
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from common.launch import missing_launcher, works
 from kv_cache.entries import quantize
-from models import linear_cpp
-from models.llama import Transformer, logits_dtype
+from models.kernels import linear_cpp
+from models.kernels.row_bits import multiply_rows
 from models.names import SCHEMES
-from models.row_bits import multiply_rows
 
 GROUP = 32
 INT4_LEVELS = 15
@@ -41,17 +40,19 @@ FEWEST_CUDA_ROWS = 17  # cuBLAS does not multiply fewer rows in 8 bits
 class QuantizedLinear(nn.Module):
     """`y = x W^T + b` with a quantised `W [d_out, d_in]`.
 
-    in_pytorch: do not use `models.linear_cpp`. is_head: results are logits, in `llama.logits_dtype`.
+    in_pytorch: do not use `models.kernels.linear_cpp`. result_dtype: of `y`, by the dtype and
+    the device of `x`.
     """
 
     weight: Tensor
     bias: Tensor | None
     bits: int
     scale: Tensor | None
-    is_head = False
+    result_dtype: Callable[[torch.dtype, torch.device], torch.dtype]
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
         super().__init__()
+        self.result_dtype = lambda dtype, device: dtype
         self._on_cpu, self._d_out = runs_on_cpu(weight), len(weight)
         self._in_cpp = self._on_cpu and not in_pytorch and linear_cpp.takes(weight)
         bias = bias.float() if bias is not None and self._in_cpp else bias
@@ -61,7 +62,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._in_cpp:
             return linear_cpp.linear(x, self.weight, self.bits, self._d_out, self.scale, self.bias)
-        dtype = logits_dtype(x.dtype, x.device) if self.is_head else x.dtype
+        dtype = self.result_dtype(x.dtype, x.device)
         rows, multiply = x.reshape(-1, x.shape[-1]), partial(self.multiply, dtype=dtype)
         kernel = type(self), self._d_out
         y = (multiply_rows(multiply, rows, kernel) if self._on_cpu else multiply(rows)).to(dtype)
@@ -134,10 +135,10 @@ class Int4Linear(QuantizedLinear):
 
 @cache
 def triton_kernels(device: str) -> ModuleType | None:
-    """Return `models.triton_quantize`; None if Triton cannot start kernels, or with a note if they are wrong."""
+    """Return `triton_quantize`; None if Triton cannot start kernels, or with a note if they are wrong."""
     if missing_launcher():
         return None
-    from models import triton_quantize
+    from models.kernels import triton_quantize
 
     trial = partial(triton_quantize.difference, device, dequantize)
     return triton_quantize if works(trial, "multiplies quantised weights") else None
@@ -232,15 +233,6 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
             seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
             raise ConfigError("a layer's shape has no quantised kernel", where, seen, steps, fix)
         setattr(module, name, layer)
-
-
-def quantize_head(model: Transformer) -> None:
-    """Quantise the head to int8 in either scheme: 4 bits cost too much accuracy. The embedding stays."""
-    weight = model.output.weight if isinstance(model.output, nn.Linear) else model.tok_embeddings.weight
-    head = quantized_linear(weight, None, "int8")
-    if isinstance(head, Int8Linear):
-        head.is_head = True
-        model.output = head
 
 
 def linear_bytes(n_weights: int, scheme: str) -> int:

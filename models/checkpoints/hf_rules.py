@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
+from models.config import FIX
 
 MAX_SIZE = 1 << 31
-FIX = "use a checkpoint of a supported family (docs/checkpoints.md) with a matching config.json"
 Values = Mapping[str, Any]
 
 

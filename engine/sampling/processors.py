@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.grammars import Grammar
-from engine.sampling import LONGEST_BAN, MOST_BANS, SamplingParams
+from engine.sampling.distribution import LONGEST_BAN, MOST_BANS, SamplingParams
+from engine.sampling.grammars import Grammar
 from kv_cache.base import Device
 
 BAN = -1e30  # added to excluded logits; finite, so that a row whose ids are all excluded still has a distribution

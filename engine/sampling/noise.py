@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.launch import missing_launcher, works
 from common.say import say
-from models.cpp_build import BuildError, load_library
+from models.kernels.build import BuildError, load_library
 
 MASK = 0xFFFFFFFF
 ROUNDS = 10
@@ -116,11 +116,11 @@ def drawn_by(library: ctypes.CDLL) -> Draw:
 
 @functools.cache
 def triton_kernels(device: str = "cuda") -> ModuleType | None:
-    """Return `engine.triton_draws`, which draws tokens on a GPU; None if Triton cannot start its kernels, or if they
-    are wrong, which prints a note."""
+    """Return `triton_draws`, which draws tokens on a GPU; None if Triton cannot start its kernels, or if they are
+    wrong, which prints a note."""
     if missing_launcher():  # the choice of attention prints this
         return None
-    from engine import draws_check, triton_draws
+    from engine.sampling import draws_check, triton_draws
 
     trial = functools.partial(draws_check.difference, device, uniform, gumbel)
     return triton_draws if works(trial, "draws tokens") else None

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.noise import Draw, Stream, drawn_by, gumbel_of, uniform
-from models.kernel_check import Case, Results
+from engine.sampling.noise import Draw, Stream, drawn_by, gumbel_of, uniform
+from models.kernels.check import Case, Results
 
 SEEDS, REQUESTS, POSITIONS = [0, -1, 2**62 + 1], [7, 2**32 - 1, 0], [0, 31_999, 2**32 - 1]
 

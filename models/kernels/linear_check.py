@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from common.say import dtype_name
 from kv_cache.entries import quantize
-from models import linear_cpp
-from models.kernel_check import Case, Results
-from models.packed_linear import PackedLinear
-from models.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, round_to_uint8
+from models.kernels import linear_cpp
+from models.kernels.check import Case, Results
+from models.kernels.packed_linear import PackedLinear
+from models.kernels.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups, round_to_uint8
 
 D_IN, D_OUT = 576, 192
 # Sums are in float32, or exact where x is rounded to 8 bits; the result is rounded to the dtype of x.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from common.say import dtype_name
-from models.kernel_check import Case, Results
-from models.pointwise import EAGER, HeadNorm, Pointwise
-from models.pointwise_cpp import BYTES, cpp
+from models.kernels.check import Case, Results
+from models.kernels.pointwise import EAGER, HeadNorm, Pointwise
+from models.kernels.pointwise_cpp import BYTES, cpp
 from models.rope import Rope, rotation
 
 # The kernel rounds where PyTorch does, but adds in another order: some steps of a number's last digit.

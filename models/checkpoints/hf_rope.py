@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from common.errors import ConfigError, flag
-from models.hf_rules import BOOLEAN, MAX_SIZE, NUMBER, STRING, Values, check, of_type, positive, refuse
+from models.checkpoints.hf_rules import BOOLEAN, MAX_SIZE, NUMBER, STRING, Values, check, of_type, positive, refuse
 
 RULES = {"rope_type": STRING, "type": STRING, "rope_theta": NUMBER, "truncate": BOOLEAN}
 RULES |= dict.fromkeys(("mscale", "mscale_all_dim"), of_type("a number or null", int, float, type(None)))

@@ -1,4 +1,4 @@
-"""Triton kernels for `models.quantize`: round activations to 8 bits, scale products, dequantise weights in 4 bits."""
+"""Triton kernels for `quantize`: round activations to 8 bits, scale products, dequantise weights in 4 bits."""
 
 from collections.abc import Callable
 
@@ -58,7 +58,7 @@ def plan_products(sums: Tensor, scales: Tensor, row_scales: Tensor, dtype: torch
 
 @triton.jit
 def dequantize_row(packed, grids, out, n_out, n_group, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write an output's weights to `out [n_out, 32 * n_group]`; `models.quantize.unpack_from_cuda` explains the layout.
+    """Write an output's weights to `out [n_out, 32 * n_group]`; `quantize.unpack_from_cuda` explains the layout.
 
     A group's inputs are `8 * j + 2 * lane + h`: [groups, j, lane, h].
     """
@@ -75,7 +75,7 @@ def dequantize_row(packed, grids, out, n_out, n_group, WORDS: tl.constexpr, BLOC
 
 
 def plan_weights(packed: Tensor, grids: Tensor) -> tuple[Launch, Tensor]:
-    """Plan `models.quantize.dequantize`."""
+    """Plan `models.kernels.quantize.dequantize`."""
     n_group, n_out = grids.shape[:2]
     arguments = {"packed": packed, "grids": grids, "n_out": n_out, "n_group": n_group, "BLOCK": GROUPS}
     arguments |= {"out": (out := grids.new_empty(n_out, n_group * 32)), "WORDS": packed.shape[-1]}

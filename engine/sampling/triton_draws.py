@@ -1,4 +1,4 @@
-"""Triton kernels that draw tokens: the random numbers of `engine.noise`, and the filters of `engine.sampling`."""
+"""Triton kernels that draw tokens: the random numbers of `noise`, and the filters of `distribution`."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ def draw_row(keys, out, n_row, n_id, purpose, IS_GUMBEL: tl.constexpr, PAIRS: tl
 def plan_draw(
     seed: Tensor, request: Tensor, position: Tensor, stream: int, n_ids: int, gumbel_in: torch.dtype | None = None
 ) -> tuple[Launch, Tensor]:
-    """Return a launch that draws `engine.noise.uniform` of these arguments, or `gumbel` in a dtype, and its result."""
+    """Return a launch that draws `noise.uniform` of these arguments, or `gumbel` in a dtype, and its result."""
     keys = torch.stack(torch.broadcast_tensors(seed, request, position))
     out, n_row = keys.new_empty(*keys.shape[1:], n_ids, dtype=gumbel_in or torch.float64), keys.numel() // 3
     arguments = {"keys": keys, "out": out, "n_row": n_row, "n_id": n_ids, "purpose": int(stream)}

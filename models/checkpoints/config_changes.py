@@ -8,8 +8,9 @@ from typing import Any
 
 from common.errors import ConfigError, flag
 from common.jsonl import parse_json
+from models.checkpoints.hf_config import config_from_hf
+from models.checkpoints.hf_rope import ORIGINAL, extended
 from models.config import ModelConfig
-from models.hf_rope import ORIGINAL, extended
 
 ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", ORIGINAL)
 
@@ -41,7 +42,7 @@ class ConfigChanges:
         if self.rope_scaling is None:
             return changed
         changed = extended(changed, self.rope_scaling, where)
-        ModelConfig.from_hf(changed, where=f"{flag('rope_scaling')} {self.rope_scaling}")  # a family may lack the type
+        config_from_hf(changed, where=f"{flag('rope_scaling')} {self.rope_scaling}")  # a family may lack the type
         return changed
 
 
@@ -57,7 +58,7 @@ def _parsed(override: str) -> tuple[str, Any]:
 def _config(values: Mapping[str, Any]) -> ModelConfig | None:
     """Return the config of these keys; None if they are refused."""
     try:
-        return ModelConfig.from_hf(values)
+        return config_from_hf(values)
     except ConfigError:
         return None
 

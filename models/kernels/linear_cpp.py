@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.say import say
-from models.cpp_build import BuildError, load_library
+from models.kernels.build import BuildError, load_library
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 

@@ -1,6 +1,6 @@
 // Standard Gumbel numbers on a CPU: Philox4x32-10 and two logarithms in registers, 8 pairs of ids at a time.
 //
-// The words are those of engine/noise.py. Logarithms are in float64, within 2 units of its last place, and the result
+// The words are those of engine/sampling/noise.py. Logarithms are in float64, within 2 units of its last place, and the result
 // is rounded once to float32: another library's logarithm gives the same bits but where a rounding boundary lies
 // between the two.
 
@@ -65,7 +65,7 @@ void draw(uint64_t seed, uint64_t request, uint64_t position, uint64_t purpose, 
 
 }  // namespace
 
-// Counters as of engine/noise.py: (pair of ids, purpose, position, request); words of c1 are the purpose.
+// Counters as of engine/sampling/noise.py: (pair of ids, purpose, position, request); words of c1 are the purpose.
 // seed, request, position [n_row]; out [n_row, n_id].
 extern "C" void foretoken_gumbel(int64_t n_row, int64_t n_id, const int64_t* seed, const int64_t* request,
                                  const int64_t* position, int64_t purpose, float* out, int n_thread) {
