@@ -1,6 +1,6 @@
 """A benchmark run: its configuration and plan, the session that it becomes, its passes, and their record."""
 
-from bench.auto.run_costs import RunCosts, costs_of
+from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig
 from bench.data import load_books, make_prompts, resolve_dataset
 from bench.passes import Decoded, PassResults, decode, make_pacing, prefill, warm_up

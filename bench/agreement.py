@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from bench.plan_types import DraftPlan, Plan
+from bench.plan_types import Plan
 from bench.prefixes import code_sha256
 from common.errors import flag
 from common.process import rank, world_size
 from common.provenance import package_version
+from engine.drafters.config import DraftPlan
 
 # Files and folders: ranks compare only whether each is given, since paths differ between machines.
 PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
@@ -39,9 +40,11 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
     found["end tokens"] = str(plan.target.end_tokens)
     whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
     found["the target's weights"] = plan.target.digest(whole)
-    if plan.draft_source is not None:
-        holds = rank() % (world_size() // plan.config.n_replicas) in plan.draft_group
-        found["the draft's weights"] = plan.draft_source.digest(whole) if holds else None
+    models = {draft.source: draft.group for draft in plan.candidates if draft.source is not None}
+    for number, (source, group) in enumerate(models.items(), 1):
+        holds = rank() % (world_size() // plan.config.n_replicas) in group
+        name = "the draft's weights" if number == 1 else f"the weights of draft model {number}"
+        found[name] = source.digest(whole) if holds else None
     return found
 
 

@@ -1,13 +1,10 @@
 """Flags of the three benchmarks."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from bench.config import Passes, PlainRun, RankOptions, RunConfig, TargetBesideDraft
-from bench.draft_flags import HEADS, draft_flags
-
-SelfDraft: Any = draft_flags()
-Standalone: Any = draft_flags(["standalone", *HEADS], flags={"draft_model": "model"})
+from bench.draft_flags import DraftFlags, ModelDraft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,22 +13,22 @@ class BaselineFlags(PlainRun):
 
     def config(self) -> RunConfig:
         """Return the run that the flags describe. Errors: ConfigError."""
-        groups = dict(vars(self))
-        if "draft" in groups:
-            groups["draft"] = groups["draft"].config()
-        return RunConfig(**groups)
+        return RunConfig(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpecFlags(BaselineFlags):
-    draft: SelfDraft = field(default_factory=SelfDraft)
+    draft: DraftFlags = field(default_factory=DraftFlags)
     passes: Passes = field(default_factory=Passes)
+
+    def config(self) -> RunConfig:
+        (drafts,) = self.draft.choices({})
+        return RunConfig(**vars(self) | {"draft": drafts[0], "auto_drafts": drafts[1:]})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongSpecFlags(BaselineFlags):
+class LongSpecFlags(SelfSpecFlags):
     FLAGS: ClassVar[dict[str, str]] = {"model": "--target", "draft_model": "--model"}
 
     target: TargetBesideDraft = field(default_factory=TargetBesideDraft)
-    draft: Standalone
-    passes: Passes = field(default_factory=Passes)
+    draft: ModelDraft = field(default_factory=ModelDraft)

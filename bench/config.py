@@ -10,13 +10,12 @@ from tyro.conf import arg
 
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
-from engine.drafters.config import DrafterConfig
+from engine.drafters.config import AUTO, DrafterConfig
 from models.checkpoints.config_changes import ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
 from models.names import Backend, Dtype, KVDtype, Scheme
 
-AUTO = "auto"
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
 DEFAULT_PREFIX_LEN = 6000
 BatchSize = Annotated[int, arg(aliases=["--batch_size"])]
@@ -196,8 +195,6 @@ class Passes:
     """time draft and verification steps, in a separate pass"""
     by_length: int | None = None
     """report acceptance, costs and speedup for every stretch of this many generated tokens"""
-    measure_costs: bool = False
-    """measure the costs that `auto` chooses by, whatever earlier runs have measured"""
 
 
 @dataclass(frozen=True)
@@ -217,10 +214,16 @@ class PlainRun:
 
 @dataclass(frozen=True)
 class RunConfig(PlainRun):
-    """A run, with draft options or, for plain decoding, None."""
+    """A run, with draft options or, for plain decoding, None. auto_drafts: drafts that rounds may take instead."""
 
     draft: DrafterConfig | None = None
+    auto_drafts: tuple[DrafterConfig, ...] = ()
     passes: Passes = field(default_factory=Passes)
+
+    @property
+    def drafts(self) -> tuple[DrafterConfig, ...]:
+        """All drafts."""
+        return () if self.draft is None else (self.draft, *self.auto_drafts)
 
     @property
     def n_replicas(self) -> int:

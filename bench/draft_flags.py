@@ -1,234 +1,201 @@
-"""Makes the flags of drafts from the options of all drafters and policies, which their files define."""
+"""Flags of drafts. A flag that is not given leaves the default to the draft's file."""
 
-import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, make_dataclass
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from docstring_parser import parse_from_object
 from tyro.conf import arg
 
-from bench.config import AUTO
-from common.errors import ConfigError, flag
+from bench.draft_names import DEFAULT_POLICY, FORMS, drafts_of, parse_draft, required_options
+from common.errors import refuse
 from common.say import note_without_effect
-from engine.drafters.config import (
-    DrafterConfig,
-    HeadConfig,
-    HostDrafterConfig,
-    ModelDrafterConfig,
-    drafters,
-    require_gamma,
+from engine.drafters.combined import text_kinds
+from engine.drafters.config import DrafterConfig, require_gamma
+from engine.drafters.ngram import Match
+from kv_cache.policy import policies
+from models.names import Dtype, KVDtype, Scheme
+
+Value = TypeVar("Value")
+# An option that may be left out, whose help says the default.
+Given = Annotated[Value | None, arg(help_behavior_hint="")]
+POLICY: Any = arg(
+    help_behavior_hint="",
+    help=f"what the cache keeps (default: {DEFAULT_POLICY}): {', '.join(policies())}; auto, of a self-draft: whichever "
+    "with a budget pays best, chosen while decoding",
 )
-from engine.drafters.schedules import OF_SCHEDULES
-from kv_cache.policy import BudgetedPolicy, policies
-
-# A budget that means the policy `full`.
-FULL_BUDGET = -1
-DEFAULT_POLICY = "streaming"
-# Fields of drafters that are made from other flags.
-NO_OPTIONS = ("policy", "policies", "texts", "alternatives")
-# Names of flags in MagicDec's scripts.
-ALIASES = {"draft_budget": ["--streamingllm_budget"]}
-PolicyName: Any = Literal[tuple(policies())]
-TEXTS = {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
-TextName: Any = Literal[tuple(TEXTS)]
-HEADS = [name for name, kind in drafters().items() if issubclass(kind, HeadConfig)]
-BUDGETED = {name: kind for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)}
-BudgetedName: Any = Literal[tuple(BUDGETED)]
-# Options without a flag in a program that runs several drafts and chooses these options itself.
-CHOSEN = ("draft", "gamma", "draft_policy", "draft_budget", "draft_model", "draft_ranks", *OF_SCHEDULES)
-
-
-@dataclass(frozen=True)
-class DraftFlags:
-    """The draft."""
-
-    KINDS: ClassVar[Mapping[str, type[DrafterConfig]]]
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name."""
-        return {name: value for name, value in vars(self).items() if value not in (None, ())}
-
-    def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the configuration of the drafter. chosen: options that the program sets. Errors: ConfigError."""
-        return self.variants(chosen)[0]
-
-    def variants(self, *chosen: Mapping[str, Any]) -> list[DrafterConfig]:
-        """Return a configuration for each mapping of options that the program sets, which override flags.
-
-        A note names the flags that no drafter has an option for. Errors: ConfigError.
-        """
-        options = [_without_full_budget(self.given() | dict(each)) for each in chosen]
-        configs = [_drafter_config(self.KINDS, each) for each in options]
-        used = {"draft", *(name for config in configs for name in _used_options(config))}
-        if unused := dict.fromkeys(name for each in options for name in each if name not in used):
-            drafts = [vars(config).get("policy") for config in configs]
-            kinds = [
-                f"{config.name} by {policy.name}" if policy else config.name
-                for config, policy in zip(configs, drafts, strict=True)
-            ]
-            note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
-        for config in configs:
-            config.check()
-        return configs
-
-
-def draft_flags(
-    kinds: Collection[str] | None = None, *, without: Collection[str] = (), flags: Mapping[str, str] | None = None
-) -> type[DraftFlags]:
-    """Return a dataclass of flags for some drafters and for all policies.
-
-    kinds: names of drafters; None for all that need no second model. without: options without a flag. flags: names of
-    flags that differ from their option's.
-    """
-    every = drafters()
-    chosen = {name: every[name] for name in kinds or [name for name, kind in every.items() if not _required(kind)]}
-    has_model = any(issubclass(kind, ModelDrafterConfig) for kind in chosen.values())
-    owners: dict[str, list[Any]] = {}
-    for kind in dict.fromkeys([*chosen.values(), *([*policies().values(), *TEXTS.values()] if has_model else [])]):
-        for option in fields(kind):  # type: ignore[arg-type]
-            owners.setdefault(option.name, []).append(kind)
-    specs: dict[str, tuple[Any, Any]] = {}
-    if len(chosen) > 1:
-        default = "self" if "self" in chosen else next(iter(chosen))
-        specs["draft"] = Annotated[Literal[tuple(chosen)], arg(help=_listed(chosen))], default
-    if has_model:
-        says = f"what the cache keeps (default: {DEFAULT_POLICY}). {_listed(policies())}; "
-        says += "auto, of a self-draft: whichever with a budget pays best, chosen while decoding"
-        specs["draft_policy"] = Annotated[PolicyName | Literal["auto"] | None, arg(help=says)], None
-        says = "drafters from text that stand in for a draft model where they find a long match"
-        specs["text_drafts"] = Annotated[tuple[TextName, ...], arg(help=says)], ()
-    if "gamma" not in without:
-        says = "drafters that --gamma auto may take instead of the draft, in any round, if they pay more"
-        specs["auto_drafts"] = Annotated[tuple[OtherName, ...], arg(help=says)], ()
-    for name, kinds_with in owners.items():
-        if name in NO_OPTIONS:
-            continue
-        first, hint = kinds_with[0], get_type_hints(kinds_with[0])[name]
-        value = getattr(first, name, None)
-        says = f"{_documented(first, name)} ({', '.join(kind.name for kind in kinds_with)}"
-        says += ")" if value is None else f"; default: {value})"
-        is_required = name in _required(first)
-        markers = arg(help=says, name=(flags or {}).get(name), aliases=ALIASES.get(name), help_behavior_hint="")
-        metadata = getattr(get_type_hints(first, include_extras=True)[name], "__metadata__", ())
-        hint = Annotated[(hint if is_required else hint | None, markers, *metadata)]
-        specs[name] = hint, MISSING if is_required else None
-    made = [(name, *spec) if spec[1] is not MISSING else (name, spec[0]) for name, spec in specs.items()]
-    namespace = {"KINDS": chosen, "__doc__": DraftFlags.__doc__}
-    made = [spec for spec in made if spec[0] not in without]
-    return make_dataclass("DraftFlags", made, bases=(DraftFlags,), namespace=namespace, frozen=True, kw_only=True)
-
-
-def _drafter_config(kinds: Mapping[str, type[DrafterConfig]], given: Mapping[str, Any]) -> DrafterConfig:
-    """Return the configuration of the drafter `given["draft"]`, or else the first, from the options that it has."""
-
-    def made(kind: Any, **others: Any) -> Any:
-        return kind(**{option.name: given[option.name] for option in fields(kind) if option.name in given} | others)
-
-    kind = kinds[given.get("draft", next(iter(kinds)))]
-    given = {"gamma": AUTO, **given} if given.get("gamma_schedule") == AUTO else given
-    alone = {name: value for name, value in given.items() if name != "auto_drafts"}
-    others = tuple(_drafter_config(OTHERS, alone | {"draft": name}) for name in given.get("auto_drafts", ()))
-    if not issubclass(kind, ModelDrafterConfig):
-        return made(kind, alternatives=others)
-    name = given.get("draft_policy", DEFAULT_POLICY)
-    # With auto, the first drafts until another policy pays more.
-    several = tuple(map(made, sorted(BUDGETED.values(), key=lambda kind: kind.name != DEFAULT_POLICY))) * (name == AUTO)
-    policy = several[0] if several else made(policies()[name])
-    texts = tuple(made(TEXTS[text], gamma_schedule=None) for text in given.get("text_drafts", ()))
-    return made(kind, policy=policy, policies=several, texts=texts, alternatives=others)
-
-
-def _required(kind: type[DrafterConfig]) -> list[str]:
-    """Return the options of a drafter that have no default."""
-    options = [option for option in fields(kind) if option.default is MISSING]
-    return [option.name for option in options if option.default_factory is MISSING]
-
-
-def _used_options(config: DrafterConfig) -> list[str]:
-    """Return the options that have an effect on a drafter."""
-    if config.gamma == 0:
-        return ["gamma", *_required(type(config))]
-    used = [option.name for option in fields(config) if option.name not in config.unused]
-    used += ["auto_drafts", *(name for other in config.alternatives for name in _used_options(other))]
-    if not isinstance(config, ModelDrafterConfig):
-        return used
-    owners: list[Any] = [*(config.policies or [config.policy]), *config.texts]
-    return ["draft_policy", "text_drafts", *(option.name for owner in owners for option in fields(owner)), *used]
-
-
-def _without_full_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """Return options with the policy `full` for a budget of -1. Errors: ConfigError if another policy is named."""
-    if given.get("draft_budget") != FULL_BUDGET:
-        return given
-    policy = flag("draft_policy")
-    if (named := given.get("draft_policy", "full")) != "full":
-        what, seen = f"a budget of {FULL_BUDGET} keeps everything", f"{FULL_BUDGET} with {policy} {named}"
-        raise ConfigError(what, flag("draft_budget"), seen, "a number of entries", f"leave out {policy}")
-    return {name: value for name, value in given.items() if name != "draft_budget"} | {"draft_policy": "full"}
-
-
-def _documented(kind: type, name: str) -> str:
-    """Return the text below a field's definition, in the class or in the base class that defines it."""
-    owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
-    return _texts_below_fields(owner).get(name, "")
-
-
-@cache
-def _texts_below_fields(kind: type) -> dict[str, str]:
-    params = parse_from_object(kind).params
-    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
-
-
-def _listed(kinds: Mapping[str, type]) -> str:
-    """Return names, each with the first line of its docstring."""
-    first_lines = {name: (kind.__doc__ or "").strip().splitlines()[0].rstrip(".") for name, kind in kinds.items()}
-    return "; ".join(f"{name}: {line[:1].lower()}{line[1:]}" for name, line in first_lines.items())
-
-
-# Drafters that can take the place of another in any round.
-OTHERS = {name: kind for name, kind in drafters().items() if not _required(kind) and not kind.needs_baseline}
-OtherName: Any = Literal[tuple(OTHERS)]
-# Drafters that need no other model's checkpoint.
-ALONE: Mapping[str, type[DrafterConfig]] = draft_flags().KINDS
-WITH_MODEL = [name for name in drafters() if name not in ALONE]
-PATHS = ", ".join(f"{name}:PATH" for name in HEADS)
-DRAFT: Any = arg(
-    metavar="DRAFT",
-    help=f"{', '.join(ALONE)}, or a smaller model's converted checkpoint, or a head: {PATHS}",
-    help_behavior_hint="(default: self)",
+BUDGET: Any = arg(help_behavior_hint="", aliases=["--streamingllm_budget"])  # its name in MagicDec's scripts
+DRAFT: Any = arg(help_behavior_hint="", metavar="DRAFT", help=f"{FORMS}; with others in its name: suffix+self=snapkv@3")
+TEXTS: Any = arg(
+    help=f"drafts from text that stand in for a draft model where they find a long match: {', '.join(text_kinds())}"
 )
-EveryDraft: Any = draft_flags(drafters(), without=("draft", "draft_model", "draft_ranks"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedDraft(EveryDraft):
+class DraftOptions:
+    """The draft."""
+
+    DEFAULT: ClassVar[str] = "self"
+
+    n_sink: Given[int] = None
+    """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
+    draft_positions: Given[Literal["auto", "absolute", "cache"]] = None
+    """streaming: rotary positions of a draft model or head, in the text (absolute), or in the cache (cache), where they
+    never exceed the budget; auto, the default: cache if the run is longer than the draft's trained context"""
+    snapkv_window: Given[int] = None
+    """policies that select: recent tokens in the budget (default: 32); those of a policy that selects by queries choose
+    the other entries"""
+    refresh: Given[int] = None
+    """verify_topk, retrieval: rounds after which entries are chosen anew (default: 1 and 4)"""
+    score_queries: Given[Literal["ends", "all"]] = None
+    """verify_topk: the queries of a verification that choose: of its first and its last accepted token (ends), or of
+    all, the default"""
+    chunk: Given[int] = None
+    """retrieval: tokens of a chunk, which are chosen together (default: 8)"""
+    quant_group: Given[int] = None
+    """quantized: numbers that share a scale: tokens of a key's channel, channels of a value (default: 16); a CPU reads
+    groups of a multiple of 16 directly, and unpacks others first"""
+    quant_window: Given[int] = None
+    """quantized: the least number of recent tokens that are not quantised (default: 64)"""
+    draft_dtype: Given[Literal["auto", "same"] | Dtype] = None
+    """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto, the
+    default: bfloat16 beside a float32 target on a CPU that computes in bfloat16, else same"""
+    draft_weights: Given[Literal["auto", "same"] | Scheme] = None
+    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
+    --draft_dtype says, or a self-draft's as the target's; auto, the default: on a CPU with VNNI int8, or int4 for a
+    model that was published in 4 bits, if neither --draft_dtype nor --quantize is given, else same"""
+    draft_kv_dtype: Given[Literal["same"] | KVDtype] = None
+    """entries of the draft's KV cache (default: same)"""
+    draft_layers: Given[str] = None
+    """self: layers that it runs, such as 0-9,20-29: it skips the others (default: all)"""
+    draft_of_draft: Given[str] = None
+    """self: the draft of the draft: copies from the row's text (ngram); the same model (streaming) or a smaller model,
+    given by its converted checkpoint, over --inner_budget entries (default: none)"""
+    inner_gamma: Given[int] = None
+    """--draft_of_draft: tokens that are drafted for each forward of the draft (default: 2)"""
+    inner_budget: Given[int] = None
+    """--draft_of_draft streaming or a model: KV entries per row, sinks and recent ones together (default: 64)"""
+    text_drafts: Annotated[tuple[str, ...], TEXTS] = ()
+    text_match: Given[int] = None
+    """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's (default: 8)"""
+    max_ngram: Given[int] = None
+    """ngram, cache: longest match that is looked for (default: 3)"""
+    ngram_match: Given[Match] = None
+    """ngram: of matches of the same length: with the most tokens after it, then the latest (longest, the default); or
+    the first, or the last"""
+    draft_text: Given[str] = None
+    """suffix: file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
+    markov_table: Given[str] = None
+    """markov: a file that reproduce/markov_table.py or --ngram_cache wrote"""
+    ngram_cache: Given[str] = None
+    """cache: file that its n-grams are loaded from, if it exists, and saved to"""
+    ngram_cache_size: Given[int] = None
+    """cache: contexts that it keeps, the latest (default: 262144)"""
+    draft_options: tuple[str, ...] = ()
+    """NAME=VALUE ...: options of drafts and policies that have no flag here"""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, by flag."""
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
+
+    def config(self, **chosen: Any) -> DrafterConfig:
+        """Return the configuration of the draft. chosen: options that the program sets. Errors: ConfigError, also for
+        several drafts to choose among."""
+        return self.variants(chosen)[0]
+
+    def variants(self, *chosen: Mapping[str, Any]) -> list[DrafterConfig]:
+        """Return a configuration for each mapping of options that the program sets, which override flags. Errors:
+        ConfigError, also for several drafts to choose among."""
+        found = self.choices(*chosen)
+        for drafts in found:
+            if len(drafts) > 1:
+                names = " or ".join(dict.fromkeys(draft.kind for draft in drafts))
+                refuse("draft", names, "one draft with one policy", "this program does not choose among drafts")
+        return [drafts[0] for drafts in found]
+
+    def choices(self, *chosen: Mapping[str, Any]) -> list[tuple[DrafterConfig, ...]]:
+        """Return the drafts to choose among for each mapping of options that the program sets, which override flags.
+
+        A note names the flags that no draft has an option for. Errors: ConfigError.
+        """
+        given = self.given()
+        named = parse_draft(given.pop("draft", self.DEFAULT))
+        options = [{**named, **given, **each} for each in chosen]
+        found = [drafts_of(each) for each in options]
+        drafts = [*chain.from_iterable(found)]
+        used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
+        if any(len({draft.kind for draft in each}) > 1 for each in found):
+            used.add("auto_drafts")
+        if unused := dict.fromkeys(name for each in options for name in each if name not in used):
+            first = [each[0].options() for each in found]
+            kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
+            note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
+        for draft in drafts:
+            draft.check()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftNumbers(DraftOptions):
+    """The draft."""
+
+    gamma: Given[int | Literal["auto"]] = None
+    """tokens drafted per round (default: 3); auto: 0 to 6, chosen before every round by measured costs and the
+    acceptance so far"""
+    gamma_schedule: Given[Literal["constant", "heuristic", "confidence", "auto"]] = None
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else a
+    token less; confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with it)"""
+    confidence_threshold: Given[float | Literal["auto"]] = None
+    """--gamma_schedule confidence: a row stops after a token less probable than this (default: 0.4); auto: by
+    acceptance so far"""
+    p_min: Given[float] = None
+    """--gamma_schedule confidence: a row stops before a token if the most probable is below this (default: 0)"""
+    draft_policy: Annotated[str | None, POLICY] = None
+    draft_budget: Annotated[int | Literal["auto"] | None, BUDGET] = None
+    """KV entries per row: sinks or selected entries, and recent ones (default: 512); -1 is --draft_policy full; auto,
+    for self-drafts: whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
+    auto_drafts: tuple[str, ...] = ()
+    """drafts that --gamma auto may take instead of the draft, in any round, if they pay more: self, or from text"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFlags(DraftNumbers):
+    """The draft."""
+
+    draft: Annotated[str | None, DRAFT] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedDraft(DraftFlags):
     """The draft."""
 
     LEAST_GAMMA: ClassVar[int] = 1
 
-    draft: Annotated[str | None, DRAFT] = None
-
-    def variants(self, *chosen: Mapping[str, Any]) -> Sequence[DrafterConfig]:
-        named = _named(self.draft or "self")
-        return super().variants(*(named | dict(each) for each in chosen))
-
-    def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the configuration of the drafter. Errors: ConfigError, also for a gamma below LEAST_GAMMA."""
+    def choices(self, *chosen: Mapping[str, Any]) -> list[tuple[DrafterConfig, ...]]:
+        """Return the drafts to choose among. Errors: ConfigError, also for a gamma below LEAST_GAMMA."""
         if self.gamma is not None:
             require_gamma(self.gamma, self.LEAST_GAMMA)
-        return super().config(**chosen)
+        return super().choices(*chosen)
 
 
-def _named(name: str) -> dict[str, str]:
-    """Return the options that a draft's name or path stands for. Errors: ConfigError for an unknown draft."""
-    kind, _, path = name.partition(":")
-    if path and kind in WITH_MODEL:
-        return {"draft": kind, "draft_model": path}
-    if name in ALONE:
-        return {"draft": name}
-    if os.path.exists(name):
-        return {"draft": "standalone", "draft_model": name}
-    required = f"{', '.join(ALONE)}, a converted checkpoint, or {PATHS}"
-    raise ConfigError("there is no such draft", flag("draft"), name[:80], required, "check the spelling and the folder")
+@dataclass(frozen=True, kw_only=True)
+class ModelDraft(DraftFlags):
+    """The draft."""
+
+    DEFAULT: ClassVar[str] = "standalone"
+
+    draft_model: Annotated[str | None, arg(name="model", help_behavior_hint="")] = None
+    """the draft's converted checkpoint; of dflash, eagle and medusa: the head as it was published, a folder or its
+    weights"""
+    draft_ranks: Given[tuple[int, ...]] = None
+    """standalone: ranks that share the draft (default: those of --rank_group)"""
+
+
+def _used_options(draft: DrafterConfig) -> Sequence[str]:
+    """Return the options that have an effect on a draft."""
+    return ["gamma", *required_options(type(draft))] if draft.gamma == 0 else [*draft.options()]
+
+
+def option_names() -> list[str]:
+    """Return the names of the options of drafts and policies, but gamma and a draft's checkpoint."""
+    return [name for name in DraftNumbers.__dataclass_fields__ if name not in ("gamma", "draft_options")]

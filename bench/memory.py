@@ -4,9 +4,9 @@ import math
 import re
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,14 +15,9 @@ import torch
 from bench.plan_types import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
-from engine.drafters.observed import n_slots
+from engine.drafters.stored import largest_shard, weights_bytes
 from engine.runner import ModelRunner
 from kv_cache import FullKVCache
-from kv_cache.refreshed import RefreshedKVCache
-from models import ModelConfig
-from models.heads.loading import HeadSource
-from models.storage import model_bytes
-from models.tensor_parallel import Shard, shard_config
 
 GIB = 2**30
 # Kept free on a GPU before anything is loaded, for activations, CUDA and NCCL: bytes, and a share for small GPUs.
@@ -51,38 +46,14 @@ class MemoryPlan:
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """Return the bytes of all weights and KV entries, and a reserve on a GPU."""
-    target = _largest_shard(plan.target.config, plan.group)
-    weights = model_bytes(target, plan.dtype, plan.config.target.quantize, plan.device)
-    kv, draft_kv = FullKVCache(target, 1, plan.capacity, "meta", plan.kv_dtype).n_bytes, 0
-    for draft in plan.draft.levels if plan.draft else ():
-        dtype, config = draft.dtype or plan.dtype, target
-        is_inner = plan.draft is not None and draft is plan.draft.inner
-        n_caches = len(plan.draft.policies) if is_inner and plan.draft else 1  # each outer draft has an inner draft
-        if isinstance(draft.source, HeadSource):
-            config = draft.source.config
-            weights += draft.source.n_weights * dtype.itemsize
-            # The target's states that each drafter of the head keeps.
-            of_row = n_slots(draft.gamma) * draft.source.shape.state_dim * plan.dtype.itemsize
-            draft_kv += max(1, len(draft.policies)) * of_row
-        elif draft.source is not None:
-            config = _largest_shard(draft.source.config, plan.draft_group)
-            weights += model_bytes(config, dtype, draft.quantize, plan.device)
-            n_caches *= 2 if plan.chooses else 1  # entries of prompts are kept while costs are measured
-        else:
-            config = target if draft.layers is None else replace(target, n_layer=len(draft.layers))
-            if draft.dtype is not None and not plan.shares_weights(draft) and not is_inner:
-                weights += model_bytes(config, dtype, draft.quantize, plan.device)
-        sizes = config, 1, plan.capacity, "meta", draft.kv_dtype or dtype
-        for cache in (policy.new_cache(*sizes) for policy in draft.policies):
-            draft_kv += n_caches * cache.n_bytes
-            if isinstance(cache, RefreshedKVCache):
-                draft_kv += cache.new_scores(plan.gamma + 1, config.n_head, dtype, plan.capacity).n_bytes
+    target = plan.planned_target
+    drafts = [draft.n_bytes(target, plan.chooses) for draft in plan.candidates]
+    of_drafts = {weights: size for draft in drafts for weights, size in draft.weights.items()}
+    weights = weights_bytes(target.weights, plan.group, plan.device) + sum(of_drafts.values())
+    kv = FullKVCache(largest_shard(plan.target.config, plan.group), 1, plan.capacity, "meta", plan.kv_dtype).n_bytes
+    per_row = {"target KV": kv, "draft KV": sum(draft.per_row for draft in drafts)}
     reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
-    return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": draft_kv})
-
-
-def _largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
-    return shard_config(config, Shard(len(group) - 1, len(group)))
+    return MemoryPlan({"weights": weights, "reserve": reserve}, per_row)
 
 
 def require_room(plan: Plan) -> None:

@@ -10,8 +10,7 @@ from itertools import chain
 import torch
 
 from bench.auto.adaptive import Adaptive
-from bench.auto.rehearsal import Rehearsal
-from bench.auto.run_costs import RunCosts, costs_of
+from bench.auto.measure import Rehearsal, RunCosts, costs_of
 from bench.by_length import ByLength, Stretch
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
@@ -20,7 +19,6 @@ from engine.contention import Usage, usage_so_far
 from engine.counts import Counts, total
 from engine.decoding import Phase
 from engine.drafters import Drafter
-from engine.drafters.speculated import Speculated
 from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
@@ -84,13 +82,13 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     the default, which displays one pass at a time.
     """
     plan, prefill_seconds, done = session.plan, prefill(session), dict[str, Decoded]()
-    options, draft = plan.config.passes, plan.draft
+    options = plan.config.passes
     pacings: dict[str, Pacing] = {} if options.no_baseline else {"baseline": Fixed(None)}
     if pacings:
         warm_up(session)
-    if pacings and (draft is None or watch is not bar_of_pass or draft.config.needs_baseline):
+    if pacings and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
         done, pacings = decode_in_turns(session, pacings, watch=watch), {}
-    if draft is None:
+    if not plan.candidates:
         return PassResults(prefill_seconds, done.get("baseline"))
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
@@ -106,21 +104,20 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
 
 def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:
     """Return a pacing that chooses by costs, measured at one or several contexts, or a fixed one without costs."""
-    draft = session.plan.draft
-    assert draft is not None
+    plan = session.plan
     by_context = {measured.context: measured.by_rows for measured in costs if measured}
-    names = [(each.config.name, each.policy.name if each.policy else "") for each in draft.each()]
-    return Adaptive(drafters, by_context, draft.gammas, names) if by_context else Fixed(drafters[0])
+    names = [(each.config.kind, each.policy.name if each.policy else "") for each in plan.candidates]
+    return Adaptive(drafters, by_context, plan.gammas, names) if by_context else Fixed(drafters[0])
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
-    runner, draft = session.runner, session.plan.draft
-    if session.plan.gen_len < 2 or (not session.plan.config.target.compile and runner.graphs is None):
+    runner, plan = session.runner, session.plan
+    if plan.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
         return
-    choices = [PLAIN] if not drafters or (draft and draft.automatic) else []
-    gammas = draft.gammas if draft else ()
-    choices += [Choice(i, gamma) for i, drafter in enumerate(drafters) for gamma in gammas if gamma <= drafter.gamma]
+    choices = [PLAIN] if not drafters or plan.automatic else []
+    gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
+    choices += [Choice(i, gamma) for i, gamma in gammas]
     gamma = max(choice.gamma for choice in choices)
     # Twice as many rounds as a policy has between two refreshes.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])
@@ -171,8 +168,7 @@ def decode_in_turns(
     """Decode the prompts once for each pacing, by name, in turns (see `take_turns`)."""
     session.processes.gathered(None)  # replicas start together
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
-        if isinstance(drafter, Speculated):
-            drafter.inner_counts()  # forgets the counts of earlier passes
+        drafter.inner_counts()  # forgets the counts of earlier passes
     by_length, width = dict[str, ByLength](), session.plan.config.passes.by_length
     with ExitStack() as watching:
         passes = {}
@@ -235,7 +231,7 @@ def _joined(
     session: Session, name: str, generation: Generation, pacing: Pacing, usage: Usage, phase: Phase | None
 ) -> Decoded:
     """Join the outputs of all replicas in a pass."""
-    inner = [drafter.inner_counts() for drafter in pacing.drafters if isinstance(drafter, Speculated)]
+    inner = [counts for drafter in pacing.drafters if (counts := drafter.inner_counts())]
     seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
     outputs, timed, inners = zip(*session.by_replica((generation.output, seconds, inner)), strict=True)
     columns = ("tokens", "finish_reasons", "errors")

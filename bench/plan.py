@@ -3,25 +3,23 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
 from bench.data import resolve_dataset
-from bench.draft_plan import with_draft
 from bench.plan_types import Plan, PromptText
 from bench.prompt_sets import load_prompts
 from common.errors import ConfigError, flag, require_at_least
 from common.process import LEADER, world_size
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig
-from engine.drafters.standalone import StandaloneConfig
 from engine.modes import resolve_mode
-from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
+from engine.parallel.ranks import check_rank_group, check_replicas, require_single_process
 from engine.sampling.distribution import SamplingParams
-from kv_cache import Policy
-from models.checkpoints.model_source import ModelSource, check_vocabulary
+from models.attention import select_backend
+from models.checkpoints.model_source import ModelSource
 from models.kernels.quantize import check_scheme
+from models.llama import attention_spec
 from models.storage import DTYPES, KV_DTYPES, auto_dtype, resolve_device
 from models.tensor_parallel import check_count
 
@@ -46,8 +44,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     if stored.quantize:
         check_scheme(stored.quantize, device, target.config.n_expert)
     params, verification = resolve_sampling(config.sampling)
-    draft_source = config.draft.find_source(target, stored.load_format, stored.verify) if config.draft else None
-    groups = _rank_groups(config, target, draft_source)
+    group = _rank_group(config, target)
     config = _without_unused(config, device, target.has_text, texts is not None or max_length is not None)
     prompts = _given_prompts(config.rows.prompts, target, texts) if max_length is None else []
     dataset = resolve_dataset(config.text.dataset, target) if prompts is None else None
@@ -63,18 +60,15 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
         prefix_len = sizes.prefix_len or DEFAULT_PREFIX_LEN
         require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
-    models = device, dtype, kv_dtype, target, draft_source
     numbers = n_rows, n_prompts, prefix_len, capacity
-    plan = Plan(config, params, verification, *models, None, dataset, prompts, *numbers, *groups)
+    plan = Plan(config, params, verification, device, dtype, kv_dtype, target, (), dataset, prompts, *numbers, group)
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it
-        plan.attention(target.config, dtype)
-    plan = with_draft(plan, config.draft)
+        select_backend(stored.attention, device, attention_spec(target.config, dtype))
+    plan = plan.with_drafts(config.draft, config.auto_drafts)
     if max_length is not None:
         require_at_least("max_length", capacity, plan.gamma + 4)
         gen_len = capacity - prefix_len - plan.gamma - 1
         return replace(plan, config=replace(plan.config, sizes=replace(sizes, gen_len=gen_len)))
-    if config.passes.measure_costs and not plan.chooses:
-        note_without_effect(["measure_costs"], "nothing is auto, so nothing is chosen by them")
     return replace(plan, capacity=_length_in_context(plan))
 
 
@@ -84,22 +78,16 @@ def resolve_several(
     texts: Sequence[PromptText] | None = None,
     at_once: int | None = None,
 ) -> Plan:
-    """Return a plan for several drafts of the same models, with room for rounds of all gammas and for their caches.
+    """Return a plan for several drafts of the same target, with room for rounds of all gammas and for their caches.
 
-    at_once: the most caches that are in memory together; None: all. Errors: UserError.
+    at_once: the most drafts whose caches are in memory together; None: all. Errors: UserError.
     """
-    plan = resolve(replace(config, draft=max(drafts, key=lambda draft: draft.has_model)), texts)
-    assert plan.draft is not None
-    gamma = max(with_draft(plan, draft).gamma for draft in drafts)
-    plan = replace(plan, draft=replace(plan.draft, gamma=gamma, alternatives=()))
+    plan = resolve(replace(config, draft=drafts[0]), texts)
+    planned = [each for draft in drafts for each in plan.with_drafts(draft).candidates]
+    plan = replace(plan, candidates=tuple(planned))
     plan = replace(plan, capacity=_length_in_context(plan))
-    caches: list[tuple[int, Policy]] = []
-    for planned in (each for draft in drafts if (found := with_draft(plan, draft).draft) for each in found.each()):
-        sizes = plan.target.config, 1, plan.capacity, "meta", planned.kv_dtype or plan.dtype
-        caches += [(policy.new_cache(*sizes).n_bytes, policy) for policy in planned.policies]
-    caches.sort(key=itemgetter(0), reverse=True)
-    assert plan.draft is not None
-    return replace(plan, draft=replace(plan.draft, policies=tuple(policy for _, policy in caches[:at_once])))
+    planned.sort(key=lambda draft: draft.n_bytes(plan.planned_target, plan.chooses).per_row, reverse=True)
+    return replace(plan, candidates=tuple(planned[:at_once]))
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
@@ -122,8 +110,8 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
     if target.compile and device == "cpu":
         note_without_effect(["compile"], "a CPU runs the project's kernels in C++, which are faster")
         target = replace(target, compile=False)
-    read = {"draft_text": config.draft.every if config.draft else (), "prompts": [rows], "stop_at_eos": [rows]}
-    unused = [name for name, options in read.items() if any(getattr(each, name, None) for each in options)]
+    given = vars(rows) | {name: value for draft in config.drafts for name, value in draft.options().items()}
+    unused = [name for name in ("draft_text", "prompts", "stop_at_eos") if given.get(name)]
     if unused and not has_text:
         note_without_effect(unused, "random weights have no text")
         rows = replace(rows, prompts=None, stop_at_eos=False)
@@ -163,39 +151,12 @@ def _length_in_context(plan: Plan) -> int:
     )
 
 
-def _rank_groups(
-    config: RunConfig, target: ModelSource, draft_source: ModelSource | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks of a replica that hold the target, and those that hold a standalone draft."""
+def _rank_group(config: RunConfig, target: ModelSource) -> tuple[int, ...]:
+    """Return the ranks of a replica that hold the target."""
     n_ranks = check_replicas(config.n_replicas, world_size())
     if config.ranks is None:
         require_single_process()
-        return (LEADER,), (LEADER,)
+        return (LEADER,)
     group = check_rank_group(config.ranks.rank_group, n_ranks)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
-    inner = config.draft.inner if config.draft else None
-    drafting = inner or config.draft
-    if draft_source is None or not isinstance(drafting, StandaloneConfig):  # a head is whole wherever the target is
-        return group, group
-    draft_group = check_draft_ranks(drafting.draft_ranks, group)
-    check_count(draft_source.config, len(draft_group), flag("draft_of_draft" if inner else "draft_ranks"))
-    return group, draft_group
-
-
-def remarks(plan: Plan) -> list[str]:
-    """Return sentences about a run that a user should read. Errors: ConfigError for a draft of another vocabulary."""
-    draft, said, longest = plan.draft, list[str](), plan.prefix_len + plan.gen_len
-    if draft and draft.policy and draft.policy.holds_all(longest):
-        said.append(f"the draft's cache keeps the whole context ({draft.capacity} entries), as the target's does")
-    for level in draft.levels if draft else ():
-        if level.policy is None or level.source is None:
-            continue
-        if remark := check_vocabulary(plan.target, level.source):
-            said.append(remark)
-        if level.source.is_changed:
-            said.append(f"{level.source.name} has the target's changes of rotary settings, beyond its trained context")
-        context, end = level.source.config.max_context, longest + plan.gamma
-        reach = min(level.capacity, end) if level.policy.in_cache_positions else end
-        if reach > context:
-            said.append(f"{level.source.name} was trained on {context} positions, and is used up to {reach}")
-    return said
+    return group

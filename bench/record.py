@@ -103,11 +103,11 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     record = {
         "run": session.run,
         "load_format": plan.config.target.load_format,
-        "tensor_parallel": len(session.target_ranks.ranks),
+        "tensor_parallel": len(session.models.target_ranks.ranks),
         "data_parallel": plan.config.n_replicas,
-        "rank_group": session.target_ranks.ranks,
-        "draft_ranks": session.draft_ranks.ranks if session.draft_ranks else None,
-        "all_reduce": session.target_ranks.all_reduce.name,
+        "rank_group": session.models.target_ranks.ranks,
+        "draft_ranks": next((draft.group for draft in plan.candidates if draft.source), None),
+        "all_reduce": session.models.target_ranks.all_reduce.name,
         "prefill_taken_over": session.runner.prefixes.n_taken_over if session.runner.prefixes else 0,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),
@@ -135,13 +135,12 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         record["by_length"] = by_length_rows(plan.config.passes.by_length or plan.gen_len, plan.gen_len, kept)
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
-    if plan.draft and any(level.source for level in plan.draft.levels):
+    if any(draft.source for draft in plan.candidates):
         record["draft_prefill_seconds"] = stats.draft_prefill_seconds
     if speculative:
         record["choices"] = _choices(session, speculative)
     if costs and speculative:
         record |= {"measured_costs": costs_record(session, costs.by_rows), "measured_costs_seconds": costs.seconds}
-        record["measured_costs_kept"] = costs.kept
     return rounded(record_of(benchmark, session, record))
 
 
@@ -190,9 +189,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
 def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
     """Return the policy and the KV entries of a row in rounds of a choice, None for drafts without a cache; and the
     name of the draft, if there are several."""
-    draft = session.plan.draft
-    chosen = draft.each()[choice.drafter] if draft and choice.drafter is not None and choice.gamma else None
-    named = {"draft": chosen.config.name if chosen else None} if draft and draft.alternatives else {}
-    if chosen is None or chosen.policy is None:
-        return named | {"draft_policy": None, "draft_budget": None}
-    return named | {"draft_policy": chosen.policy.name, "draft_budget": chosen.capacity}
+    drafts = session.plan.candidates
+    record = drafts[choice.drafter].record() if drafts and choice.drafter is not None and choice.gamma else {}
+    names = ["draft"] * (len({draft.config.kind for draft in drafts}) > 1)
+    return {name: record.get(name) for name in (*names, "draft_policy", "draft_budget")}

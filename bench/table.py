@@ -5,15 +5,13 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from bench.config import AUTO
 from bench.passes import PassResults
-from bench.plan_types import DraftPlan
 from bench.record import make_record
 from bench.session import Session
 from common.jsonl import publish
-from common.say import dtype_name
 from common.tables import Column, console
 from engine.counts import acceptance_text
+from engine.drafters.config import AUTO
 
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
@@ -53,7 +51,7 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
     session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:
         return
-    lines = [table(record), *(f"  {note}" for note in notes(record, session.plan.draft)), ""]
+    lines = [table(record), *(f"  {note}" for note in notes(record, session.plan.automatic)), ""]
     head = f"\n  {headline(session, record, lengths)}\n"
     texts = [*_texts(session, ends, passes.last.tokens), head, "\n".join(lines)]
     publish(session.plan.config.output.output, record, *texts, put_off=put_off)
@@ -75,7 +73,6 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
     """Return a line with model, storage, ranks, sizes and sampling."""
     plan, n_ranks = session.plan, session.ranks.size
     target, n_replicas = plan.config.target, plan.config.n_replicas
-    drafts = (plan.draft, *plan.draft.alternatives) if plan.draft and plan.draft.gamma else ()
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     parts = [
         f"{record['model']}, {record['device']}, {record['dtype']}",
@@ -83,7 +80,7 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         f"{target.kv_dtype} KV" if target.kv_dtype != "same" else "",
         f"context extended by {target.rope_scaling}" if target.rope_scaling else "",
         f"{n_replicas} x {n_ranks} ranks" if n_replicas * n_ranks > 1 else "",
-        " or ".join(map(_draft_text, drafts)),
+        _draft_text(record),
     ]
     return (
         f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
@@ -101,18 +98,15 @@ def sampling_text(record: dict[str, Any]) -> str:
     return f"{record['verification']} at temperature {record['temperature']}{others}, seed {record['seed']}"
 
 
-def _draft_text(draft: DraftPlan) -> str:
-    name = f" {draft.source.name}" if draft.source else ""
-    if draft.dtype is None or draft.policy is None:
-        return f"{draft.config.name} draft{name}"
-    layers = f" of {len(draft.layers)} layers" if draft.layers is not None else ""
-    weights = f" with {draft.quantize} weights" if draft.quantize else ""
-    entries = " or ".join(dict.fromkeys(map(str, reversed(draft.capacities))))
-    names = " or ".join(dict.fromkeys(policy.name for policy in draft.policies))
-    guesses = " or ".join(text.name for text in getattr(draft.config, "texts", ()))
-    behind = f", behind guesses by {guesses}" if guesses else ""
-    inner = f" (drafted for by: {_draft_text(draft.inner)})" if draft.inner else ""
-    return f"{dtype_name(draft.dtype)} draft{name}{layers}{weights}, {entries} KV entries by {names}{behind}{inner}"
+def _draft_text(record: dict[str, Any]) -> str:
+    """Return the drafts of a record, with the storage and the cache of the first."""
+    if not record["gamma"]:
+        return ""
+    weights, budget = record.get("draft_weights"), record["draft_budget"]
+    stored = [record.get("draft_model"), record.get("draft_dtype"), weights and f"{weights} weights"]
+    stored.append(budget and f"{budget} KV entries by {record['draft_policy']}")
+    of_first = f" ({', '.join(filter(None, stored))})" if any(stored) else ""
+    return f"drafts by {' or '.join([record['draft'], *record.get('auto_drafts', ())])}{of_first}"
 
 
 def table(record: dict[str, Any]) -> str:
@@ -164,20 +158,19 @@ def _chosen(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def notes(record: dict[str, Any], draft: DraftPlan | None) -> list[str]:
-    """Return sentences without which a record would be misread."""
+def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
+    """Return sentences without which a record would be misread. automatic: see `Plan`."""
     found = []
     if contended := [name for name, usage in record["contention"].items() if usage["contended"]]:
         advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
         found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
-    if draft is None or not (choices := record.get("choices")):
+    if not (choices := record.get("choices")):
         return found
     if seconds := record.get("measured_costs_seconds"):
-        what = "checking the costs of an earlier run" if record["measured_costs_kept"] else "measuring what rounds cost"
-        found.append(f"{what} took {seconds:.1f} s, which is in no speedup")
-    if draft.automatic and draft.gamma and not any(choice["gamma"] for choice in choices):
+        found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
+    if automatic and record["gamma"] and not any(choice["gamma"] for choice in choices):
         found.append("every round was a plain step, so the speedups are noise")
     elif record["speedup"] is not None and record["steady_rounds"] < FEW_ROUNDS:
         found.append(

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from tyro.conf import arg
 
 from bench.config import Output, Sampling, Target, Text
-from bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from bench.draft_flags import DraftOptions
 from common.errors import ConfigError, flag, require_at_least
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig
@@ -15,7 +15,6 @@ from engine.drafters.config import DrafterConfig
 # Fields of `Target` that a prediction depends on.
 PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 Draft = tuple[str, int]
-SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class CostFlags:
     text: Text = field(default_factory=Text)
     sampling: Sampling = field(default_factory=Sampling)
     output: Output = field(default_factory=Output)
-    draft: SelfDraft = field(default_factory=SelfDraft)
+    draft: DraftOptions = field(default_factory=DraftOptions)
     machine: str | None = None
     """predict, and measure nothing: A100-40, A100-80, H100, H200, L40 or L40S, eight of them as 8xH100, or numbers in
     SI units, such as 8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5 (default: measure on this machine)"""
@@ -43,7 +42,7 @@ class CostFlags:
     """rows decoded together"""
     contexts: Annotated[tuple[int, ...], arg(aliases=["--context"])] = (1000, 4000)
     """tokens per row"""
-    policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")
+    policies: tuple[str, ...] = ("streaming", "snapkv")
     """of the draft"""
     budgets: tuple[int, ...] = (64, 128, 256, 512)
     """KV entries of the draft"""

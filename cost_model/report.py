@@ -8,11 +8,9 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from bench.auto.costs import Costs
-from bench.auto.measure import measure_costs
-from bench.auto.rehearsal import Rehearsal
+from bench.auto.measure import Rehearsal, measure_costs
 from bench.config import AUTO, RunConfig, Sizes
 from bench.data import make_prompts
-from bench.draft_plan import check_layers
 from bench.dummy_prefill import fill_with_noise
 from bench.plan import resolve_several
 from bench.record import record_of, rounded
@@ -158,7 +156,7 @@ def model_storages(config: ModelConfig, flags: CostFlags) -> tuple[ModelStorage,
         required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
         raise ConfigError("no machine's rate of float64 is known", flag("dtype"), dtype, required, fix)
     stored = ModelStorage(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
-    check_layers(draft.layers, config.n_layer)
+    draft.check_layers(config.n_layer)
     given = zip(stored[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
     formats: list[Any] = [same if value in (AUTO, "same") else value for same, value in given]
     n_layer = config.n_layer if draft.layers is None else len(draft.layers)

@@ -42,6 +42,11 @@ class Policy(ABC):
         return sys.maxsize
 
     @property
+    def automatic(self) -> bool:
+        """True if the number of entries is chosen while decoding."""
+        return False
+
+    @property
     def in_cache_positions(self) -> bool:
         """True if keys are rotated as they are read, by their slot."""
         return False
@@ -59,8 +64,9 @@ class Policy(ABC):
         """Return the policies that `auto` chooses among for prompts of `prefix_len` tokens; this policy without it."""
         return [self]
 
-    def with_entries(self, n: int) -> Policy:
-        """Return this policy with `n` entries a row, if it has a budget."""
+    def within(self, n_entries: int, n_block: int) -> Policy:
+        """Return this policy with at most `n_entries` entries a row, but room for a block of `n_block` tokens, if it
+        has a fixed budget that is larger; else this policy."""
         return self
 
     def for_context(self, trained: int, length: int) -> Policy:
@@ -83,8 +89,13 @@ class BudgetedPolicy(Policy):
         """The number of entries that always stay, such as sinks; `auto` tries budgets of more than twice that."""
         return 0
 
-    def with_entries(self, n: int) -> BudgetedPolicy:
-        return replace(self, draft_budget=n)
+    @property
+    def automatic(self) -> bool:
+        return self.draft_budget == "auto"
+
+    def within(self, n_entries: int, n_block: int) -> Policy:
+        least = max(n_entries, self.reserved + n_block)
+        return self if self.automatic or least >= self.budget else replace(self, draft_budget=least)
 
     @property
     def budget(self) -> int:
@@ -93,10 +104,10 @@ class BudgetedPolicy(Policy):
         return self.draft_budget
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
-        if self.draft_budget != "auto":
+        if not self.automatic:
             return [self]
         fitting = [budget for budget in self.AUTO_BUDGETS if 2 * self.reserved < budget < prefix_len]
-        return [self.with_entries(budget) for budget in fitting or self.AUTO_BUDGETS[:1]]
+        return [replace(self, draft_budget=budget) for budget in fitting or self.AUTO_BUDGETS[:1]]
 
     def entries(self, length: int) -> int:
         return self.budget

@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 import bench
 from bench.config import ComparedSampling, Output, RunConfig, Sampling, Sizes, Target, Text
-from bench.draft_flags import CHOSEN, PolicyName, draft_flags
+from bench.draft_flags import DraftOptions
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_record, publish
@@ -36,7 +36,6 @@ BUDGETED = {name for name, kind in policies().items() if issubclass(kind, Budget
 OPTIONS = {option.name for kind in policies().values() for option in fields(kind)}
 # Settings that differ between rows.
 ROW_SETTINGS = {"draft_policy", "verification", "temperature", *OPTIONS}
-Draft: Any = draft_flags(["self", "standalone"], without=CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Flags:
     sizes: Sizes = field(default_factory=Sizes)
     sampling: ComparedSampling = field(default_factory=lambda: USUAL)
     output: Output = field(default_factory=Output)
-    draft: Draft = field(default_factory=Draft)
+    draft: DraftOptions = field(default_factory=DraftOptions)
     gamma: int = 3  # tokens drafted per round
     draft_model: Annotated[str | None, arg(help_behavior_hint="(default: the target drafts for itself)")] = None
     """a standalone draft's converted checkpoint"""
-    policies: tuple[PolicyName, ...] = ("streaming", "snapkv")  # cache policies
+    policies: tuple[str, ...] = ("streaming", "snapkv")  # cache policies
     budgets: tuple[int, ...] = (128, 512)  # KV entries per row, of policies that leave some out
     texts: tuple[Literal[(*TEXTS, *KINDS)], ...] = TEXTS  # type: ignore[valid-type]
     """kinds of text to draft"""

@@ -16,14 +16,12 @@ from tyro.conf import arg
 
 import bench
 from bench.config import BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
-from bench.draft_flags import ALIASES, BudgetedName, draft_flags
+from bench.draft_flags import BUDGET, DraftOptions
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from engine.evaluation.certificate import calibrate, certify, replay
-
-Draft: Any = draft_flags(["self"], without=["gamma", "draft_policy", "draft_budget", "draft_positions"])
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,14 @@ class Flags:
 
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    draft: Draft = field(default_factory=Draft)
+    draft: DraftOptions = field(default_factory=DraftOptions)
     output: Output = field(default_factory=Output)
     tokens: int = 2000  # tokens to certify, over all rows
     B: BatchSize = 8  # rows decoded together
     prefix_len: int = 1000  # prompt tokens of the longest row
     gamma: int = 3  # tokens drafted per round
-    draft_budget: Annotated[int, arg(aliases=ALIASES["draft_budget"])] = 256  # the draft's KV entries per row
-    draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
+    draft_budget: Annotated[int, arg(aliases=BUDGET.aliases)] = 256  # the draft's KV entries per row
+    draft_policy: str = "streaming"  # what the draft's cache keeps
     temperature: float = 0.0  # 0: greedy; higher: the coupled mode
     seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None  # of the coupled mode's noise
     calibration_positions: int = 256  # forced tokens per row that measure eps
@@ -72,7 +70,7 @@ def certified(session: bench.Session, following: list[list[int]]) -> dict[str, A
     runner, params, prompts = session.runner, session.plan.sampling, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
-    calibration = calibrate(runner.model, runner.cache, prompts, forced, session.plan.draft.gamma + 1)
+    calibration = calibrate(runner.model, runner.cache, prompts, forced, session.plan.gamma + 1)
     output = bench.decode(session, "speculation", session.drafter())
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)

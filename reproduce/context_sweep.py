@@ -13,7 +13,7 @@ context. Neither the time of measuring nor that of prefill, the target's and the
 the fastest decode of each prompt counts: all do the same work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Annotated
@@ -32,7 +32,7 @@ from engine.drafters.config import DrafterConfig
 from engine.timing import PhaseTimer
 from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record
-from reproduce.spec_bench import PLAIN, SETTINGS, Drafters, counted, open_session, settings_of, summed
+from reproduce.spec_bench import PLAIN, SETTINGS, Drafters, counted, open_session, settings_of, summed, variants
 
 CONTEXTS = (512, 1000, 2000, 4000, 7500)
 NUM_PROMPTS = 5
@@ -58,9 +58,9 @@ class Flags(Drafters):
         return RunConfig(self.target, self.text, sizes, rows, sampling=self.sampling, output=self.output)
 
 
-def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeats: int) -> list[Record]:
+def measure(session: bench.Session, configs: Mapping[str, Sequence[DrafterConfig]], repeats: int) -> list[Record]:
     """Return a row for each drafter: the sums over all prompts of the session."""
-    sessions = {name: session.variant(draft=draft) for name, draft in {PLAIN: None, **configs}.items()}
+    sessions = {PLAIN: session.variant(draft=None), **variants(session, configs)}
     parts: dict[str, list[Record]] = {name: [] for name in configs}
     each: dict[str, list[Counts]] = {name: [] for name in configs}
     drafting: dict[str, list[float]] = {name: [] for name in configs}
@@ -68,7 +68,7 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeat
     costs: dict[str, bench.RunCosts | None] = {}
     device, n_rows = session.runner.device, session.runner.max_batch
     # Drafters that are made from plain decoding's text come last.
-    last = [name for name, config in configs.items() if config.needs_baseline]
+    last = [name for name in configs if sessions[name].plan.needs_baseline]
     turned = [name for name in sessions if name not in last]
     for first in range(0, len(session.prompts), n_rows):
         prompts = session.prompts[first : first + n_rows]
@@ -101,7 +101,7 @@ def measure(session: bench.Session, configs: Mapping[str, DrafterConfig], repeat
     return rows
 
 
-def record_at(context: int | None, flags: Flags, configs: Mapping[str, DrafterConfig]) -> Record:
+def record_at(context: int | None, flags: Flags, configs: Mapping[str, Sequence[DrafterConfig]]) -> Record:
     """Return the record of a context, or of whole prompts, appended to the output. Errors: UserError."""
     session = open_session(flags.run(context), list(configs.values()))
     rows = measure(session, configs, flags.repeats)

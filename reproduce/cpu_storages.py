@@ -21,7 +21,7 @@ import torch
 
 import bench
 from bench.config import DEFAULT_MODEL, BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
-from bench.draft_flags import draft_flags
+from bench.draft_flags import DraftFlags
 from common import cli
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import publish
@@ -43,13 +43,12 @@ SAMPLINGS = {"greedy": Sampling(), "coupled, 0.6": Sampling(temperature=0.6, ver
 PEER_ENTRIES, PEER_STEPS, PEER_ROOM = ("f16", "q8_0"), 16, 256
 COLUMNS = "storage sampling draft_weights plain_ms verify_ratio draft_ratio mean_accepted_length plain_rate rate "
 COLUMNS += "speedup wall_speedup identical"
-SelfDraft: Any = draft_flags(["self"])
 
 
 @dataclass(frozen=True)
 class Flags:
     text: Text = field(default_factory=Text)
-    draft: SelfDraft = field(default_factory=SelfDraft)
+    draft: DraftFlags = field(default_factory=DraftFlags)
     output: Output = field(default_factory=Output)
     model: str = DEFAULT_MODEL  # the converted checkpoint, with a GGUF in its folder for llama.cpp
     B: BatchSize = 8  # rows decoded together
@@ -96,7 +95,7 @@ def main(flags: Flags) -> None:
     for (name, session), (kind, sampling) in product(sessions.items(), SAMPLINGS.items()):
         plain = Contender(f"{name}, {kind}, plain", session.variant(draft=None, sampling=sampling))
         drafting = session.variant(sampling=sampling)
-        options = {"draft_budget": drafting.plan.draft.policy.budget, "gamma": drafting.plan.draft.gamma}
+        options = {"draft_budget": drafting.plan.candidates[0].capacity, "gamma": drafting.plan.gamma}
         contenders[name, kind] = Contender(f"{name}, {kind}", drafting, plain, drafting.drafters(), options)
         runs |= {contender.name: contender.run for contender in (plain, contenders[name, kind])}
     turns = in_turns(runs, flags.turns)

@@ -13,14 +13,12 @@ from typing import Any, ClassVar
 
 import bench
 from bench.config import AUTO, ComparedSampling, Output, RunConfig, Sizes, Target, Text
-from bench.draft_flags import CHOSEN, BudgetedName, draft_flags
+from bench.draft_flags import DraftOptions
 from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from reproduce.helpers.cost_errors import AUTO_BUDGET
 from reproduce.helpers.in_turns import Contender, in_turns
-
-SelfDraft: Any = draft_flags(["self"], without=CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,10 @@ class Flags:
     sizes: Sizes = field(default_factory=Sizes)
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     output: Output = field(default_factory=Output)
-    draft: SelfDraft = field(default_factory=SelfDraft)
+    draft: DraftOptions = field(default_factory=DraftOptions)
     gammas: tuple[int, ...] = (1, 3, 5)  # fixed gammas
     budgets: tuple[int, ...] = (128, 512)  # KV entries of the draft
-    draft_policy: BudgetedName = "streaming"  # what the draft's cache keeps
+    draft_policy: str = "streaming"  # what the draft's cache keeps
     fixed: bool = False  # without the auto modes
     repeats: int = 3  # interleaved runs of each way
 

@@ -6,19 +6,18 @@
 Plain decoding runs beside every drafter; docs/prompt_sets.md says how conversations are decoded and counted.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from tyro.conf import arg
 
 import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sizes, Target
-from bench.draft_flags import ALONE, TEXTS, WITH_MODEL, EveryDraft
-from bench.draft_plan import most_drafts
+from bench.draft_flags import DraftNumbers
+from bench.draft_names import ALONE, parse_draft, required_options
 from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
@@ -30,16 +29,13 @@ from common.tables import console
 from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters import Drafter
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
-from kv_cache.policy import policies
+from engine.drafters.config import DrafterConfig, Trait, drafters
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record, grouped
 
 PROMPTS = "reproduce/prompts/question.jsonl"
 PLAIN, ALL = "plain", "all"
-# Text drafters, a drafter, its checkpoint or policy, its policy beside a checkpoint, and its gamma or schedule.
-NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 # Tokens that a token of an answer is at most when its text is encoded again: three for each byte of a character that
 # was cut off.
 READ_AGAIN = 3
@@ -63,20 +59,20 @@ class Drafters:
     target: Target = field(default_factory=Target)
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     output: Output = field(default_factory=Output)
-    draft: EveryDraft = field(default_factory=EveryDraft)
+    draft: DraftNumbers = field(default_factory=DraftNumbers)
     drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
     """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
     eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma behind it
     (self@heuristic, self@5, or self@auto, which may take --auto_drafts instead). A run has a single checkpoint"""
 
-    def configs(self) -> dict[str, DrafterConfig]:
-        """Return every drafter by its name. Errors: ConfigError."""
+    def configs(self) -> dict[str, tuple[DrafterConfig, ...]]:
+        """Return, by its name, each draft, followed by those that rounds may take instead. Errors: ConfigError."""
         self.target.require_trained("random weights have nothing to say")
         sampled = self.sampling.temperature > 0 and self.sampling.mode != "coupled"
         given = self.draft.given()
-        able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
-        names = self.drafters or [name for name, kind in able.items() if not (sampled and kind.needs_baseline)]
-        chosen = {name: _chosen(name) for name in names}
+        able = {name: drafters()[name] for name in ALONE if given.keys() >= {*required_options(drafters()[name])}}
+        usual = [name for name, kind in able.items() if not (sampled and Trait.NEEDS_BASELINE in kind.TRAITS)]
+        chosen = {name: parse_draft(name, "drafters") for name in self.drafters or usual}
         if auto := [name for name in ("gamma_schedule", *SETTINGS) if given.get(name) == AUTO]:
             what, fix = "drafters choose where their names say so", "give a number here, and a name such as self@auto"
             raise ConfigError(what, ", ".join(map(flag, auto)), AUTO, "a number", fix)
@@ -88,8 +84,8 @@ class Drafters:
         if "auto_drafts" in given and len(fixed) == len(chosen):
             note_without_effect(["auto_drafts"], "no drafter is named with @auto")
         alone = ({"auto_drafts": ()} if name in fixed else {} for name in chosen)
-        configs = self.draft.variants(*(options | more for options, more in zip(chosen.values(), alone, strict=True)))
-        require_at_least("gamma", min(most_drafts(config) for config in configs), 1)
+        configs = self.draft.choices(*(options | more for options, more in zip(chosen.values(), alone, strict=True)))
+        require_at_least("gamma", min(first.most_gamma for first, *_ in configs), 1)
         return dict(zip(chosen, configs, strict=True))
 
 
@@ -104,39 +100,25 @@ class Flags(Drafters):
     gen_len: int = 128  # new tokens of each turn, at most
 
 
-def _chosen(name: str) -> dict[str, Any]:
-    """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
-    match = NAME.fullmatch(name)
-    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
-    has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
-    if not has_model and not policy:
-        path, policy = "", path
-    is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
-    has_cache = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
-    if is_known and TEXTS.keys() >= {*before} and (has_cache or not (policy or before)):
-        given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
-        given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
-        given |= {"gamma": AUTO} if length == AUTO else {}
-        return {name: value for name, value in given.items() if value not in ("", ())}
-    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}; text drafters"
-    required += " before it, or a policy behind it, for a drafter with a KV cache; a gamma of 1 or more"
-    raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
-
-
 def open_session(
-    run: RunConfig, configs: Sequence[DrafterConfig], ids: Sequence[Sequence[int]] | None = None
+    run: RunConfig, configs: Sequence[Sequence[DrafterConfig]], ids: Sequence[Sequence[int]] | None = None
 ) -> bench.Session:
     """Open a session with room for the prompts (`ids`, or those of `run`) and for every drafter. Errors: UserError."""
-    for draft in configs:  # all are checked before anything is loaded
-        bench.resolve(replace(run, draft=draft), ids)
-    return bench.Session.of_plan(bench.resolve_several(run, configs, texts=ids))
+    for draft, *others in configs:  # all are checked before anything is loaded
+        bench.resolve(replace(run, draft=draft, auto_drafts=tuple(others)), ids)
+    return bench.Session.of_plan(bench.resolve_several(run, [*chain.from_iterable(configs)], texts=ids))
+
+
+def variants(session: bench.Session, configs: Mapping[str, Sequence[DrafterConfig]]) -> dict[str, bench.Session]:
+    """Return a session for each draft by its name."""
+    return {name: session.variant(draft=first, auto_drafts=tuple(more)) for name, (first, *more) in configs.items()}
 
 
 def settings_of(name: str, session: bench.Session) -> Record:
     """Return what rows of a drafter have in common: its name, and the options of the session's draft."""
-    known, config = bench.settings_record(session), bench.nested(session.plan.config.draft)
+    known, config = bench.settings_record(session), bench.nested(session.plan.config)
     settings = {"drafter": name} | {key: known.get(key) for key in SETTINGS}
-    return settings | bench.options_of({"config": {"draft": config}})
+    return settings | bench.options_of({"config": config})
 
 
 def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
@@ -229,7 +211,7 @@ def _sum_categories(rows: Sequence[Record]) -> Record:
 
 
 def measure(
-    flags: Flags, configs: Mapping[str, DrafterConfig], categories: Mapping[str, Sequence[Prompt]]
+    flags: Flags, configs: Mapping[str, Sequence[DrafterConfig]], categories: Mapping[str, Sequence[Prompt]]
 ) -> Iterable[Record]:
     """Yield a record of each category, appended to the output. Errors: UserError."""
     template = flags.target.with_text().chat_template()
@@ -237,10 +219,9 @@ def measure(
     sizes, rows = Sizes(flags.B, None, flags.gen_len), Rows(stop_at_eos=True)
     run = RunConfig(flags.target, sizes=sizes, rows=rows, sampling=flags.sampling, output=flags.output)
     session = open_session(run, list(configs.values()), ids)
-    each: dict[str, DrafterConfig | None] = {PLAIN: None, **configs}
-    sessions = {name: session.variant(draft=draft) for name, draft in each.items()}
+    sessions = {PLAIN: session.variant(draft=None), **variants(session, configs)}
     settings = {name: settings_of(name, sessions[name]) for name in configs}
-    drafters = {name: sessions[name].drafter() for name, draft in configs.items() if not draft.needs_baseline}
+    drafters = {name: sessions[name].drafter() for name in configs if not sessions[name].plan.needs_baseline}
     for name in (PLAIN, *drafters):
         bench.warm_up(sessions[name], [drafters[name]] if name in drafters else [])
     for category, prompts in categories.items():
@@ -257,7 +238,7 @@ def main(flags: Flags) -> None:
         require_at_least("per_category", flags.per_category, 1)
     require_appendable(flags.output.output)
     configs = flags.configs()
-    if auto := [name for name, config in configs.items() if config.gamma == AUTO]:
+    if auto := [name for name, (draft, *_) in configs.items() if draft.gamma == AUTO]:
         what, fix = "costs are not measured for conversations", "leave it out, or use reproduce/context_sweep.py"
         raise ConfigError(what, flag("drafters"), auto[0], "a gamma, or a schedule other than auto", fix)
     prompts = load_prompts(flags.prompts or str(ROOT / PROMPTS))

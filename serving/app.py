@@ -212,7 +212,7 @@ def tgi_routes(service: Service) -> APIRouter:
 
     @router.get("/info")
     async def info() -> dict[str, Any]:
-        plan, limits, runner, draft = service.plan, service.limits, service.session.runner, service.plan.draft
+        plan, limits, runner, drafts = service.plan, service.limits, service.session.runner, service.plan.candidates
         return {
             "model_id": service.session.name,
             "model_sha": plan.target.manifest_sha256,
@@ -227,7 +227,9 @@ def tgi_routes(service: Service) -> APIRouter:
             "chat": service.template is not None,
             "verification": service.scheduler.verification,
             "plain_requests": not limits.no_plain_requests,
-            "speculation": draft and {"draft": draft.config.name, "gamma": draft.gamma, "auto": draft.automatic},
+            "speculation": {"draft": drafts[0].config.kind, "gamma": plan.gamma, "auto": bool(plan.automatic)}
+            if drafts
+            else None,
             "version": "0.1.0",
         }
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import arg
 
-from bench.auto.run_costs import RunCosts, costs_of
+from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig, Sizes
 from bench.dummy_prefill import fill_with_noise
 from bench.passes import make_pacing, warm_up
@@ -188,7 +188,7 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
     if session.runner.graphs is not None:
         # Clients may sample, with filters: rounds are captured for that from the start.
         session = replace(session, plan=replace(plan, sampling=SamplingParams(1.0, top_p=0.5)))
-    if plan.draft is None:
+    if not plan.candidates:
         return session, Fixed(None)
     drafters, noise = session.drafters(), _with_noise(session, plan.prefix_len)
     if plan.chooses or plan.config.target.compile or session.runner.graphs is not None:

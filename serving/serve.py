@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,12 +16,13 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tyro.conf import arg
 
-from bench.config import Passes, RankOptions, RunConfig, Sampling, Target
+from bench.config import RankOptions, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
 from bench.session import Session
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import is_leader, world_size
 from common.say import say
+from engine.drafters.config import Trait
 from serving.answers import Failure
 from serving.app import error_response, make_app
 from serving.scheduler import Batch, Scheduler, open_session
@@ -105,25 +106,24 @@ class Serve:
     ranks: RankOptions = field(default_factory=RankOptions)
     no_sampling_defaults: bool = False
     """do not take what a request leaves out (temperature, filters, length) from the model's generation_config.json"""
-    measure_costs: bool = False  # measure the costs that `auto` chooses by, even if saved costs exist
 
     def config(self) -> RunConfig:
         """Return the run that a session is opened for. Errors: ConfigError, also for what cannot be served."""
         self._check()
-        if self.draft.gamma == 0:
-            self.draft.variants({"draft": "self"})  # notes flags without effect
-        draft = None if self.draft.gamma == 0 else self.draft.config()
-        if draft is not None and draft.needs_baseline:
+        (drafts,) = self.draft.choices({"draft": "self"} if self.draft.gamma == 0 else {})  # notes flags without effect
+        drafts = () if self.draft.gamma == 0 else drafts
+        if needing := [draft.kind for draft in drafts if Trait.NEEDS_BASELINE in draft.traits]:
             what, fix = "this draft needs the answer of plain decoding", f"leave out {flag('draft')}"
-            raise ConfigError(what, flag("draft"), draft.name, "a draft that can be served, such as self", fix)
-        drafts = draft.every if draft else ()
-        sharing = [config.name for config in drafts if config.shares_texts]
+            refuse("draft", needing[0], "a draft that can be served, such as self", what, fix)
+        sharing = [draft.kind for draft in drafts if Trait.SHARES_TEXTS in draft.traits]
         if sharing and self.batch.no_prefix_reuse:
             what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
             required = f"drafts from the text of the row, beside {flag('no_prefix_reuse')}"
             raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from the row's text")
-        sampling, passes = Sampling(verification=self.batch.verification), Passes(measure_costs=self.measure_costs)
-        return RunConfig(target=self.target, draft=draft, sampling=sampling, ranks=self.ranks, passes=passes)
+        sampling = Sampling(verification=self.batch.verification)
+        draft, *others = drafts or (None,)
+        run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), sampling=sampling)
+        return replace(run, ranks=self.ranks)
 
     def _check(self) -> None:
         values = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}

@@ -25,6 +25,7 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
+from engine.drafters.config import Trait
 from engine.sampling.distribution import LONGEST_BAN
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
@@ -288,8 +289,7 @@ class Service(Collector):
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
         """Return the tokens of a predicted text. Raises Failure."""
-        draft = self.plan.draft.config if self.plan.draft else None
-        if draft is None or not any(each.reads_predictions for each in draft.every):
+        if not any(Trait.READS_PREDICTIONS in draft.config.traits for draft in self.plan.candidates):
             fix = "start the server with --draft suffix or --text_drafts suffix"
             raise invalid("prediction", f"this server's draft does not read it: {fix}")
         if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:

@@ -65,7 +65,7 @@ class Compare(ModelFlags):
         differs = first_difference(plain.tokens, drafted.tokens) if session.plan.reproducible else None
         record = make_record("compare", session, passes) | {"prompts": config.rows.prompts, "first_difference": differs}
         head = headline(session, record, [len(prompt) for prompt in session.prompts])
-        lines = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.plan.draft))]
+        lines = [f"  {line}" for line in (head, *verdict(record), *notes(record, session.plan.automatic))]
         # On a screen that also displays the record, the lines for people are to stand below it.
         on_screen = console.is_terminal and sys.stdout.isatty()
         publish(config.output.output, record, *([] if on_screen else lines), for_people=True)

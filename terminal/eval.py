@@ -58,7 +58,7 @@ class Eval(ModelFlags):
         config = self.config(sizes=sizes, rows=saved, sampling=sampling)
         texts, evicts = [prompt(task) for task in tasks], self.draft.draft_budget is None
         session = Session.of_plan(plan_of(config, texts, evicts=evicts))
-        assert session.tokenizer and session.plan.draft
+        assert session.tokenizer
         say(f"every generation is appended to {self.save}, run {session.run}")
         stops = [*session.plan.target.end_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []

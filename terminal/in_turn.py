@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.auto.run_costs import costs_of
+from bench.auto.measure import costs_of
 from bench.config import RunConfig
-from bench.draft_plan import with_draft
 from bench.passes import make_pacing, take_turns, warm_up
 from bench.plan import resolve
 from bench.plan_types import Plan, PromptText
@@ -14,18 +13,17 @@ from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import ConfigError, flag
 from common.say import say
-from engine.drafters.config import ModelDrafterConfig
+from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
 from engine.pacing import Fixed
-from kv_cache.policy import BudgetedPolicy
 
 
 def require_fixed_text(config: RunConfig) -> None:
     """Raise ConfigError for random weights, and for a draft that needs the tokens of plain decoding."""
     config.target.require_trained("random weights have nothing to say")
-    if config.draft and config.draft.needs_baseline:
+    if config.draft and Trait.NEEDS_BASELINE in config.draft.traits:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
-        raise ConfigError(what, flag("draft"), config.draft.name, required, "use tests/selfspec_benchmark.py")
+        raise ConfigError(what, flag("draft"), config.draft.kind, required, "use tests/selfspec_benchmark.py")
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
@@ -35,16 +33,14 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
     cache with room for the whole prompt would hold what the target's holds.
     """
     require_fixed_text(config)
-    plan, draft = resolve(config, texts), config.draft
-    if not evicts or not isinstance(draft, ModelDrafterConfig) or not isinstance(draft.policy, BudgetedPolicy):
+    plan = resolve(config, texts)
+    lowered = [draft.within(plan.prefix_len // 2, plan.gamma) for draft in config.drafts]
+    if not evicts or lowered == [*config.drafts]:
         return plan
-    if draft.policies or draft.auto_budget or draft.inner is not None:
-        return plan
-    budget = max(plan.prefix_len // 2, draft.policy.reserved + plan.gamma + 1)
-    if budget >= draft.policy.budget:
-        return plan
-    say(f"note: the draft's cache keeps {budget} entries of prompts of up to {plan.prefix_len} tokens (--draft_budget)")
-    return with_draft(plan, replace(draft, policy=draft.policy.with_entries(budget)))
+    plan = plan.with_drafts(lowered[0], tuple(lowered[1:]))
+    n_entries, n_tokens = plan.candidates[0].capacity, plan.prefix_len
+    say(f"note: the draft's cache keeps {n_entries} entries of prompts of up to {n_tokens} tokens (--draft_budget)")
+    return plan
 
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:

@@ -65,7 +65,7 @@ class Latency(ModelFlags):
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
-    draft: NamedDraft = field(default_factory=NamedDraft)
+    draft: NamedDraft = field(default_factory=NamedDraft)  # type: ignore[assignment]
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)

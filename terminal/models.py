@@ -1,6 +1,6 @@
 """Flags of every subcommand: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
@@ -8,7 +8,6 @@ from tyro.conf import Positional, arg
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
 from common.errors import ConfigError, flag
-from engine.drafters.config import DrafterConfig
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
 SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
@@ -29,14 +28,16 @@ class Draft(NamedDraft):
     second: Positional[Annotated[str | None, SECOND]] = None
     """the draft, as --draft"""
 
-    def config(self, **chosen: Any) -> DrafterConfig:
-        """Return the configuration of the drafter. Errors: ConfigError, also for two drafts."""
-        if self.second is None:
-            return super().config(**chosen)
-        if self.draft not in (None, self.second):
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given. Errors: ConfigError for two drafts."""
+        given = super().given()
+        second = given.pop("second", None)
+        if second is None:
+            return given
+        if self.draft not in (None, second):
             where, fix = f"DRAFT, {flag('draft')}", f"leave out {flag('draft')}"
-            raise ConfigError("two drafts are named", where, f"{self.second}, {self.draft}", "one draft", fix)
-        return replace(self, draft=self.second, second=None).config(**chosen)
+            raise ConfigError("two drafts are named", where, f"{second}, {self.draft}", "one draft", fix)
+        return given | {"draft": second}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,4 +53,5 @@ class ModelFlags:
     def config(self, **chosen: Any) -> RunConfig:
         """Return the run that the flags describe. chosen: fields without flags. Errors: ConfigError."""
         groups = {group.name: getattr(self, group.name) for group in fields(RunConfig) if hasattr(self, group.name)}
-        return RunConfig(**groups | {"draft": self.draft.config()} | chosen)
+        (drafts,) = self.draft.choices({})
+        return RunConfig(**groups | {"draft": drafts[0], "auto_drafts": drafts[1:]} | chosen)

@@ -53,13 +53,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep a test's costs in its folder, away from the user's."""
-    monkeypatch.setattr("bench.auto.saved_costs.cache_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache" / "costs"
-
-
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
     """Function that runs a program in this process on the checkpoint and the books: `call(program, flags)`."""

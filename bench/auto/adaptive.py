@@ -1,11 +1,13 @@
 """Chooses before every round the drafter and gamma that pay best, by measured costs and the acceptance so far."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from itertools import product
+from dataclasses import dataclass
 from operator import mul
 
 from bench.auto.costs import Costs, interpolating, tokens_per_round
-from engine.counts import AcceptanceRate, verified_positions
+from engine.counts import verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
@@ -20,6 +22,44 @@ MEMORY = 0.96
 PAID_WITHIN = 1 / 3
 # Another drafter has to promise this much more, since a change costs something.
 WORTH_A_CHANGE = 1.03
+
+
+@dataclass
+class Arm:
+    """A drafter to choose, and what is known of it.
+
+    name: of its kind and of its policy. costs: with all rows behind the longest context. ms, saved_ms: by gamma, the ms
+    of a round with each number of rows behind each context, and those that guesses from text can save. verified,
+    accepted: discounted counts of draft positions, and lasting_verified, lasting_accepted, what these fade to. missed:
+    tokens of a row that came from rounds without it.
+    """
+
+    drafter: Drafter
+    name: tuple[str, str]
+    costs: Costs
+    ms: dict[int, list[float]]
+    saved_ms: dict[int, list[float]]
+    verified: float = 0.0
+    accepted: float = 0.0
+    lasting_verified: float = 0.0
+    lasting_accepted: float = 0.0
+    missed: float = 0.0
+
+    @property
+    def alpha(self) -> float:
+        """The expected acceptance rate."""
+        return (self.accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (self.verified + PRIOR_WEIGHT)
+
+    @property
+    def catch_up(self) -> float:
+        """The ms of catching up as a share of the steps that have to pay for them."""
+        n_run = 0 if self.drafter.is_written_through else self.missed
+        ms = self.costs.catch_up_ms(n_run)
+        return ms / (PAID_WITHIN * self.missed * self.costs.plain_ms) if self.missed else 0.0
+
+    def fade(self) -> None:
+        self.verified = self.lasting_verified + MEMORY * (self.verified - self.lasting_verified)
+        self.accepted = self.lasting_accepted + MEMORY * (self.accepted - self.lasting_accepted)
 
 
 class Adaptive:
@@ -49,31 +89,43 @@ class Adaptive:
         gammas: Sequence[int],
         names: Sequence[tuple[str, str]] | None = None,
     ) -> None:
-        self.drafters, self._names = tuple(drafters), names or [("", "")] * len(drafters)
-        self.max_gamma = max(gammas)
+        self.drafters, self.max_gamma = tuple(drafters), max(gammas)
         self._contexts = sorted(costs)
         # With little time, few rows or some gammas were not measured at every context.
         self._rows = sorted(set.intersection(*(set(by_rows) for by_rows in costs.values())))
-        full_batch = costs[self._contexts[-1]][self._rows[-1]]
-        largest = [min(by_rows[self._rows[-1]][i].at[-1] for by_rows in costs.values()) for i in range(len(drafters))]
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
-        drafted = [(i, gamma) for i, gamma in product(range(len(drafters)), gammas) if 0 < gamma <= largest[i]]
-        self._choices = [PLAIN, *(Choice(i, gamma) for i, gamma in drafted)]
-        # Ms of a round of each choice at each context and number of rows, and those that guesses from text can save.
-        rounds = [[cell[i].round_ms(gamma) for cell in cells] for i, gamma in drafted]
-        can_save = [drafter.skips_model is not None for drafter in drafters]
-        drafts = [[can_save[i] * cell[i].drafts_ms(gamma) for cell in cells] for i, gamma in drafted]
-        self._ms = [[cell[0].plain_ms for cell in cells], *rounds]
-        self._saved_ms = [[0.0] * len(cells), *drafts]
-        measured = [drafter.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0) for drafter in full_batch]
-        has_kinds = len({kind for kind, _ in self._names}) > 1
-        most = MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED
-        self._verified = [min(rate.n, most) for rate in measured]
-        self._accepted = [n * rate.value for n, rate in zip(self._verified, measured, strict=True)]
-        # What these counts fade to.
-        self._lasting = [[has_kinds * n for n in counts] for counts in (self._verified, self._accepted)]
-        self._last_drafter, self._skipped = 0, 0.0
-        self._full_batch, self._missed = full_batch, [0.0] * len(drafters)
+        full_batches = [by_rows[self._rows[-1]] for _, by_rows in sorted(costs.items())]
+        names = names or [("", "")] * len(drafters)
+        self._has_kinds = len({kind for kind, _ in names}) > 1
+        self._plain_ms = [cell[0].plain_ms for cell in cells]
+        self._arms = [
+            self._new_arm(drafter, name, [each[i] for each in cells], [each[i] for each in full_batches], gammas)
+            for i, (drafter, name) in enumerate(zip(drafters, names, strict=True))
+        ]
+        self._choices = [PLAIN, *(Choice(i, gamma) for i, arm in enumerate(self._arms) for gamma in arm.ms)]
+        self._last, self._skipped = self._arms[0], 0.0
+
+    def _new_arm(
+        self,
+        drafter: Drafter,
+        name: tuple[str, str],
+        cells: Sequence[Costs],
+        full_batches: Sequence[Costs],
+        gammas: Sequence[int],
+    ) -> Arm:
+        """Return what measuring has shown of a drafter. full_batches: its costs with all rows, by context."""
+        largest = min(cost.at[-1] for cost in full_batches)
+        drafted = [gamma for gamma in gammas if 0 < gamma <= largest]
+        can_save, costs = drafter.skips_model is not None, full_batches[-1]
+        ms = {gamma: [cell.round_ms(gamma) for cell in cells] for gamma in drafted}
+        saved_ms = {gamma: [can_save * cell.drafts_ms(gamma) for cell in cells] for gamma in drafted}
+        arm = Arm(drafter, name, costs, ms, saved_ms)
+        if rate := costs.acceptance:
+            arm.verified = min(rate.n, MOST_MEASURED_OF_KINDS if self._has_kinds else MOST_MEASURED)
+            arm.accepted = arm.verified * rate.value
+        if self._has_kinds:
+            arm.lasting_verified, arm.lasting_accepted = arm.verified, arm.accepted
+        return arm
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
         # Plain Python: for so few numbers, calls of numpy take longer.
@@ -86,38 +138,34 @@ class Adaptive:
 
     def _expected_tokens(self) -> list[float]:
         """Return the expected tokens of a row by each choice, less the price of catching up and of a change."""
-        alphas: list[float] = []
-        least: dict[tuple[str, str], float] = {}
-        for name, accepted, verified in zip(self._names, self._accepted, self._verified, strict=True):
-            alpha = (accepted + PRIOR_WEIGHT * PRIOR_ALPHA) / (verified + PRIOR_WEIGHT)
-            least[name] = min(alpha, least.get(name, alpha))
-            alphas.append(least[name])
-        shares = [1 - self._catch_up(i) for i in range(len(alphas))]
-        shares = [x if i == self._last_drafter else x / WORTH_A_CHANGE for i, x in enumerate(shares)]
-        drafted = [shares[i] * tokens_per_round(alphas[i], gamma) for i, gamma in self._choices if i is not None]
-        return [1.0, *drafted]
+        tokens, least = [1.0], dict[tuple[str, str], float]()
+        for arm in self._arms:
+            least[arm.name] = alpha = min(arm.alpha, least.get(arm.name, arm.alpha))
+            share = (1 - arm.catch_up) / (1 if arm is self._last else WORTH_A_CHANGE)
+            tokens += [share * tokens_per_round(alpha, gamma) for gamma in arm.ms]
+        return tokens
 
     def _round_ms(self, n_rows: int, context: float) -> list[float]:
         """Return the expected ms of a round of each choice."""
         by_rows = interpolating(n_rows, self._rows)
         weights = [weight * other for weight in interpolating(context, self._contexts) for other in by_rows]
-        ms, saved = ([sum(map(mul, weights, each)) for each in table] for table in (self._ms, self._saved_ms))
-        return [each - self._skipped * other for each, other in zip(ms, saved, strict=True)]
-
-    def _catch_up(self, drafter: int) -> float:
-        """Return the ms of catching up as a share of the steps that have to pay for them."""
-        missed, costs = self._missed[drafter], self._full_batch[drafter]
-        n_run = 0 if self.drafters[drafter].is_written_through else missed
-        return costs.catch_up_ms(n_run) / (PAID_WITHIN * missed * costs.plain_ms) if missed else 0.0
+        ms = [sum(map(mul, weights, self._plain_ms))]
+        for arm in self._arms:
+            for gamma, whole in arm.ms.items():
+                saved = self._skipped * sum(map(mul, weights, arm.saved_ms[gamma]))
+                ms.append(sum(map(mul, weights, whole)) - saved)
+        return ms
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
-        for counts, lasting in zip((self._verified, self._accepted), self._lasting, strict=True):
-            counts[:] = [least + MEMORY * (n - least) for n, least in zip(counts, lasting, strict=True)]
         emitted = 1 + sum(accepted) / max(1, len(accepted))
-        self._missed = [0.0 if index == choice.drafter else n + emitted for index, n in enumerate(self._missed)]
-        if choice.drafter is not None:
-            self._last_drafter, skips = choice.drafter, self.drafters[choice.drafter].skips_model
-            if skips is not None:
-                self._skipped = MEMORY * self._skipped + (1 - MEMORY) * skips
-            self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
-            self._accepted[choice.drafter] += sum(accepted)
+        for arm in self._arms:
+            arm.fade()
+            arm.missed += emitted
+        if choice.drafter is None:
+            return
+        self._last = arm = self._arms[choice.drafter]
+        arm.missed = 0.0
+        if (skips := arm.drafter.skips_model) is not None:
+            self._skipped = MEMORY * self._skipped + (1 - MEMORY) * skips
+        arm.verified += sum(verified_positions(choice.gamma, accepted))
+        arm.accepted += sum(accepted)

@@ -1,17 +1,26 @@
 """Measures what rounds cost: plain steps and rounds of every gamma, interleaved, over a filled cache."""
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import median, median_low
+from typing import Any
 
 import numpy as np
 
 from bench.auto.costs import Costs
-from bench.auto.rehearsal import Rehearsal
+from bench.progress import BarProgress, progress_bar
+from bench.session import Session
+from engine.counts import AcceptanceRate, verified_positions
+from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
+from engine.requests import Request, make_requests
+from engine.runner import ModelRunner, not_finite
+from engine.timing import PhaseTimer
 
 # Bounds of the timed rounds of each choice, as many as fit into MEASURING_SECONDS.
 FEWEST_TIMED, MOST_TIMED = 2, 16
@@ -20,8 +29,132 @@ MEASURING_SECONDS = 12.0
 UNTIMED_ROUNDS, UNTIMED_ROUNDS_CAPTURED = 1, 3
 # Measuring for a decode may take this share of the time of its plain steps.
 MOST_SHARE = 0.15
-# Saved costs hold if the ratio that CHECKED_ROUNDS rounds of each choice measure is off by MOST_OFF at most.
-CHECKED_ROUNDS, MOST_OFF = 2, 0.2
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """Costs of rounds behind `context` tokens.
+
+    by_rows: costs of each drafter, by the number of busy rows. seconds: duration of measuring them.
+    """
+
+    context: int
+    by_rows: Mapping[int, Sequence[Costs]]
+    seconds: float
+
+
+def costs_of(
+    session: Session, drafters: Sequence[Drafter], whole: bool = False, n_steps: int | None = None
+) -> RunCosts | None:
+    """Return the costs of a session's rounds, measured from the prefilled state; None if nothing is to be chosen.
+
+    Models are measured without the text drafters beside them: a guess in every row would leave the model out. Every
+    rank has to call this, and gets the leader's costs. whole: measure at every gamma, with all rows busy. n_steps:
+    plain steps of the decode to come; None: derived from the session's prompts.
+    """
+    plan = session.plan
+    if not plan.chooses:
+        return None
+    started, gammas, n_rows = time.perf_counter(), plan.gammas, min(plan.n_rows, len(session.prompts))
+    n_steps = n_steps or plan.gen_len * math.ceil(len(session.prompts) / n_rows)
+    label = "costs" if whole else f"costs ({MEASURING_SECONDS:.0f} s or less)"
+    with progress_bar(label, None) as bar:
+        how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
+        # Captured rounds always run the model, and are captured for the drafter that decodes.
+        captures = session.runner.graphs is not None
+        models = [each if captures else each.without_texts for each in drafters]
+        rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
+        if whole:
+            costs = {n_rows: measure_costs(rehearsal, gammas)}
+        else:
+            costs = measure_for_decode(rehearsal, gammas, n_steps)
+    costs = session.ranks.shared(lambda: costs)
+    return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
+
+
+class Rehearsal:
+    """A `Pacing` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
+
+    gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
+    parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter,
+    the seconds of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not
+    finite.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], gamma: int, **how: Any
+    ) -> None:
+        self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
+        assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
+        names = ("max_new_tokens", "sampling", "numbered_from")
+        self._request_options = {name: how.pop(name) for name in names if name in how}
+        self.runner, self._how = runner, how
+        self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
+        self._requests: list[Request] = []
+        self._next = PLAIN
+        self.seconds = 0.0
+        self._forget()
+
+    def run(self, choices: Sequence[Choice], n_rounds: int, until: float = math.inf) -> None:
+        """Run `n_rounds` of each choice, interleaved. Once all rounds have taken `until` seconds, only choices without
+        a timed round get one."""
+        is_over = False
+        for choice in [*choices] * n_rounds:
+            # The leader's clock decides, so that all ranks run the same rounds.
+            is_over = is_over or (until < math.inf and self.runner.ranks.shared(lambda: self.seconds >= until))
+            if is_over and choice in self.timed:
+                continue
+            started = time.perf_counter()
+            self._next = choice
+            self._round()
+            self.seconds += time.perf_counter() - started
+
+    def keep(self, n_rows: int) -> None:
+        """Continue with the first `n_rows` prompts, and forget times and acceptance."""
+        self.prompts = self.prompts[:n_rows]
+        for request in self._requests[n_rows:]:
+            self._decoder.cancel(request)
+        del self._requests[n_rows:]
+        self._forget()
+
+    @property
+    def acceptance(self) -> list[AcceptanceRate | None]:
+        """The acceptance rate of each drafter; None if it had no rounds."""
+        pairs = zip(self._accepted, self._verified, strict=True)
+        return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
+
+    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
+        return self._next
+
+    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+        if choice.drafter is not None:
+            self._accepted[choice.drafter] += sum(accepted)
+            self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
+
+    def _forget(self) -> None:
+        self.timed: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+        self.refreshes: list[list[float]] = [[] for _ in self.drafters]
+        self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
+
+    def _round(self) -> None:
+        if not self._requests or any(request.finish_reason for request in self._requests):
+            self._decoder = Decoder(self.runner, self, phase=self._phases, **self._how)
+            self._requests = make_requests(self.prompts, **self._request_options)
+            for request in self._requests:
+                self._decoder.submit(request)
+        refreshes = self._phases.seconds["refresh"]
+        n_before = len(refreshes)
+        round_ = self._decoder.step()
+        if broken := [f"row {request.index}: {request.error}" for request in self._requests if request.error]:
+            raise not_finite("measuring costs", "; ".join(broken[:8]))
+        assert round_ is not None, "there are rows, and they are not done"
+        resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
+        other = round_.seconds - resume - draft - verify
+        parts = {"resume": resume, "draft": draft, "verify": verify, "other": other}
+        if self._next.drafter is not None and (refresh := sum(refreshes[n_before:])):
+            self.refreshes[self._next.drafter].append(refresh)
+            parts["draft"] -= refresh
+        self.timed[self._next].append(parts)
 
 
 def measure_costs(
@@ -89,35 +222,6 @@ def fewest_seconds(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: 
     return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) / 1e3
 
 
-def still_hold(known: Mapping[int, Sequence[Costs]], rehearsal: Rehearsal) -> dict[int, list[Costs]] | None:
-    """Return saved costs, scaled to the present speed of this machine, with the acceptance of a check.
-
-    The check runs plain steps and rounds of the first drafter of each kind; the fastest of each count. Returns None if
-    a ratio of these, on which choices depend, has changed by more than MOST_OFF.
-    """
-    saved = known[max(known)]
-    drafted = {first: Choice(first, middle(saved[first].at)) for first, *_ in kinds(rehearsal.drafters)}
-    rehearsal.run([PLAIN, *drafted.values()], CHECKED_ROUNDS)
-
-    def fastest(choice: Choice) -> float:
-        return 1e3 * min(sum(parts.values()) - parts["resume"] for parts in rehearsal.timed[choice])
-
-    def slower() -> float | None:
-        """Return the present over the saved time of a plain step; None if saved costs do not hold."""
-        times = fastest(PLAIN) / saved[0].plain_ms
-        saved_ms = {i: replace(saved[i], refresh_ms=0.0).round_ms(choice.gamma) for i, choice in drafted.items()}
-        holds = all(abs(fastest(drafted[i]) / (times * ms) - 1) <= MOST_OFF for i, ms in saved_ms.items())
-        return times if holds else None
-
-    if (times := rehearsal.runner.ranks.shared(slower)) is None:
-        return None
-    rates = rehearsal.acceptance
-    return {
-        n_rows: [replace(cost.slower(times), acceptance=rate) for cost, rate in zip(costs, rates, strict=True)]
-        for n_rows, costs in known.items()
-    }
-
-
 def middle(gammas: Sequence[int]) -> int:
     """Return the middle gamma, or the lower of two, whose rounds are shorter."""
     return gammas[(len(gammas) - 1) // 2]
@@ -126,7 +230,7 @@ def middle(gammas: Sequence[int]) -> int:
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
     """Return the indices of neighbouring drafters that differ only in the cache that they draft over: those of the same
     class. Beside text drafters, the model's class counts."""
-    each = [type(getattr(drafter, "model", drafter)) for drafter in drafters]
+    each = [type(drafter.without_texts) for drafter in drafters]
     return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
+from engine.counts import Counts
 from engine.drafters.observed import ObservedStates
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
@@ -75,6 +76,15 @@ class Drafter(ABC):
         Row b uses the first `lengths[b]` columns. Narrower if the schedule cut all rows (never when captured). A draft
         model's tokens are what `verification.draw` gives for its logits.
         """
+
+    @property
+    def without_texts(self) -> "Drafter":
+        """This drafter, without drafts from text in front of its own."""
+        return self
+
+    def inner_counts(self) -> Counts | None:
+        """Return the acceptance counts of a draft of this draft since the last call; None without one."""
+        return None
 
     def rollback(self, batch: Batch) -> None:
         """Forget rejected drafts: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""

@@ -1,15 +1,23 @@
 """Combined: text drafters beside a model; confident guesses go in front of the model's drafts."""
 
-from collections.abc import Sequence
-from typing import cast
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
-from engine.drafters.text_drafter import Guess, HostDrafter
+from engine.drafters.config import DrafterConfig, DraftPlan, Maker, Parts, Trait, Wrapper, drafters
+from engine.drafters.model_drafter import ModelDrafterConfig
+from engine.drafters.stored import PlannedTarget
+from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import WriteThroughKVCache
@@ -36,6 +44,10 @@ class Combined(HostDrafter):
     def check(self, target: ModelRunner, length: int) -> None:
         super().check(target, length)
         self.model.check(target, length)
+
+    @property
+    def without_texts(self) -> Drafter:
+        return self.model
 
     def continued(self, update: RowUpdate) -> Guess:
         guesses = [text.guessed(update) for text in self._texts]
@@ -94,8 +106,66 @@ class GuessThenDraft:
         return token, probs
 
 
-def beside_texts(model: Drafter, config: DrafterConfig, parts: Parts) -> Drafter:
-    """Return a drafter with the text drafters of its options beside it, if it has any."""
-    if not isinstance(config, ModelDrafterConfig) or not config.texts:
-        return model
-    return Combined(parts.runner, model, [text.build(parts) for text in config.texts], config.text_match)
+def text_kinds() -> dict[str, type[HostDrafterConfig]]:
+    """Return the options of drafts from text that can go in front of a model's, by name."""
+    return {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(Wrapper):
+    """Drafts from text in front of a draft of a model, which has the schedule and gamma given here."""
+
+    texts: tuple[HostDrafterConfig, ...]
+    text_match: int = 8
+
+    @classmethod
+    def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
+        if not given.get("text_drafts") or not isinstance(draft, ModelDrafterConfig):
+            return draft
+        kinds = text_kinds()
+        if unknown := [name for name in given["text_drafts"] if name not in kinds]:
+            refuse("text_drafts", unknown[0], ", ".join(kinds), "there is no such draft from text", "use one of these")
+        texts = tuple(made(kinds[name], gamma_schedule=None) for name in given["text_drafts"])
+        return made(cls, draft=draft, texts=texts)
+
+    @property
+    def traits(self) -> Trait:
+        return reduce(or_, (text.traits for text in self.texts), self.draft.traits)
+
+    def within(self, n_entries: int, gamma: int) -> Self:
+        return replace(self, draft=self.draft.within(n_entries, gamma))
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        for text in self.texts:
+            options |= text.options()
+        names = [text.kind for text in self.texts]
+        return {**options, **self.wrapped.options(), "text_drafts": names, "text_match": self.text_match}
+
+    def check(self) -> None:
+        self.wrapped.check()
+        for text in self.texts:
+            text.check()
+            if text.longest_match is not None and text.longest_match < self.text_match:
+                what = f"{text.kind} matches fewer tokens than a guess needs"
+                refuse("text_match", self.text_match, f"<= {text.longest_match}", what)
+
+    def plan(self, target: PlannedTarget) -> HybridPlan:
+        self.check()
+        model = self.wrapped.plan(target)
+        facts = {name: getattr(model, name) for name in ("gamma", "policy", "capacity", "source", "group")}
+        return HybridPlan(config=self, parts=(model,), **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridPlan(DraftPlan):
+    """The plan of the model, with drafts from text in front, which take no memory."""
+
+    config: Hybrid
+
+    def make(self, parts: Parts) -> Combined:
+        texts = [text.build(parts, self.gamma) for text in self.config.texts]
+        return Combined(parts.runner, self.parts[0].build(parts), texts, self.config.text_match)
+
+    def build(self, parts: Parts) -> Drafter:
+        return self.make(parts)  # its schedule is the model's

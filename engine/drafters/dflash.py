@@ -8,7 +8,6 @@ from torch import Tensor
 from common.errors import ConfigError, flag
 from engine.batch import Batch
 from engine.drafters.base import check_most_drafts
-from engine.drafters.config import Parts
 from engine.drafters.head_drafter import HeadDrafter, HeadDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -53,7 +52,4 @@ class DFlashConfig(HeadDrafterConfig):
     """A DFlash head, which drafts a block at once from the target's hidden states."""
 
     name: ClassVar[str] = "dflash"
-
-    def build(self, parts: Parts) -> DFlash:
-        head = parts.model
-        return DFlash(parts.runner, head, parts.new_cache(head.body.config), parts.gamma)
+    DRAFTER: ClassVar[type[HeadDrafter]] = DFlash

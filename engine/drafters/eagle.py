@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.drafters.base import check_gamma
-from engine.drafters.config import Parts
 from engine.drafters.head_drafter import HeadDrafter, HeadDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -73,7 +72,4 @@ class EagleConfig(HeadDrafterConfig):
     """An EAGLE head, which goes on from the target's hidden states."""
 
     name: ClassVar[str] = "eagle"
-
-    def build(self, parts: Parts) -> Eagle:
-        head = parts.model
-        return Eagle(parts.runner, head, parts.new_cache(head.body.config), parts.gamma)
+    DRAFTER: ClassVar[type[HeadDrafter]] = Eagle

@@ -2,21 +2,27 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
+from common.say import say
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import HeadConfig, ModelDrafterConfig
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.observed import ObservedStates
+from engine.drafters.config import DraftBytes, DrafterConfig, DraftPlan, Parts, Trait
+from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
+from engine.drafters.observed import ObservedStates, n_slots
+from engine.drafters.stored import Models, PlannedTarget, Weights
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import KVCache, Policy
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.heads.base import TransformerHead
+from models.heads.loading import HeadSource, find_head
 
 
 class HeadDrafter(ModelDrafter):
@@ -93,15 +99,81 @@ class HeadDrafter(ModelDrafter):
 def require_by_position(cache: KVCache | Policy, name: str) -> None:
     """Raise ConfigError if a head's cache would select entries by content rather than by position."""
     if cache.selects:
-        where, required = flag("draft_policy"), "a policy that goes by position"
-        what, fix = "a head's cache cannot select entries by their content", f"use {where} streaming or full"
-        raise ConfigError(what, where, name, required, fix)
+        what, fix = (
+            "a head's cache cannot select entries by their content",
+            f"use {flag('draft_policy')} streaming or full",
+        )
+        refuse("draft_policy", name, "a policy that goes by position", what, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DrafterConfig):
+    """Options of a head that was trained for the target."""
+
+    TRAITS: ClassVar[Trait] = Trait.SECOND_MODEL
+
+    draft_model: str
+
+    def find(self, target: PlannedTarget, changes: ConfigChanges = NO_CHANGES) -> HeadSource:
+        """Find the head without loading it. changes: of its layers' config. Errors: UserError."""
+        return find_head(self.draft_model, self.name, target.source.config, changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan(DraftPlan):
+    """A head, whole on every rank of the target, and the target's states that it drafts from."""
+
+    source: HeadSource
+    weights: Weights
+
+    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+        states = n_slots(self.gamma) * self.source.shape.state_dim * target.weights.dtype.itemsize
+        return DraftBytes({self.weights: self.source.n_weights * self.weights.dtype.itemsize}, states)
+
+    def load(self, models: Models) -> None:
+        if self.weights in models.loaded:
+            return
+        if borrowed := self.source.borrowed:
+            say(f"{self.source.name} uses the target's {' and '.join(borrowed)}")
+        form: dict[str, Any] = {"dtype": self.weights.dtype, "quantize": self.weights.quantize}
+        models.loaded[self.weights] = self.source.load(device=models.planned.device, **form)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadDrafterConfig(HeadConfig, ModelDrafterConfig):
     """Options of a head whose layers have a KV cache."""
 
+    DRAFTER: ClassVar[type[HeadDrafter]]
+
     def check(self) -> None:
         super().check()
         require_by_position(self.policy, self.policy.name)
+        self.require_fixed()
+
+    def plan(self, target: PlannedTarget) -> DraftPlan:
+        facts = self.facts(target, partial(self.find, target))
+        weights = Weights(facts["source"], self.dtype(target), self.scheme(target))
+        return HeadDrafterPlan(group=target.group, weights=weights, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDrafterPlan(CachedPlan, HeadPlan):
+    config: HeadDrafterConfig
+    source: HeadSource
+
+    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+        head = super().n_bytes(target, rehearses)
+        cache = self.new_cache(self.source.config, 1, target.capacity, "meta")
+        return replace(head, per_row=head.per_row + cache.n_bytes)
+
+    def load(self, models: Models) -> None:
+        is_loaded = self.weights in models.loaded
+        super().load(models)
+        if not is_loaded:
+            self.say_weights()
+            models.planned.prepare(models.loaded[self.weights].body, self.kv_dtype, "the draft's attention")
+
+    def make(self, parts: Parts) -> HeadDrafter:
+        runner, head = parts.runner, parts.models.loaded[self.weights]
+        cache = self.new_cache(head.body.config, runner.max_batch, parts.length, runner.device)
+        return self.config.DRAFTER(runner, head, cache, self.gamma)

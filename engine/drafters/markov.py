@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import ConfigError, DataError, flag
+from common.errors import DataError, refuse
 from common.jsonl import parse_json
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import HostDrafterConfig, Parts
-from engine.drafters.text_drafter import Guess, HostDrafter
+from engine.drafters.config import Parts
+from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
 
@@ -99,15 +99,13 @@ class MarkovConfig(HostDrafterConfig):
     """The tokens that most often followed the last tokens in other texts."""
 
     name: ClassVar[str] = "markov"
-    needs_option: ClassVar[str | None] = "markov_table"
-    markov_table: str | None = None
-    """a file that reproduce/markov_table.py or --ngram_cache wrote"""
+    markov_table: str
 
     def check(self) -> None:
         super().check()
-        if self.markov_table is None or not Path(self.markov_table).is_file():
-            seen, fix = self.markov_table or "not given", "make one: python -m reproduce.markov_table"
-            raise ConfigError("there is no table to draft from", flag("markov_table"), seen, "a file of n-grams", fix)
+        if not Path(self.markov_table).is_file():
+            what, fix = "there is no table to draft from", "make one: python -m reproduce.markov_table"
+            refuse("markov_table", self.markov_table, "a file of n-grams", what, fix)
 
-    def build(self, parts: Parts) -> Markov:
-        return Markov(parts.runner, parts.gamma, NGramTable.load(Path(str(self.markov_table)), parts.runner.vocab_size))
+    def build(self, parts: Parts, gamma: int) -> Markov:
+        return Markov(parts.runner, gamma, NGramTable.load(Path(self.markov_table), parts.runner.vocab_size))

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate, check_most_drafts
-from engine.drafters.config import HeadConfig, Parts
+from engine.drafters.config import AUTO, DraftPlan, Parts
+from engine.drafters.head_drafter import HeadConfig, HeadPlan
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.observed import ObservedStates
+from engine.drafters.stored import PlannedTarget, Weights
 from engine.runner import ModelRunner
 from kv_cache import KVCache
 from models.heads.medusa import MedusaHeads
@@ -45,5 +47,17 @@ class MedusaConfig(HeadConfig):
 
     name: ClassVar[str] = "medusa"
 
-    def build(self, parts: Parts) -> Medusa:
-        return Medusa(parts.runner, parts.model, parts.gamma)
+    def plan(self, target: PlannedTarget) -> DraftPlan:
+        self.check()
+        source = self.find(target)
+        if self.gamma != AUTO:
+            check_most_drafts(self.gamma, source.most_drafts)
+        gamma = min(self.most_gamma, source.most_drafts)
+        weights = Weights(source, target.weights.dtype)
+        return MedusaPlan(config=self, gamma=gamma, source=source, group=target.group, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaPlan(HeadPlan):
+    def make(self, parts: Parts) -> Medusa:
+        return Medusa(parts.runner, parts.models.loaded[self.weights], self.gamma)

@@ -1,16 +1,35 @@
 """ModelDrafter: drafts token by token from a model's logits, over a KV cache that follows the target's rows."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, require_at_least
+from common.errors import ConfigError, flag, refuse, require_at_least
+from common.say import dtype_name, say
 from engine.batch import Batch
-from engine.drafters.base import Drafter, check_gamma, require_same_cache
+from engine.drafters.base import Drafter, check_gamma, check_most_drafts, require_same_cache
+from engine.drafters.config import AUTO, DrafterConfig, DraftPlan
+from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Schedule
+from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner, RemoteRunner
-from kv_cache import KVCache
+from kv_cache import KVCache, Policy
+from kv_cache.streaming import Streaming
+from models import ModelConfig
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
+from models.checkpoints.loading import expected_shapes
+from models.checkpoints.model_source import ModelSource, check_vocabulary
+from models.kernels.packed_linear import can_pack
+from models.kernels.quantize import check_scheme
+from models.names import Dtype, KVDtype, Scheme
+from models.storage import DTYPES, KV_DTYPES, auto_draft_weights
+from models.tensor_parallel import Shard, shard_config
 
 
 class ModelDrafter(Drafter):
@@ -69,3 +88,152 @@ class ModelDrafter(Drafter):
         if self._cache is not None:
             batch.view_of(self._cache).rollback(batch.lengths)
         super().rollback(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedPlan(DraftPlan):
+    """A draft that runs a model over a KV cache. kv_dtype: of its entries."""
+
+    config: ModelDrafterConfig
+    policy: Policy
+    weights: Weights
+    kv_dtype: torch.dtype
+
+    def new_cache(self, config: ModelConfig, n_rows: int, length: int, device: str | torch.device) -> KVCache:
+        """Return an empty cache for a model, or its shard."""
+        return self.policy.new_cache(config, n_rows, length, device, self.kv_dtype)
+
+    def say_weights(self) -> None:
+        if self.weights.quantize and self.config.draft_weights == AUTO:
+            say(f"the draft's weights: {self.weights.quantize} (--draft_weights auto)")
+
+    def record(self) -> dict[str, Any]:
+        storage = {"draft_dtype": dtype_name(self.weights.dtype), "draft_weights": self.weights.quantize}
+        return {**super().record(), **storage, "draft_kv_dtype": dtype_name(self.kv_dtype)}
+
+    def remarks(self, target: PlannedTarget) -> list[str]:
+        said, longest = list[str](), target.prefix_len + target.gen_len
+        if self.policy.holds_all(longest):
+            said.append(f"the draft's cache keeps the whole context ({self.capacity} entries), as the target's does")
+        if (source := self.source) is None:
+            return said
+        if remark := check_vocabulary(target.source, source):
+            said.append(remark)
+        if source.is_changed:
+            said.append(f"{source.name} has the target's changes of rotary settings, beyond its trained context")
+        end = longest + self.gamma
+        reach = min(self.capacity, end) if self.policy.in_cache_positions else end
+        if reach > source.config.max_context:
+            context = source.config.max_context
+            said.append(f"{source.name} was trained on {context} positions, and is used up to {reach}")
+        return said
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDrafterConfig(DrafterConfig):
+    """Options of a drafter that runs a model over a KV cache of its budget."""
+
+    SCHEDULES: ClassVar[tuple[str | None, ...]] = (*DrafterConfig.SCHEDULES, "confidence")
+
+    policy: Policy = field(default_factory=Streaming)
+    draft_dtype: Literal["auto", "same"] | Dtype = "auto"
+    draft_weights: Literal["auto", "same"] | Scheme = "auto"
+    draft_kv_dtype: Literal["same"] | KVDtype = "same"
+    confidence_threshold: float | Literal["auto"] = THRESHOLD
+    p_min: float = 0.0
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        return (*super().automatic, *(["draft_budget"] if self.policy.automatic else []))
+
+    def alternatives(self, prefix_len: int) -> Sequence[Self]:
+        return [replace(self, policy=policy) for policy in self.policy.alternatives(prefix_len)]
+
+    def within(self, n_entries: int, gamma: int) -> Self:
+        return replace(self, policy=self.policy.within(n_entries, gamma + 1))
+
+    def options(self) -> dict[str, Any]:
+        options, policy = super().options(), self.policy
+        del options["policy"]
+        of_policy = {option.name: getattr(policy, option.name) for option in fields(policy)}
+        return {**options, "draft_policy": policy.name, **of_policy}
+
+    def schedule(self, gamma: int, runner: ModelRunner) -> Schedule:
+        if self.gamma_schedule == "confidence":
+            return Confidence(self.confidence_threshold, self.p_min, runner.max_batch, runner.device)
+        return super().schedule(gamma, runner)
+
+    def check(self) -> None:
+        super().check()
+        for name in OF_CONFIDENCE:
+            if (share := getattr(self, name)) != AUTO and not 0 <= share <= 1:
+                refuse(name, share, "0 to 1", f"{flag(name)} is no probability", "leave it out")
+        if not self.policy.automatic:
+            if self.gamma != AUTO:  # first, since a block needs more of the budget
+                check_gamma(self.gamma, self.policy.room)
+            self.policy.check()
+
+    def fitting_gamma(self, most_drafts: int) -> int:
+        """Return the most draft tokens of a round that the cache's window has room for, and the model can draft.
+        Errors: ConfigError for a gamma that is larger."""
+        if self.gamma != AUTO:
+            check_gamma(self.gamma, self.policy.room)
+            check_most_drafts(self.gamma, most_drafts)
+            return self.gamma
+        return min(self.most_gamma, self.policy.room - 1, most_drafts)
+
+    def facts(self, target: PlannedTarget, find: Callable[[ConfigChanges], ModelSource]) -> dict[str, Any]:
+        """Return the fields of the plan of a draft with a second model. find: finds the model, with changes.
+
+        Beyond its trained context the model has the target's changes of rotary settings, unless its cache counts
+        positions."""
+        self.check()
+        source = find(NO_CHANGES)
+        gamma, dtype = self.fitting_gamma(source.most_drafts), self.dtype(target)
+        length, trained, changes = target.length(gamma), source.config.max_context, target.changes.rotary
+        policy = self.policy.for_context(trained, length)
+        if changes and trained < length and not policy.in_cache_positions:
+            source = find(changes)
+        check_window(source, policy)
+        entries = KV_DTYPES.get(self.draft_kv_dtype, dtype)
+        cache = {"policy": policy, "capacity": policy.entries(length), "kv_dtype": entries}
+        return {"config": self, "gamma": gamma, "source": source, **cache}
+
+    def dtype(self, target: PlannedTarget) -> torch.dtype:
+        """Return the dtype of the draft's weights."""
+        of_target = target.weights.dtype
+        if self.draft_dtype == AUTO and of_target == torch.float32 and can_pack(target.device, torch.bfloat16):
+            return torch.bfloat16
+        return DTYPES.get(self.draft_dtype, of_target)
+
+    def scheme(self, target: PlannedTarget, source: ModelSource | None = None, n_ranks: int = 1) -> str | None:
+        """Return the scheme of the draft's weights, None without any. source: the model that `auto` quantises, on so
+        many ranks. Errors: ConfigError for a scheme that the device lacks."""
+        scheme: str | None = None if self.draft_weights in (AUTO, "same") else self.draft_weights
+        is_auto = self.draft_weights == self.draft_dtype == AUTO and target.weights.quantize is None
+        if is_auto and source is not None and not source.config.n_expert:
+            shapes = _linear_shapes(source.config, n_ranks)
+            scheme = auto_draft_weights(target.device, self.dtype(target), shapes, source.published)
+        if scheme:
+            check_scheme(scheme, target.device, source.config.n_expert if source else 0)
+        return scheme
+
+    def require_fixed(self) -> None:
+        """Raise ConfigError if the budget would be chosen while decoding."""
+        if self.policy.automatic:
+            what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
+            refuse("draft_budget", AUTO, "a number of entries", what)
+
+
+def check_window(source: ModelSource, policy: Policy) -> None:
+    """Raise ConfigError if a policy could select entries that a model's sliding window hides."""
+    if source.config.sliding_window is not None and policy.selects:
+        what, where = "a policy selects entries that a sliding window hides", f"{flag('draft_policy')} on {source.name}"
+        required, fix = "a model that attends to the whole context", f"use {flag('draft_policy')} streaming"
+        refuse(where, policy.name, required, what, fix)
+
+
+def _linear_shapes(config: ModelConfig, n_ranks: int) -> list[tuple[int, ...]]:
+    """Return shapes `(d_out, d_in)` of the linear layers of a block, on every rank."""
+    each = [expected_shapes(shard_config(config, Shard(rank, n_ranks))) for rank in range(n_ranks)]
+    return [shape for shapes in each for name, shape in shapes.items() if name[:9] == "layers.0." and len(shape) == 2]

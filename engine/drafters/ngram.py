@@ -10,8 +10,8 @@ from torch import Tensor
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import DrafterConfig, Parts
-from engine.drafters.text_drafter import TextDrafter
+from engine.drafters.config import Parts
+from engine.drafters.text_drafter import TextConfig, TextDrafter
 from engine.runner import ModelRunner
 
 Match: TypeAlias = Literal["longest", "first", "last"]
@@ -77,18 +77,16 @@ def find_ngram(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NGramConfig(DrafterConfig):
+class NGramConfig(TextConfig):
     """Copies from the row's text."""
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3
-    """longest match that is looked for"""
     ngram_match: Match = "longest"
-    """of matches of the same length: with the most tokens behind it, then the latest; or the first, or the last"""
 
     def check(self) -> None:
         super().check()
         require_at_least("max_ngram", self.max_ngram, 1)
 
-    def build(self, parts: Parts) -> NGram:
-        return NGram(parts.runner, parts.gamma, self.max_ngram, self.ngram_match)
+    def build(self, parts: Parts, gamma: int) -> NGram:
+        return NGram(parts.runner, gamma, self.max_ngram, self.ngram_match)

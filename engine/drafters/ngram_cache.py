@@ -10,9 +10,9 @@ from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import HostDrafterConfig, Parts
+from engine.drafters.config import Parts, Trait
 from engine.drafters.markov import NGramTable
-from engine.drafters.text_drafter import Guess, HostDrafter
+from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 
 
@@ -73,13 +73,13 @@ class NGramCacheConfig(HostDrafterConfig):
     """The tokens that most often followed the last tokens in any row so far."""
 
     name: ClassVar[str] = "cache"
-    shares_texts: ClassVar[bool] = True
     max_ngram: int = 3
-    """longest match that is looked for"""
     ngram_cache: str | None = None
-    """file that its n-grams are loaded from, if it exists, and saved to"""
     ngram_cache_size: int = 1 << 18
-    """contexts that it keeps, the latest"""
+
+    @property
+    def traits(self) -> Trait:
+        return Trait.SHARES_TEXTS | (Trait.SAVES_TEXTS if self.ngram_cache else Trait.NONE)
 
     @property
     def longest_match(self) -> int:
@@ -91,6 +91,6 @@ class NGramCacheConfig(HostDrafterConfig):
         require_at_least("ngram_cache_size", self.ngram_cache_size, 1)
         require_appendable(self.ngram_cache, "ngram_cache")
 
-    def build(self, parts: Parts) -> NGramCache:
+    def build(self, parts: Parts, gamma: int) -> NGramCache:
         path = Path(self.ngram_cache) if self.ngram_cache else None
-        return NGramCache(parts.runner, parts.gamma, self.max_ngram, self.ngram_cache_size, path)
+        return NGramCache(parts.runner, gamma, self.max_ngram, self.ngram_cache_size, path)

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from common.errors import flag, refuse
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import DrafterConfig, Parts
-from engine.drafters.text_drafter import Guess, HostDrafter
+from engine.drafters.config import DraftPlan, Parts, Trait
+from engine.drafters.stored import PlannedTarget
+from engine.drafters.text_drafter import Guess, HostDrafter, TextConfig
 from engine.runner import ModelRunner
 
 
@@ -30,12 +32,25 @@ class SavedText(HostDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OracleConfig(DrafterConfig):
+class OracleConfig(TextConfig):
     """The baseline's output, which costs nothing to draft and shows the highest speedup."""
 
     name: ClassVar[str] = "oracle"
-    needs_baseline: ClassVar[bool] = True
+    TRAITS: ClassVar[Trait] = Trait.NEEDS_BASELINE
 
-    def build(self, parts: Parts) -> SavedText:
-        assert parts.texts is not None, "the plan admits an oracle only beside a baseline"
-        return SavedText(parts.runner, dict(enumerate(parts.texts)), parts.gamma)
+    def plan(self, target: PlannedTarget) -> DraftPlan:
+        if not target.repeats_plain:
+            what, seen = (
+                "an oracle drafts the tokens of plain decoding",
+                f"rejection verification, or {flag('no_baseline')}",
+            )
+            required = "greedy or coupled verification, which repeats plain decoding, and plain decoding"
+            fix = f"use {flag('verification')} coupled, and both passes"
+            refuse(f"{flag('draft')} {self.name}", seen, required, what, fix)
+        return super().plan(target)
+
+    def build(self, parts: Parts, gamma: int) -> SavedText:
+        if parts.texts is None:
+            required, fix = "the texts of plain decoding", "decode plainly first, and give its tokens"
+            refuse("Session.drafter: texts", None, required, "an oracle drafts known texts", fix)
+        return SavedText(parts.runner, dict(enumerate(parts.texts)), gamma)

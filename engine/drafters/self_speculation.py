@@ -1,29 +1,28 @@
 """SelfSpeculation: the target drafts for itself over a second, budgeted cache."""
 
-import os
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, refuse
 from common.launch import triton_reads
 from engine.batch import Batch
-from engine.drafters.base import Drafter, RowUpdate, check_gamma
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, Parts
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.ngram import NGramConfig
-from engine.drafters.standalone import StandaloneConfig
+from engine.drafters.base import RowUpdate
+from engine.drafters.config import DraftBytes, Parts
+from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig, check_window
+from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
-from kv_cache.streaming import Streaming
 from models import Transformer
-from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
-from models.checkpoints.model_source import ModelSource, find_model
+from models.llama import select_layers
 from models.names import parse_layers
+from models.storage import KV_DTYPES
 
 ROTATED = "self-speculation copies the target's keys, which are rotated already"
 
@@ -96,32 +95,6 @@ class SelfConfig(ModelDrafterConfig):
 
     name: ClassVar[str] = "self"
     draft_layers: str | None = None
-    """layers that self runs, such as 0-9,20-29: it skips the others (default: all)"""
-    draft_of_draft: Literal["ngram", "streaming"] | str | None = None
-    """the draft of the draft: copies from the row's text (ngram); the same model (streaming) or a smaller model, given
-    by its converted checkpoint, over --inner_budget entries (default: none)"""
-    inner_gamma: int = 2
-    """--draft_of_draft: tokens that are drafted for each forward of the draft"""
-    inner_budget: int = 64
-    """--draft_of_draft streaming or a model: KV entries per row, sinks and recent ones together"""
-
-    @property
-    def inner(self) -> DrafterConfig | None:
-        if self.draft_of_draft is None:
-            return None
-        if self.draft_of_draft == "ngram":
-            return NGramConfig(gamma=self.inner_gamma)
-        policy = Streaming(self.inner_budget)
-        inner = replace(self, gamma=self.inner_gamma, gamma_schedule=None, policy=policy, policies=(), alternatives=())
-        if self.draft_of_draft == "streaming":
-            return replace(inner, draft_of_draft=None)
-        shared = {field.name: getattr(inner, field.name) for field in fields(ModelDrafterConfig)}
-        return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        by_kind = {None: ("inner_gamma", "inner_budget"), "ngram": ("inner_budget",)}
-        return *super().unused, *by_kind.get(self.draft_of_draft, ())
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -131,37 +104,65 @@ class SelfConfig(ModelDrafterConfig):
         super().check()
         _ = self.layers
         if self.policy.in_cache_positions:
-            where = flag("draft_positions")
-            raise ConfigError(ROTATED, where, "cache", "absolute", f"leave out {where}")
-        if self.draft_of_draft is not None:
-            require_at_least("inner_gamma", self.inner_gamma, 1)
-            self._check_inner()
+            refuse("draft_positions", "cache", "absolute", ROTATED, f"leave out {flag('draft_positions')}")
 
-    def _check_inner(self) -> None:
-        """Raise ConfigError for options that need token-by-token drafts, and for an inner budget that does not fit."""
-        where, seen = flag("draft_of_draft"), self.draft_of_draft
-        for other, is_given in (("text_drafts", self.texts), ("gamma_schedule", self.gamma_schedule == "confidence")):
-            if is_given:
-                what, fix = "a draft with a draft does not draw token by token", f"leave out {flag(other)}"
-                raise ConfigError(what, f"{where} and {flag(other)}", seen, f"no {flag(other)} of tokens", fix)
-        if seen != "ngram":
-            gammas = {"gamma": 0 if self.gamma == "auto" else self.gamma, "inner_gamma": self.inner_gamma}
-            longest = max(gammas, key=gammas.__getitem__)
-            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
-        if seen == "streaming" and not self.auto_budget:  # the same model saves nothing if it reads as much
-            require_at_least("draft_budget", self.policy.entries(sys.maxsize), self.inner_budget + 1)
+    def check_layers(self, n_layer: int) -> None:
+        """Raise ConfigError unless the layers are layers of a model that has `n_layer`."""
+        if self.layers and (most := max(self.layers)) >= n_layer:
+            what, last = "the draft's layers are not all layers of the model", n_layer - 1
+            refuse("draft_layers", f"layer {most}", f"0 to {last}", what, f"name layers up to {last}")
 
-    def find_source(
-        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
-    ) -> ModelSource | None:
-        path, where = self.draft_of_draft, flag("draft_of_draft")
-        if path is None or not isinstance(self.inner, StandaloneConfig):
-            return None
-        if load_format != "dummy" and not os.path.exists(path):
-            required, fix = "ngram, streaming or a converted checkpoint", "check the spelling and the folder"
-            raise ConfigError("there is no such draft of a draft", where, path[:80], required, fix)
-        return find_model(path, load_format, None, where, verify, changes)
+    def plan(self, target: PlannedTarget) -> SelfPlan:
+        self.check()
+        self.check_layers(target.source.config.n_layer)
+        check_window(target.source, self.policy)
+        gamma, dtype = self.fitting_gamma(sys.maxsize), self.dtype(target)
+        scheme = self.scheme(target, target.source, len(target.group)) or target.weights.quantize
+        # "same" means entries as the target's, where these are in 8 bits, or else the draft's dtype.
+        is_like_target = self.draft_kv_dtype == "same" and target.kv_dtype != target.weights.dtype
+        return SelfPlan(
+            config=self,
+            gamma=gamma,
+            policy=self.policy,
+            capacity=self.policy.entries(target.length(gamma)),
+            weights=Weights(target.source, dtype, scheme, self.layers),
+            kv_dtype=target.kv_dtype if is_like_target else KV_DTYPES.get(self.draft_kv_dtype, dtype),
+        )
 
-    def build(self, parts: Parts) -> Drafter:
-        model = parts.model or parts.runner.model
-        return SelfSpeculation(parts.runner, parts.new_cache(model.config), parts.gamma, model, self.layers)
+
+@dataclass(frozen=True, kw_only=True)
+class SelfPlan(CachedPlan):
+    """The target, or some of its layers; in the target's form its weights are shared."""
+
+    config: SelfConfig
+
+    def shares(self, target: PlannedTarget) -> bool:
+        """Return whether it runs the target's weights as they are loaded."""
+        return replace(self.weights, layers=None) == target.weights
+
+    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+        of_model = weights_bytes(self.weights, target.group, target.device)
+        config = largest_shard(self.weights.config, target.group)
+        cache = self.new_cache(config, 1, target.capacity, "meta")
+        per_row = cache.n_bytes
+        if isinstance(cache, RefreshedKVCache):
+            per_row += cache.new_scores(self.gamma + 1, config.n_head, self.weights.dtype, target.capacity).n_bytes
+        return DraftBytes({} if self.shares(target) else {self.weights: of_model}, per_row)
+
+    def load(self, models: Models) -> None:
+        planned = models.planned
+        if self.weights in models.loaded or self.weights == planned.weights:
+            return
+        if self.shares(planned):
+            model = select_layers(models.target, self.weights.layers or ())
+        else:
+            model = planned.load(self.weights, models.target_ranks)
+            self.say_weights()
+        models.loaded[self.weights] = model
+        planned.prepare(model, self.kv_dtype, "the draft's attention")
+
+    def make(self, parts: Parts) -> SelfSpeculation:
+        runner = parts.runner
+        model = parts.models.loaded.get(self.weights, runner.model)
+        cache = self.new_cache(model.config, runner.max_batch, parts.length, runner.device)
+        return SelfSpeculation(runner, cache, self.gamma, model, self.config.layers)

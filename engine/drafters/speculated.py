@@ -1,18 +1,30 @@
 """Speculated: a self-draft that has a draft, which it verifies as the target verifies its drafts (TriForce)."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from common.errors import flag, refuse, require_at_least
 from engine.batch import Batch
 from engine.counts import Counts
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
-from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.self_speculation import SelfSpeculation
+from engine.drafters.config import AUTO, DrafterConfig, DraftPlan, Maker, Parts, Trait, Wrapper
+from engine.drafters.model_drafter import ModelDrafter, ModelDrafterConfig
+from engine.drafters.ngram import NGramConfig
+from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
+from engine.drafters.standalone import StandaloneConfig
+from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import KVCache, WriteThroughKVCache
+from kv_cache.streaming import Streaming
 
 
 class Speculated(Drafter):
@@ -115,3 +127,90 @@ class Speculated(Drafter):
         self._counts.zero_()
         most = self._inner.gamma
         return Counts(rounds, drafted, emitted, at[:most], at[most:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Wrapper):
+    """A self-draft that has a draft."""
+
+    draft: SelfConfig
+    draft_of_draft: str = "ngram"  # or streaming, or the checkpoint of a smaller model
+    inner_gamma: int = 2
+    inner_budget: int = 64
+
+    @classmethod
+    def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
+        if given.get("draft_of_draft") is None or draft.kind != SelfConfig.name:
+            return draft
+        if not isinstance(draft, SelfConfig):
+            _refuse_tokens(given["draft_of_draft"], "text_drafts")
+        return made(cls, draft=draft)
+
+    @property
+    def inner(self) -> DrafterConfig:
+        """The draft that drafts for that draft, stored as it is."""
+        if self.draft_of_draft == "ngram":
+            return NGramConfig(gamma=self.inner_gamma)
+        policy = Streaming(self.inner_budget)
+        inner = replace(self.draft, gamma=self.inner_gamma, gamma_schedule=None, policy=policy)
+        if self.draft_of_draft == "streaming":
+            return inner
+        shared = {option.name: getattr(inner, option.name) for option in fields(ModelDrafterConfig)}
+        return StandaloneConfig(**shared, draft_model=self.draft_of_draft)
+
+    @property
+    def traits(self) -> Trait:
+        return self.inner.traits | Trait.HIERARCHICAL
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return "draft", *(["inner_budget"] if self.draft_of_draft == "ngram" else [])
+
+    def options(self) -> dict[str, Any]:
+        return {**self.wrapped.options(), **super().options()}
+
+    def check(self) -> None:
+        outer, inner = self.wrapped, self.draft_of_draft
+        outer.check()
+        require_at_least("inner_gamma", self.inner_gamma, 1)
+        if self.gamma_schedule == "confidence":
+            _refuse_tokens(inner, "gamma_schedule")
+        if inner != "ngram":
+            gammas = {"gamma": 0 if self.gamma == AUTO else self.gamma, "inner_gamma": self.inner_gamma}
+            longest = max(gammas, key=gammas.__getitem__)
+            check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
+        if inner == "streaming" and not self.draft.policy.automatic:  # the same model saves nothing if it reads as much
+            require_at_least("draft_budget", self.draft.policy.entries(sys.maxsize), self.inner_budget + 1)
+
+    def plan(self, target: PlannedTarget) -> HierarchicalPlan:
+        self.check()
+        outer, inner = self.wrapped.plan(target), self.inner
+        for_outer = target.longer(outer.gamma)
+        if isinstance(inner, StandaloneConfig):
+            if target.load_format != "dummy" and not os.path.exists(inner.draft_model):
+                what, required = "there is no such draft of a draft", "ngram, streaming or a converted checkpoint"
+                refuse("draft_of_draft", inner.draft_model[:80], required, what, "check the spelling and the folder")
+            planned: DraftPlan = inner.plan_named(for_outer, "draft_of_draft", "draft_of_draft")
+        else:
+            planned = inner.plan(for_outer)
+        facts: dict[str, Any] = {name: getattr(outer, name) for name in ("gamma", "policy", "capacity")}
+        facts |= {"source": planned.source, "group": planned.group}
+        return HierarchicalPlan(config=self, parts=(outer, planned), **facts)
+
+
+def _refuse_tokens(draft: object, option: str) -> NoReturn:
+    where, what = flag("draft_of_draft"), "a draft with a draft does not draw token by token"
+    refuse(f"{where} and {flag(option)}", draft, f"no {flag(option)} of tokens", what, f"leave out {flag(option)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalPlan(DraftPlan):
+    """The plan of a self-draft, and of the draft that drafts for it."""
+
+    config: Hierarchical
+
+    def make(self, parts: Parts) -> Speculated:
+        outer, inner = self.parts
+        drafter = outer.make(parts)
+        assert isinstance(drafter, SelfSpeculation)
+        return Speculated(drafter, inner.build(parts))

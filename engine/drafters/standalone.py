@@ -1,5 +1,7 @@
 """StandaloneDraft: drafts with a smaller model, over a cache that it fills."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,15 +9,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import ModelDrafterConfig, Parts
-from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.config import DraftBytes, Parts, Trait
+from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
+from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
+from engine.parallel.ranks import check_draft_ranks
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
-from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
+from models.checkpoints.config_changes import ConfigChanges
 from models.checkpoints.model_source import ModelSource, find_model
+from models.tensor_parallel import check_count
 
 
 class StandaloneDraft(ModelDrafter):
@@ -92,29 +97,64 @@ class StandaloneConfig(ModelDrafterConfig):
     """A smaller model."""
 
     name: ClassVar[str] = "standalone"
+    TRAITS: ClassVar[Trait] = Trait.SECOND_MODEL
     draft_model: str
-    """the draft's converted checkpoint"""
     draft_ranks: tuple[int, ...] | None = None
-    """ranks that share the draft (default: those of --rank_group)"""
 
     def check(self) -> None:
         super().check()
+        self.require_fixed()
         if self.policy.of_self_drafts:
-            what, where = f"{self.policy.name} chooses among the target's entries", flag("draft_policy")
+            what, fix = f"{self.policy.name} chooses among the target's entries", f"use {flag('draft_policy')} snapkv"
             seen = f"{self.policy.name}, and a draft model with other entries"
-            raise ConfigError(what, where, seen, "a self-draft, or another policy", f"use {where} snapkv")
+            refuse("draft_policy", seen, "a self-draft, or another policy", what, fix)
 
-    def find_source(
-        self, target: ModelSource, load_format: str, verify: bool, changes: ConfigChanges = NO_CHANGES
-    ) -> ModelSource:
-        return find_model(self.draft_model, load_format, None, flag("draft_model"), verify, changes)
+    def plan(self, target: PlannedTarget) -> StandalonePlan:
+        return self.plan_named(target, "draft_model", "draft_ranks")
 
-    def build(self, parts: Parts) -> StandaloneDraft:
-        runner: ModelRunner | RemoteRunner = (
-            parts.remote()
-            if parts.model is None
-            else ModelRunner(parts.model, parts.new_cache(parts.model.config), ranks=parts.runner.ranks)
+    def plan_named(self, target: PlannedTarget, model: str, ranks: str) -> StandalonePlan:
+        """Return the plan. model, ranks: the flags that name the checkpoint and its ranks, for messages."""
+
+        def find(changes: ConfigChanges) -> ModelSource:
+            return find_model(self.draft_model, target.load_format, None, flag(model), target.verify, changes)
+
+        facts = self.facts(target, find)
+        source, group = facts["source"], check_draft_ranks(self.draft_ranks, target.group)
+        check_count(source.config, len(group), flag(ranks))
+        weights = Weights(source, self.dtype(target), self.scheme(target, source, len(group)))
+        return StandalonePlan(group=group, weights=weights, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandalonePlan(CachedPlan):
+    """A smaller model on ranks of its group; the others have a stand-in."""
+
+    source: ModelSource
+
+    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+        cache = self.new_cache(largest_shard(self.source.config, self.group), 1, target.capacity, "meta")
+        n_copies = 2 if rehearses else 1  # entries of prompts are kept while costs are measured
+        return DraftBytes(
+            {self.weights: weights_bytes(self.weights, self.group, target.device)}, n_copies * cache.n_bytes
         )
-        drafter = StandaloneDraft(runner, parts.gamma, parts.rehearses)
+
+    def load(self, models: Models) -> None:
+        ranks = models.ranks_of(self.group)
+        if self.weights in models.loaded or not ranks.holds:
+            return
+        models.loaded[self.weights] = model = models.planned.load(self.weights, ranks)
+        self.say_weights()
+        models.planned.prepare(model, self.kv_dtype, "the draft's attention")
+
+    def make(self, parts: Parts) -> StandaloneDraft:
+        target, model = parts.runner, parts.models.loaded.get(self.weights)
+        runner: ModelRunner | RemoteRunner
+        if model is None:
+            holders = parts.models.ranks_of(self.group)
+            runner = RemoteRunner(self.source.config, self.weights.dtype, target.max_batch, target.ranks, holders)
+        else:
+            cache = self.new_cache(model.config, target.max_batch, parts.length, target.device)
+            runner = ModelRunner(model, cache, ranks=target.ranks)
+        drafter = StandaloneDraft(runner, self.gamma, parts.rehearses)
         drafter.follows_parts = not self.policy.selects  # also on ranks without a cache
         return drafter

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import ConfigError, flag
+from common.errors import refuse
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import HostDrafterConfig, Parts
-from engine.drafters.text_drafter import Guess, HostDrafter
+from engine.drafters.config import Parts, Trait
+from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 
 # The number of suffixes ending at a token whose last end is recorded.
@@ -105,17 +105,15 @@ class SuffixConfig(HostDrafterConfig):
     """Copies from the row's text, behind the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
-    reads_predictions: ClassVar[bool] = True
+    TRAITS: ClassVar[Trait] = Trait.READS_PREDICTIONS
     draft_text: str | None = None
-    """file of a text in which matches are looked up, too, such as a text that the answer repeats with changes"""
 
     def check(self) -> None:
         super().check()
         if self.draft_text is not None and not Path(self.draft_text).is_file():
-            fix = "correct its name, or leave it out"
-            raise ConfigError("no text to draft from", flag("draft_text"), self.draft_text, "a file of text", fix)
+            refuse("draft_text", self.draft_text, "a file of text", "no text to draft from", "correct its name")
 
-    def build(self, parts: Parts) -> Suffix:
+    def build(self, parts: Parts, gamma: int) -> Suffix:
         text = Path(self.draft_text).read_text("utf-8-sig", "replace") if self.draft_text else ""
         tokens = parts.tokenizer.encode(text, add_bos=False) if text and parts.tokenizer else ()
-        return Suffix(parts.runner, parts.gamma, tokens)
+        return Suffix(parts.runner, gamma, tokens)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index as as_integer
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, require_same_cache, wrong_drafts
+from engine.drafters.config import DrafterConfig, DraftPlan, Parts
+from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 
@@ -85,3 +88,39 @@ class HostDrafter(TextDrafter):
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
         guesses = self._guesses[batch.rows]
         return guesses[:, 1 : 1 + gamma], guesses[:, 0].clamp(max=gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(DrafterConfig):
+    """Options of a draft from text, which runs no model and has no cache."""
+
+    @abstractmethod
+    def build(self, parts: Parts, gamma: int) -> TextDrafter:
+        """Make the drafter, without its schedule, for rounds of up to `gamma` tokens."""
+
+    def plan(self, target: PlannedTarget) -> DraftPlan:
+        self.check()
+        return TextPlan(config=self, gamma=self.most_gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostDrafterConfig(TextConfig):
+    """Options of a draft that is looked up on the host, and can go in front of a model's drafts."""
+
+    @property
+    def longest_match(self) -> int | None:
+        """The most tokens that a guess can match; None: no bound, or unknown before the drafter is built."""
+        return None
+
+    @abstractmethod
+    def build(self, parts: Parts, gamma: int) -> HostDrafter: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan(DraftPlan):
+    """A draft from text: no memory, and nothing to load."""
+
+    config: TextConfig
+
+    def make(self, parts: Parts) -> Drafter:
+        return self.config.build(parts, self.gamma)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.auto.saved_costs import _path, load_costs, store_costs
 from engine import ModelRunner, generate
 from engine.drafters.markov import NGramTable
 from engine.drafters.ngram_cache import NGramCache
@@ -52,10 +51,7 @@ def test_a_prompt_without_a_file_runs_again(kind: str, tmp_path: Path) -> None:
 
 
 @KINDS
-def test_costs_and_sums_without_a_file_are_unknown(kind: str, tmp_path: Path, monkeypatch) -> None:
-    store_costs({"a": 1}, {})
-    in_place_of(_path({"a": 1}), kind)
-    assert load_costs({"a": 1}) is None
+def test_sums_without_a_file_are_unknown(kind: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(manifest, "cache_folder", lambda: tmp_path)
     weights = tmp_path / "weights"
     weights.write_bytes(bytes(manifest.REMEMBERED_FROM))

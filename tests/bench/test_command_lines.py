@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from tyro.conf import UseAppendAction, arg
 
-from bench.draft_flags import draft_flags
+from bench.draft_flags import DraftFlags
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
 from models.names import Dtype
@@ -85,7 +85,7 @@ def test_what_is_no_flag_may_be_repeated():
     ],
 )
 def test_a_draft_flag_without_effect_is_a_note(flags: str, useless: list[str], capsys):
-    read(draft_flags(), flags.split()).config()
+    read(DraftFlags, flags.split()).config()
     said = capsys.readouterr().err
     assert said.startswith("note: ") == bool(useless) and len(said.splitlines()) <= 1
     assert sorted(re.findall(r"--\w+", said)) == sorted(useless)

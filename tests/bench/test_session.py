@@ -7,16 +7,17 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.auto.run_costs import costs_of
+from bench.auto.measure import costs_of
 from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
 from bench.memory import memory_plan
-from bench.plan import remarks, resolve
+from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
 from convert_hf_checkpoint import convert
 from engine import generate
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.speculated import Hierarchical
 from engine.drafters.standalone import StandaloneConfig
 from engine.modes import MODES
 from engine.runner import ModelRunner
@@ -51,7 +52,7 @@ def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None
     accepted = [row.accepted for row in drafted.stats.rows]
     assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
     assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
-    assert not session.models and session.plan.shares_weights(session.plan.draft)
+    assert not session.models.loaded
 
 
 def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
@@ -77,17 +78,17 @@ def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatc
     shape = SHAPE | {"max_position_embeddings": 64, "num_hidden_layers": 1}
     save_folder(random_model(LlamaConfig(**shape, bos_token_id=0)), tmp_path)
     convert(tmp_path, tmp_path)
-    how = {"policy": Streaming(AUTO, n_sink=2), "inner_budget": 20, "draft_dtype": "float32"}
-    draft = SelfConfig(gamma="auto", draft_of_draft=str(tmp_path), **how)
+    how = {"policy": Streaming(AUTO, n_sink=2), "draft_dtype": "float32"}
+    draft = Hierarchical(gamma="auto", draft_of_draft=str(tmp_path), inner_budget=20, draft=SelfConfig(**how))
     session = Session.open(replace(config, draft=draft), TEXTS)
     drafters = session.drafters()
     caches = [cache for one in drafters for cache in (one._outer.cache, one._inner._runner.cache)]
     assert len(drafters) == 2 and [cache.rotate_on_read for cache in caches] == [False, True] * 2
-    assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model in [*session.models.values()]
+    assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model in [*session.models.loaded.values()]
     held = sum(cache.n_bytes for cache in caches) + sum(cache.n_bytes for cache in caches[1::2])
     planned = session.plan.n_rows * memory_plan(session.plan).per_row["draft KV"]
     assert planned == held, "what prompts left of the model is kept beside it"
-    fixed = session.variant(draft=replace(draft, gamma=4, policy=Streaming(24)))
+    fixed = session.variant(draft=replace(draft, gamma=4, draft=replace(draft.draft, policy=Streaming(24))))
     out, both = fixed.generate(drafter := fixed.drafter()), drafter.inner_counts()
     assert out.tokens == session.generate().tokens and both.emitted == out.stats.drafted > 0
 
@@ -99,11 +100,11 @@ def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     drafts.append(SelfConfig(gamma=1, policy=SnapKV(24, snapkv_window=8), draft_dtype="same"))
     for draft in drafts:
         variant = session.variant(draft=draft)
-        assert variant.runner is session.runner and not session.models
+        assert variant.runner is session.runner and not session.models.loaded
         assert variant.generate(variant.drafter()).tokens == plain
-    assert variant.plan.draft is not None and variant.plan.draft.policy == SnapKV(24, snapkv_window=8)
+    assert variant.plan.candidates[0].policy == SnapKV(24, snapkv_window=8)
     rounded = [session.variant(draft=replace(SMALL, gamma=gamma, draft_dtype="float32")) for gamma in (1, 2)]
-    (model,) = session.models.values()
+    (model,) = session.models.loaded.values()
     assert model.dtype == torch.float32
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
 
@@ -132,10 +133,7 @@ def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
     """Behind a prompt of 150 tokens those of 64 and 128, the largest first."""
     automatic = replace(SMALL, policy=Streaming("auto"), gamma="auto", draft_dtype="same")
     session = Session.open(replace(config, draft=automatic), prompts=["x" * 149])
-    assert session.plan.draft is not None and (session.plan.draft.gamma, session.plan.draft.capacities) == (
-        6,
-        (128, 64),
-    )
+    assert [(draft.gamma, draft.capacity) for draft in session.plan.candidates] == [(6, 128), (6, 64)]
     caches = [drafter.cache for drafter in session.drafters()]
     assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
 
@@ -154,7 +152,7 @@ def test_a_draft_of_the_same_checkpoint_is_accepted_beyond_its_context(config: R
     out = session.generate(session.drafter())
     assert out.tokens == session.generate().tokens and out.tokens[0] != out.tokens[1]
     assert out.stats.counts.acceptance_rate == 1.0 and out.stats.counts.accepted > 12
-    assert any("changes of rotary settings" in said for said in remarks(session.plan))
+    assert any("changes of rotary settings" in said for said in session.plan.remarks())
 
 
 def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, tmp_path: Path) -> None:
@@ -163,8 +161,8 @@ def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, t
     draft = StandaloneConfig(gamma=3, draft_model=target.model, policy=Full(), draft_dtype="same")
     for policy, text in ((Full(), "a b c"), (Streaming(32), "a b c " * 50)):
         plan = resolve(replace(config, target=target, draft=replace(draft, policy=policy)), [text])
-        assert plan.draft is not None and plan.draft.source is not None
-        assert plan.draft.source.config.rope_scaling is None and not plan.draft.source.is_changed
+        source = plan.candidates[0].source
+        assert source is not None and source.config.rope_scaling is None and not source.is_changed
     save_folder(random_model(LlamaConfig(**SHAPE, **rope(10000.0, "linear", factor=2.0))), tmp_path)
     convert(tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=f"extended already(.|\n)*{tmp_path}"):

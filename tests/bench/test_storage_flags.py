@@ -28,7 +28,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     def make(bfloat16: bool, int8: bool) -> None:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: int8)
-        monkeypatch.setattr("bench.draft_plan.can_pack", lambda device, dtype: bfloat16)
+        monkeypatch.setattr("engine.drafters.model_drafter.can_pack", lambda device, dtype: bfloat16)
 
     return make
 
@@ -78,10 +78,10 @@ def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoin
     target = Target(model=str(checkpoint), device="cpu")
     config = RunConfig(target, sizes=Sizes(B=2, gen_len=6), draft=draft)
     plan = resolve(config, [[1] * 40])
-    assert plan.dtype == torch.float32 and plan.draft.dtype == torch.bfloat16
-    assert plan.draft.quantize == quantize
-    shared = resolve(replace(config, draft=replace(draft, draft_dtype="same")), [[1] * 40]).draft
-    assert (shared.dtype, shared.quantize) == (torch.float32, None if flag == "auto" else quantize)
+    assert plan.dtype == torch.float32 and plan.candidates[0].weights.dtype == torch.bfloat16
+    assert plan.candidates[0].weights.quantize == quantize
+    shared = resolve(replace(config, draft=replace(draft, draft_dtype="same")), [[1] * 40]).candidates[0]
+    assert (shared.weights.dtype, shared.weights.quantize) == (torch.float32, None if flag == "auto" else quantize)
 
 
 COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"

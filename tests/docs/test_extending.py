@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: in a copy of the checkout, its policy runs and passes the test matrix."""
+"""docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program."""
 
 import re
 import shutil
@@ -6,36 +6,101 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import ROOT, python
+from tests.support.programs import ROOT, Ended, python
 
 FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
+ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
+NAMED = "again+self=key_norm"
+SERVES = """from common import cli
+from serving.scheduler import open_session
+from serving.serve import Serve
+flags = cli.read(Serve)
+assert open_session(flags.config(), flags.batch)[1].drafters"""
+OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the page's policy and its row of the test matrix."""
+    """A copy of the checkout with the page's two files, and the policy's row of the test matrix."""
     folder, page = tmp_path_factory.mktemp("extended"), (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    for room in ("common", "kv_cache", "models", "engine", "bench", "tests"):
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("key_norm.py"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("key_norm.py", "again.py", "results"))
+    for name in ("pyproject.toml", "foretoken.py"):
+        shutil.copy(ROOT / name, folder)
     blocks = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    (folder / "kv_cache/key_norm.py").write_text(blocks["kv_cache/key_norm.py"])
+    for path in ("kv_cache/key_norm.py", "engine/drafters/again.py"):
+        (folder / path).write_text(blocks[path])
     imports, row = blocks["tests/support/policies.py"].split("\n\n", 1)
     table = folder / "tests/support/policies.py"
     table.write_text(table.read_text().replace(FUTURE, f"{FUTURE}{imports}\n", 1).replace(TABLE, TABLE + row, 1))
     return folder
 
 
-def test_it_drafts_from_the_command_line(extended: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Three prompts of unlike lengths in two rows; all are identical to plain decoding."""
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A folder of three prompts of unlike lengths."""
     texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    flags = f"--model {checkpoint}/model.pth --prompts {tmp_path} --B 2 --gen_len 40 --dtype float64 --draft_dtype same"
-    policy = "--draft_policy key_norm --norm_order 1 --snapkv_window 8 --draft_budget 24"
-    record = python("tests/selfspec_benchmark.py", *flags.split(), *policy.split(), cwd=extended).record
-    assert record["identical_sequences"] == record["sequences"] == 3 and record["draft_policy"] == "key_norm"
-    assert 0 < record["acceptance_rate"] < 1
+    return tmp_path
+
+
+@pytest.mark.parametrize("draft", ["again", "self=key_norm", NAMED, "self=key_norm@auto"])
+def test_they_draft_from_the_command_line(draft: str, extended: Path, checkpoint: Path, prompts: Path) -> None:
+    """In two rows; all are identical to plain decoding."""
+    flags = f"--model {checkpoint}/model.pth --prompts {prompts} --B 2 --gen_len 40 --dtype float64 --draft_dtype same"
+    more = ["--auto_drafts", "again"] if draft.endswith("auto") else []
+    words = [*flags.split(), "--draft", draft, "--draft_budget", "24", *OPTIONS, *more]
+    record = python("tests/selfspec_benchmark.py", *words, cwd=extended).record
+    assert record["identical_sequences"] == record["sequences"] == 3
+    if not more:
+        assert 0 < record["acceptance_rate"] < 1
+    if "self" in draft:
+        assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
+
+
+def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path, prompts: Path) -> None:
+    model, sizes = f"{checkpoint}/model.pth", ["--gen_len", "12", "--draft_budget", "24", *OPTIONS]
+    text = ["--dataset", str(books)]
+
+    def run(program: str, *words: str) -> Ended:
+        ended = python(*program.split(maxsplit=1), *words, cwd=extended)
+        assert ended.code == 0, ended.err
+        return ended
+
+    (row,) = run(
+        "-m reproduce.context_sweep",
+        "--model",
+        model,
+        *text,
+        "--contexts",
+        "60",
+        "--num_prompts",
+        "2",
+        "--drafters",
+        NAMED,
+        *sizes,
+    ).record["rows"]
+    assert row["drafter"] == NAMED and row["norm_order"] == 1
+    run("foretoken.py latency", model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2", *sizes)
+    run("foretoken.py compare", model, NAMED, "--prompts", str(prompts), *sizes)
+    policies = ["--budgets", "16", "--policies", "key_norm", *OPTIONS]
+    run(
+        "-m reproduce.acceptance",
+        "--model",
+        model,
+        *text,
+        "--B",
+        "2",
+        "--prefix_len",
+        "60",
+        "--gen_len",
+        "12",
+        *policies,
+    )
+    grid = ["--batches", "2", "--contexts", "60", "--gammas", "1", "3", "--alpha", "0.8"]
+    run("-m cost_model", "--model", model, *grid, *policies)
+    run(f"-c {SERVES}", "--model", model, "--draft", NAMED, "--max_length", "200", *sizes[2:], "--gamma", "2")
 
 
 def test_its_row_of_the_test_matrix_passes(extended: Path) -> None:

@@ -18,7 +18,7 @@ def test_every_way_of_a_gamma_cell_decodes_the_same_tokens(call, monkeypatch):
         measured.append(measure_costs(*args, **kwargs))
         return measured[-1]
 
-    monkeypatch.setattr("bench.auto.run_costs.measure_costs", kept)
+    monkeypatch.setattr("bench.auto.measure.measure_costs", kept)
     sizes = SIZES.replace("--prefix_len 60", "--prefix_len 150")
     record = call(GAMMA_CELL, f"{sizes} --gammas 1 3 --budgets 16 40 --repeats 2").record
     rows = {row["way"]: row for row in record["rows"]}

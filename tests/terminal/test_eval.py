@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from bench.session import Session
 from convert_hf_checkpoint import convert
+from engine.drafters.stored import Models
 from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
 from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
 from engine.sampling.verification import Verdict
@@ -130,7 +131,7 @@ def evaluate(characters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def calculate(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     """Runs it on a model that can multiply, with drafts that are mostly wrong."""
-    monkeypatch.setattr("bench.session.load_target", lambda plan, _: Calculator(plan.target.tokenizer()))
+    monkeypatch.setattr(Models, "load_target", lambda models: Calculator(models.planned.source.tokenizer()))
     return lambda flags: evaluate(f"ngram --temperature 1 {flags}")
 
 

@@ -5,28 +5,29 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
-from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS
-from bench.auto.run_costs import costs_of
+from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS, costs_of
 from bench.config import RunConfig, Sizes, Target
-from bench.draft_flags import draft_flags
+from bench.draft_flags import DraftFlags
 from bench.memory import memory_plan
 from bench.plan import resolve
+from bench.plan_types import check_choice
 from bench.session import Session
 from bench.table import _chosen
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.counts import AcceptanceRate
+from engine.drafters.combined import Hybrid
 from engine.drafters.eagle import Eagle, EagleConfig
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
 from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, StreamingKVCache
@@ -37,7 +38,6 @@ from tests.support.serving_cases import PLAIN as SERVED_PLAIN
 from tests.support.serving_cases import make_checkpoint, serving
 from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
 
-Flags: Any = draft_flags()
 EAGLE, SELF, MEDUSA, SUFFIX = range(4)
 SCRIPT = [Choice(EAGLE, 3), Choice(EAGLE, 2), Choice(SELF, 4), PLAIN, Choice(SUFFIX, 4), Choice(EAGLE, 4)]
 SCRIPT += [Choice(MEDUSA, 2), Choice(SELF, 1), Choice(EAGLE, 1), Choice(SUFFIX, 2), Choice(MEDUSA, 3), Choice(SELF, 4)]
@@ -85,28 +85,24 @@ def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
 
 
 def test_the_flag_names_drafts_with_options_of_the_same_flags():
-    flags = Flags(draft="suffix", gamma="auto", auto_drafts=("self", "ngram"), draft_budget=40, max_ngram=2)
-    config = flags.config()
-    assert config == SuffixConfig(gamma="auto", alternatives=config.alternatives)
-    assert config.alternatives == (
-        SelfConfig(gamma="auto", policy=Streaming(40)),
-        NGramConfig(gamma="auto", max_ngram=2),
-    )
+    flags = DraftFlags(draft="suffix", gamma="auto", auto_drafts=("self", "ngram"), draft_budget=40, max_ngram=2)
+    others = SelfConfig(gamma="auto", policy=Streaming(40)), NGramConfig(gamma="auto", max_ngram=2)
+    assert flags.choices({}) == [(SuffixConfig(gamma="auto"), *others)]
 
 
 @pytest.mark.parametrize(
-    "draft,where",
+    "drafts,where",
     [
-        (SelfConfig(gamma=3, alternatives=(SuffixConfig(gamma="auto"),)), "--gamma 3"),
-        (SelfConfig(gamma="auto", alternatives=(SelfConfig(gamma="auto"),)), "self"),
-        (SelfConfig(gamma="auto", alternatives=(SuffixConfig(gamma="auto"),) * 2), "suffix"),
-        (SuffixConfig(gamma="auto", alternatives=(SelfConfig(gamma="auto", draft_of_draft="ngram"),)), "self"),
-        (SelfConfig(gamma="auto", alternatives=(EagleConfig(gamma="auto", draft_model="head"),)), "eagle"),
+        ((SelfConfig(gamma=3), SuffixConfig(gamma="auto")), "--gamma 3"),
+        ((SelfConfig(gamma="auto"),) * 2, "self"),
+        ((SelfConfig(gamma="auto"), *(SuffixConfig(gamma="auto"),) * 2), "suffix"),
+        ((SuffixConfig(gamma="auto"), Hierarchical(gamma="auto", draft=SelfConfig(), draft_of_draft="ngram")), "self"),
+        ((SelfConfig(gamma="auto"), EagleConfig(gamma="auto", draft_model="head")), "eagle"),
     ],
 )
-def test_drafts_that_cannot_be_chosen_among_are_refused(draft, where):
+def test_drafts_that_cannot_be_chosen_among_are_refused(drafts, where):
     with pytest.raises(ConfigError, match="--auto_drafts") as error:
-        draft.check()
+        check_choice(drafts)
     assert where in str(error.value)
 
 
@@ -125,12 +121,12 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     drafts = EagleConfig(draft_model=head, **how), SelfConfig(**how), SuffixConfig(gamma="auto")
     config, prompts = RunConfig(target, sizes=Sizes(B=2, gen_len=8)), [[1] * 40, [2] * 31]
     alone = [memory_plan(resolve(replace(config, draft=draft), prompts)) for draft in (*drafts, None)]
-    session = Session.open(replace(config, draft=replace(drafts[0], alternatives=drafts[1:])), prompts)
+    session = Session.open(replace(config, draft=drafts[0], auto_drafts=drafts[1:]), prompts)
     together = memory_plan(session.plan)
     plain = alone.pop().fixed["weights"]
     assert together.fixed["weights"] - plain == sum(plan.fixed["weights"] - plain for plan in alone)
     assert together.per_row["draft KV"] == sum(plan.per_row["draft KV"] for plan in alone)
-    assert len(session.models) == 2 and session.plan.gamma == 6
+    assert len(session.models.loaded) == 2 and session.plan.gamma == 6
     drafters = session.drafters()
     assert [type(drafter) for drafter in drafters] == [Eagle, SelfSpeculation, Suffix]
     eagle = drafters[EAGLE]
@@ -146,7 +142,8 @@ def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path)
         RunConfig(
             Target(str(checkpoint), device="cpu", dtype="float64"),
             sizes=Sizes(B=2, gen_len=8),
-            draft=SelfConfig(gamma="auto", policy=Streaming(6, n_sink=1), alternatives=(SuffixConfig(gamma="auto"),)),
+            draft=SelfConfig(gamma="auto", policy=Streaming(6, n_sink=1)),
+            auto_drafts=(SuffixConfig(gamma="auto"),),
         ),
         [[1] * 40, [2] * 31],
     )
@@ -158,7 +155,7 @@ def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path)
 
 def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses from a text that repeats would leave it out."""
-    draft = SelfConfig(gamma="auto", texts=(SuffixConfig(),), text_match=1)
+    draft = Hybrid(gamma="auto", draft=SelfConfig(), texts=(SuffixConfig(),), text_match=1)
     target = Target(str(checkpoint), device="cpu", dtype="float64")
     session = Session.open(RunConfig(target, sizes=Sizes(B=1, gen_len=30), draft=draft), [[1, 2] * 20])
     n_drafted = list[int]()
@@ -240,6 +237,5 @@ def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpo
     draft = SelfConfig(gamma="auto", policy=Streaming(5, n_sink=4))
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8), draft=draft)
     assert not resolve(config, [[1] * 40]).chooses
-    several = replace(draft, alternatives=(SuffixConfig(gamma="auto"),))
     with pytest.raises(ConfigError, match="--draft_budget"):
-        resolve(replace(config, draft=several), [[1] * 40])
+        resolve(replace(config, auto_drafts=(SuffixConfig(gamma="auto"),)), [[1] * 40])

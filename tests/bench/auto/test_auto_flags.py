@@ -23,7 +23,7 @@ def drafting_pays(monkeypatch: pytest.MonkeyPatch):
         cheapest = replace(measured[-1], plain_ms=100.0, verify_ms=(100.0,) * n_gammas, draft_ms=0.1, other_ms=0.0)
         return {n_rows: [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]}
 
-    monkeypatch.setattr("bench.auto.run_costs.measure_for_decode", cheap)
+    monkeypatch.setattr("bench.auto.measure.measure_for_decode", cheap)
 
 
 def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from bench.auto import rehearsal
+from bench.auto import measure
 from bench.auto.costs import Costs
 from bench.auto.measure import (
     FEWEST_TIMED,
     MEASURING_SECONDS,
     MOST_TIMED,
+    Rehearsal,
     costs_of_rounds,
     measure_costs,
     measure_for_decode,
 )
-from bench.auto.rehearsal import Rehearsal
 from common.errors import UserError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.counts import AcceptanceRate
@@ -53,7 +53,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[Decode]:
             every[-1].append(round_)
             return round_
 
-    monkeypatch.setattr(rehearsal, "Decoder", Watched)
+    monkeypatch.setattr(measure, "Decoder", Watched)
     return every
 
 
@@ -105,7 +105,9 @@ def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
 def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], sizes: list[int]) -> Any:
     """A rehearsal of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
     pairs = zip(refresh, sizes, strict=True)
-    drafters = [SimpleNamespace(refresh_every=n, cache=SimpleNamespace(capacity=size)) for n, size in pairs]
+    drafters = [
+        SimpleNamespace(refresh_every=n, without_texts=None, cache=SimpleNamespace(capacity=size)) for n, size in pairs
+    ]
     seen = [[0.009] if n else [] for n in refresh]
     return SimpleNamespace(timed=timed, acceptance=rates, drafters=drafters, refreshes=seen)
 
@@ -151,7 +153,7 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
     drafters = [SelfSpeculation(runner, full_cache(model, 4), 3), SelfSpeculation(runner, cache, 3)]
     choose = VerifyTopKCache.choose
     monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))
-    for module in ("engine.timing", "engine.decoding", "bench.auto.rehearsal"):
+    for module in ("engine.timing", "engine.decoding", "bench.auto.measure"):
         monkeypatch.setattr(f"{module}.time", clock)
     rounds = Rehearsal(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
     monkeypatch.setattr("bench.auto.measure.MEASURING_SECONDS", 1e6)
@@ -198,7 +200,7 @@ def test_measuring_ends_in_time_however_slow_the_machine_is(seconds, decodes, mo
     """Each forward takes so many seconds. No round begins too late, but for those without which there are no costs."""
     clock, forward = Clock(), Transformer.forward
     monkeypatch.setattr(Transformer, "forward", lambda *given, **more: clock.wait(seconds) or forward(*given, **more))
-    for module in ("engine.timing", "engine.decoding", "bench.auto.rehearsal"):
+    for module in ("engine.timing", "engine.decoding", "bench.auto.measure"):
         monkeypatch.setattr(f"{module}.time", clock)
     began = clock.perf_counter()
     found = measured_for(n_steps=10**9)

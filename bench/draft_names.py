@@ -1,0 +1,125 @@
+"""Names of drafts, such as `suffix+eagle:HEAD=full@auto`, and the configurations that their options stand for.
+
+A name is a kind, or a checkpoint, with drafts from text before it (`suffix+self`), its checkpoint after a colon
+(`eagle:HEAD`), its policy after `=` (for a kind without a checkpoint also after the colon), and its gamma or schedule
+after `@`. Flags, grids, sweeps and records use these names.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from common.errors import flag, refuse
+from engine.drafters.config import AUTO, DrafterConfig, drafters, wrappers
+from kv_cache import Policy
+from kv_cache.policy import BudgetedPolicy, policies
+
+DEFAULT_POLICY = "streaming"
+# A budget that means the policy `full`.
+FULL_BUDGET = -1
+NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
+BUDGETED = [name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)]
+
+
+def required_options(kind: type[DrafterConfig]) -> list[str]:
+    """Return the options of a kind of draft that have no default."""
+    options = [option for option in fields(kind) if option.default is MISSING]
+    return [option.name for option in options if option.default_factory is MISSING]
+
+
+def needs_model(kind: type[DrafterConfig]) -> bool:
+    """Return whether a kind of draft needs a second model."""
+    return "draft_model" in required_options(kind)
+
+
+# Kinds that need no second model, and those that do.
+ALONE = [name for name, kind in drafters().items() if not needs_model(kind)]
+WITH_MODEL = [name for name in drafters() if name not in ALONE]
+FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PATH' for name in WITH_MODEL)}"
+
+
+def parse_draft(name: str, field: str = "draft") -> dict[str, Any]:
+    """Return the options, by flag, of a draft with this name. field: the flag that names it. Errors: ConfigError."""
+    match = NAME.fullmatch(name)
+    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
+    if kind in ALONE and path and not policy:
+        path, policy = "", path
+    if kind not in drafters() or (path and kind in ALONE):
+        if os.path.exists(name):
+            return {"draft": "standalone", "draft_model": name}
+        refuse(field, name[:80], FORMS, "there is no such draft", "check the spelling and the folder")
+    options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy}
+    options["text_drafts"] = tuple(filter(None, texts.split("+")))
+    options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
+    options |= {"gamma": AUTO} if length == AUTO else {}
+    return {option: value for option, value in options.items() if value not in ("", ())}
+
+
+def written(options: Mapping[str, Any]) -> str:
+    """Return the name of a draft with these options, by flag; `parse_draft` reads it."""
+    texts = [f"{text}+" for text in options.get("text_drafts") or ()]
+    parts = {":": options.get("draft_model"), "=": options.get("draft_policy"), "@": options.get("gamma")}
+    schedule = options.get("gamma_schedule")
+    parts["@"] = schedule if schedule not in (None, "constant") else parts["@"]
+    return "".join([*texts, options["draft"], *(f"{mark}{part}" for mark, part in parts.items() if part)])
+
+
+def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
+    """Return the drafts to choose among that options, by flag, stand for: `draft`, and those of `auto_drafts`, each
+    with every policy that has a budget if the policy is `auto`. A draft takes the options that it has. Errors:
+    ConfigError."""
+    given = {"gamma": AUTO, **given} if given.get("gamma_schedule") == AUTO else {**given}
+    if given.get("draft_budget") == FULL_BUDGET:
+        del given["draft_budget"]
+        if (named := given.setdefault("draft_policy", "full")) != "full":
+            policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
+            refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
+    given |= _parsed(given.pop("draft_options", ()))
+    kinds = [_known("draft", kind, drafters()) for kind in (given["draft"], *given.get("auto_drafts", ()))]
+    names = [given.get("draft_policy", DEFAULT_POLICY)]
+    if names == [AUTO]:
+        if needs_model(kinds[0]):
+            what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
+            refuse("draft_policy", AUTO, "a policy", what, "name it")
+        names = sorted(BUDGETED, key=lambda name: name != DEFAULT_POLICY)  # the first until another pays more
+    kept = [_known("draft_policy", name, policies()) for name in names]
+    return tuple(draft for kind in kinds for draft in dict.fromkeys(_draft(kind, policy, given) for policy in kept))
+
+
+def _draft(kind: type[DrafterConfig], policy: type[Policy], given: Mapping[str, Any]) -> DrafterConfig:
+    """Return the configuration of a kind, with wrappers. Errors: ConfigError for an option that is missing."""
+
+    def made(kind: Any, **options: Any) -> Any:
+        names = [option.name for option in fields(kind)]
+        options = {name: given[name] for name in names if name in given} | options
+        if "policy" in names:
+            options["policy"] = made(policy)
+        if missing := [name for name in required_options(kind) if name not in options]:
+            refuse(missing[0], "nothing", "a value", f"{kind.name} needs {flag(missing[0])}", f"add {flag(missing[0])}")
+        return kind(**options)
+
+    draft: DrafterConfig = made(kind)
+    for wrapper in wrappers():
+        draft = wrapper.around(draft, given, made)
+    return draft
+
+
+def _known(field: str, name: str, kinds: Mapping[str, Any]) -> Any:
+    """Return the kind of a name. Errors: ConfigError for an unknown name."""
+    if name not in kinds:
+        refuse(field, name[:80], ", ".join(kinds), f"{flag(field)} has no such value", "use one of these")
+    return kinds[name]
+
+
+def _parsed(options: Sequence[str]) -> dict[str, Any]:
+    """Return the values of NAME=VALUE texts, as TOML reads them, or else the text."""
+    found: dict[str, Any] = {}
+    for name, _, value in (option.partition("=") for option in options):
+        try:
+            found |= tomllib.loads(f"{name} = {value}")
+        except tomllib.TOMLDecodeError:
+            found[name] = value
+    return found
