@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from bench.plan_types import Plan
+from bench.plan import Plan
 from bench.prefixes import code_sha256
 from common.errors import flag
 from common.process import rank, world_size
 from common.provenance import package_version
 from engine.drafters.config import DraftPlan
+from engine.drafters.stored import Weights
 
 # Files and folders: ranks compare only whether each is given, since paths differ between machines.
 PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
@@ -29,7 +30,9 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
     """Return what has to be the same on all ranks of a run, by name; None: the weights of a draft that this rank does
     not hold. options: a dataclass of further options."""
     found: dict[str, str | None] = {}
-    for path, value in chain(_flat(plan), _flat(options, "config.")):
+    models = {draft.source: draft.group for draft in plan.candidates if draft.source is not None}
+    sources = [_flat(source, f"draft_source.{number}.") for number, source in enumerate(models)]
+    for path, value in chain(_flat(plan), _flat(options, "config."), *sources):
         *_, last = path.split(".")
         name = flag(last) if path.startswith("config.") and last != KIND else path
         found[path if name in found else name] = value  # texts and alternatives have options of the draft's names
@@ -40,7 +43,6 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
     found["end tokens"] = str(plan.target.end_tokens)
     whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
     found["the target's weights"] = plan.target.digest(whole)
-    models = {draft.source: draft.group for draft in plan.candidates if draft.source is not None}
     for number, (source, group) in enumerate(models.items(), 1):
         holds = rank() % (world_size() // plan.config.n_replicas) in group
         name = "the draft's weights" if number == 1 else f"the weights of draft model {number}"
@@ -52,8 +54,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the leaves of nested dataclasses, as texts, and the dataclasses' names, by their paths."""
     if is_dataclass(value):
         yield f"{path}{KIND}", type(value).__name__
-        # The options and the source of a draft are the configuration's and the plan's.
-        repeated = {"config", "source"} if isinstance(value, DraftPlan) else set()
+        # A draft's options are the configuration's, and models are facts of their own.
+        repeated = {"config", "source"} if isinstance(value, DraftPlan | Weights) else set()
         for name in (part.name for part in fields(value) if part.name not in LEFT_OUT | repeated):
             leaf = getattr(value, name)
             yield from _flat("given" if name in PATHS and leaf else leaf, f"{path}{name}.")

@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from common.errors import flag, refuse
+from engine.drafters.combined import text_kinds
 from engine.drafters.config import AUTO, DrafterConfig, drafters, wrappers
 from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
@@ -41,18 +42,22 @@ WITH_MODEL = [name for name in drafters() if name not in ALONE]
 FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PATH' for name in WITH_MODEL)}"
 
 
-def parse_draft(name: str, field: str = "draft") -> dict[str, Any]:
-    """Return the options, by flag, of a draft with this name. field: the flag that names it. Errors: ConfigError."""
+def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> dict[str, Any]:
+    """Return the options, by flag, of a draft with this name. field: the flag that names it. is_whole: True if no other
+    flag can name its checkpoint. Errors: ConfigError."""
     match = NAME.fullmatch(name)
-    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
+    before, kind, path, policy, length = match.groups(default="") if match else [""] * 5
+    texts = tuple(filter(None, before.split("+")))
     if kind in ALONE and path and not policy:
         path, policy = "", path
-    if kind not in drafters() or (path and kind in ALONE):
+    names = [option.name for option in fields(drafters()[kind])] if kind in drafters() else []
+    is_known = bool(names) and policy in ("", AUTO, *policies()) and text_kinds().keys() >= {*texts}
+    is_fitting = ("policy" in names or not (policy or texts)) and not (path and kind in ALONE)
+    if not (is_known and is_fitting) or (is_whole and kind in WITH_MODEL and not path):
         if os.path.exists(name):
             return {"draft": "standalone", "draft_model": name}
         refuse(field, name[:80], FORMS, "there is no such draft", "check the spelling and the folder")
-    options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy}
-    options["text_drafts"] = tuple(filter(None, texts.split("+")))
+    options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
     options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
     options |= {"gamma": AUTO} if length == AUTO else {}
     return {option: value for option, value in options.items() if value not in ("", ())}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.plan_types import Plan
+from bench.plan import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.drafters.stored import largest_shard, weights_bytes

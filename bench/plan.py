@@ -1,18 +1,22 @@
-"""Turns a run's configuration into its plan: checks everything and replaces every `auto`, before anything is loaded."""
+"""Plan: a run that was checked, with every `auto` resolved and nothing loaded; `resolve` makes it."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
 from bench.data import resolve_dataset
-from bench.plan_types import Plan, PromptText
 from bench.prompt_sets import load_prompts
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER, world_size
 from common.say import note_without_effect
-from engine.drafters.config import DrafterConfig
+from engine.drafters.config import DrafterConfig, DraftPlan, Trait
+from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import resolve_mode
 from engine.parallel.ranks import check_rank_group, check_replicas, require_single_process
 from engine.sampling.distribution import SamplingParams
@@ -25,6 +29,147 @@ from models.tensor_parallel import check_count
 
 # The assumed length of a prompt while requests are not known; at most a quarter of a row.
 TYPICAL_PROMPT = 2048
+# A prompt: a text, or its token ids.
+PromptText = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run. Sizes are per replica, but `n_prompts` counts the prompts of all replicas.
+
+    verification: the mode that verifies drafts. candidates: the drafts, each with one policy and one budget, that
+    rounds choose among, or the single draft of all rounds; empty for plain decoding. prompts: the user's prompts as
+    token ids; empty in a server; None if they are cut from the dataset. prefix_len: tokens of the longest prompt.
+    capacity: KV entries of a row of the target's cache. group: ranks that hold the target, in shard order.
+    """
+
+    config: RunConfig
+    sampling: SamplingParams
+    verification: str
+    device: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    target: ModelSource
+    candidates: tuple[DraftPlan, ...]
+    dataset: str | None
+    prompts: list[list[int]] | None
+    n_rows: int
+    n_prompts: int
+    prefix_len: int
+    capacity: int
+    group: tuple[int, ...]
+
+    @property
+    def gen_len(self) -> int:
+        return self.config.sizes.gen_len
+
+    @property
+    def gamma(self) -> int:
+        """The most draft tokens of a round."""
+        return max((draft.gamma for draft in self.candidates), default=0)
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Every gamma above 0 that a round may have, ascending."""
+        return tuple(range(1, self.gamma + 1)) if "gamma" in self.automatic else (self.gamma,)
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The options of drafts that are chosen before every round."""
+        names = dict.fromkeys(name for draft in self.config.drafts for name in draft.automatic)
+        kinds = [draft.kind for draft in self.config.drafts]
+        return *names, *(["draft_policy"] if len(set(kinds)) < len(kinds) else [])
+
+    @property
+    def chooses(self) -> bool:
+        """True if a decode has rounds, and something is chosen before each."""
+        return bool(self.automatic) and self.gamma > 0 and self.gen_len > 1
+
+    @property
+    def needs_baseline(self) -> bool:
+        """True if drafts are made from the tokens of plain decoding, which has to run first."""
+        return any(Trait.NEEDS_BASELINE in draft.config.traits for draft in self.candidates)
+
+    @property
+    def reproducible(self) -> bool:
+        """True if speculation emits the tokens of plain decoding, not only tokens of their distribution."""
+        return self.sampling.greedy or self.verification == "coupled"
+
+    @property
+    def planned_target(self) -> PlannedTarget:
+        """The target and the sizes that drafts are planned for."""
+        stored = self.config.target
+        return PlannedTarget(
+            weights=Weights(self.target, self.dtype, stored.quantize),
+            kv_dtype=self.kv_dtype,
+            device=self.device,
+            group=self.group,
+            prefix_len=self.prefix_len,
+            gen_len=self.gen_len,
+            capacity=self.capacity,
+            attention=stored.attention,
+            compile=stored.compile,
+            load_format=stored.load_format,
+            verify=stored.verify,
+            changes=stored.changes,
+            repeats_plain=self.reproducible and not self.config.passes.no_baseline,
+        )
+
+    def remarks(self) -> list[str]:
+        """Return what a user should read about the drafts. Errors: ConfigError for one of another vocabulary."""
+        target = self.planned_target
+        return list(dict.fromkeys(remark for draft in self.candidates for remark in draft.remarks(target)))
+
+    def with_drafts(self, draft: DrafterConfig | None, auto_drafts: tuple[DrafterConfig, ...] = ()) -> Plan:
+        """Return the plan with other drafts of the same target. Errors: ConfigError for drafts that it cannot have."""
+        config = replace(self.config, draft=draft, auto_drafts=auto_drafts)
+        return replace(self, config=config, candidates=candidates(config.drafts, self.planned_target))
+
+    def full_length(self) -> int:
+        """Return the tokens of the longest row, with the drafts of its last round. Errors: ConfigError for too many."""
+        length, context = self.prefix_len + self.gen_len + self.gamma + 1, self.target.config.max_context
+        if length > context:
+            prompts = flag("prefix_len" if self.prompts is None else "prompts")
+            where = f"{prompts}, {flag('gen_len')} and {flag('gamma')}"
+            seen = f"{self.prefix_len} + {self.gen_len} + {self.gamma} + 1 = {length} tokens"
+            fix = f"use shorter prompts, fewer new tokens, or {flag('rope_scaling')} yarn:4"
+            refuse(where, seen, f"<= {context}", "prompt + new tokens + gamma + 1 exceeds the model's context", fix)
+        return length
+
+
+def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[DraftPlan, ...]:
+    """Return a plan for each draft, policy and budget to choose among, of each kind the largest cache first.
+
+    Errors: ConfigError for drafts that cannot be had, or chosen among.
+    """
+    check_choice(drafts)
+    kinds = [draft.kind for draft in drafts]
+    plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
+    plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))
+    if len(set(kinds)) > 1 and (small := [plan for plan in plans if plan.gamma < 1]):
+        what = "the draft's cache has no room for a verification block"
+        refuse("draft_budget", small[0].capacity, "room for 2 tokens", what, f"use a larger {flag('draft_budget')}")
+    if len(plans) > 1 and sum(Trait.SAVES_TEXTS in plan.config.traits for plan in plans) > 1:
+        what, seen = "each of the drafts to choose among would save its n-grams", f"a file for {len(plans)} drafts"
+        refuse("ngram_cache", seen, "a single draft that saves", what, "leave it out")
+    return tuple(plans)
+
+
+def check_choice(drafts: Sequence[DrafterConfig]) -> None:
+    """Raise ConfigError if drafts cannot be chosen among while decoding."""
+    for n, draft in enumerate(drafts):
+        if draft in drafts[:n]:
+            what, fix = "a draft is named twice", f"leave out {draft.kind}"
+            refuse("auto_drafts", draft.kind, f"other drafts than {flag('draft')}, each once", what, fix)
+        if draft.kind == drafts[0].kind:
+            continue
+        if fixed := [each.gamma for each in drafts if each.gamma != AUTO]:
+            what, required = "drafts are chosen together with gamma", f"{flag('gamma')} auto"
+            refuse("auto_drafts", f"{flag('gamma')} {fixed[0]}", required, what, f"use {required}")
+        if draft.traits & (Trait.SECOND_MODEL | Trait.HIERARCHICAL | Trait.NEEDS_BASELINE):
+            what, fix = "this draft cannot take another draft's place", f"leave out {draft.kind} here"
+            required = f"self without {flag('draft_of_draft')}, or a draft from text"
+            refuse("auto_drafts", draft.kind, required, what, fix)
 
 
 def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max_length: int | None = None) -> Plan:
@@ -69,7 +214,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         require_at_least("max_length", capacity, plan.gamma + 4)
         gen_len = capacity - prefix_len - plan.gamma - 1
         return replace(plan, config=replace(plan.config, sizes=replace(sizes, gen_len=gen_len)))
-    return replace(plan, capacity=_length_in_context(plan))
+    return replace(plan, capacity=plan.full_length())
 
 
 def resolve_several(
@@ -85,7 +230,7 @@ def resolve_several(
     plan = resolve(replace(config, draft=drafts[0]), texts)
     planned = [each for draft in drafts for each in plan.with_drafts(draft).candidates]
     plan = replace(plan, candidates=tuple(planned))
-    plan = replace(plan, capacity=_length_in_context(plan))
+    plan = replace(plan, capacity=plan.full_length())
     planned.sort(key=lambda draft: draft.n_bytes(plan.planned_target, plan.chooses).per_row, reverse=True)
     return replace(plan, candidates=tuple(planned[:at_once]))
 
@@ -136,19 +281,6 @@ def _given_prompts(name: str | None, target: ModelSource, texts: Sequence[Prompt
     prompts = [tokenizer.encode(text, add_bos=True) if isinstance(text, str) else list(text) for text in texts]
     target.check_tokens(prompts)
     return prompts
-
-
-def _length_in_context(plan: Plan) -> int:
-    """Return the tokens of the longest row, with the drafts of its last round. Errors: ConfigError for too many."""
-    length, context = plan.prefix_len + plan.gen_len + plan.gamma + 1, plan.target.config.max_context
-    if length <= context:
-        return length
-    what = "prompt + new tokens + gamma + 1 exceeds the model's context"
-    where = f"{flag('prefix_len' if plan.prompts is None else 'prompts')}, {flag('gen_len')} and {flag('gamma')}"
-    seen = f"{plan.prefix_len} + {plan.gen_len} + {plan.gamma} + 1 = {length} tokens"
-    raise ConfigError(
-        what, where, seen, f"<= {context}", f"use shorter prompts, fewer new tokens, or {flag('rope_scaling')} yarn:4"
-    )
 
 
 def _rank_group(config: RunConfig, target: ModelSource) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.plan_types import Plan
+from bench.plan import Plan
 from common.checkout import ROOT
 from common.provenance import package_version, provenance
 from engine.parallel.ranks import ModelRanks

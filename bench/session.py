@@ -15,8 +15,7 @@ from bench.agreement import common_facts
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
 from bench.memory import require_room, require_room_to_run
-from bench.plan import resolve, resolve_sampling
-from bench.plan_types import Plan, PromptText
+from bench.plan import Plan, PromptText, resolve, resolve_sampling
 from bench.prefixes import prefix_store
 from common.errors import UserError, refuse
 from common.say import dtype_name, say

@@ -5,7 +5,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from bench.draft_flags import option_names
-from bench.plan_types import Plan
+from bench.plan import Plan
 from bench.session import Session
 from common.checkout import ROOT
 from common.say import dtype_name

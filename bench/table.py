@@ -5,6 +5,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from bench.draft_names import written
 from bench.passes import PassResults
 from bench.record import make_record
 from bench.session import Session
@@ -99,14 +100,14 @@ def sampling_text(record: dict[str, Any]) -> str:
 
 
 def _draft_text(record: dict[str, Any]) -> str:
-    """Return the drafts of a record, with the storage and the cache of the first."""
+    """Return the names of a record's drafts, with the storage and the cache of the first."""
     if not record["gamma"]:
         return ""
-    weights, budget = record.get("draft_weights"), record["draft_budget"]
-    stored = [record.get("draft_model"), record.get("draft_dtype"), weights and f"{weights} weights"]
-    stored.append(budget and f"{budget} KV entries by {record['draft_policy']}")
+    name = written(record["config"]["draft"] | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})
+    weights, entries = record.get("draft_weights"), record["draft_budget"]
+    stored = [record.get("draft_dtype"), weights and f"{weights} weights", entries and f"{entries} KV entries"]
     of_first = f" ({', '.join(filter(None, stored))})" if any(stored) else ""
-    return f"drafts by {' or '.join([record['draft'], *record.get('auto_drafts', ())])}{of_first}"
+    return f"drafts by {' or '.join([name, *record.get('auto_drafts', ())])}{of_first}"
 
 
 def table(record: dict[str, Any]) -> str:

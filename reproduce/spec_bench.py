@@ -72,7 +72,7 @@ class Drafters:
         given = self.draft.given()
         able = {name: drafters()[name] for name in ALONE if given.keys() >= {*required_options(drafters()[name])}}
         usual = [name for name, kind in able.items() if not (sampled and Trait.NEEDS_BASELINE in kind.TRAITS)]
-        chosen = {name: parse_draft(name, "drafters") for name in self.drafters or usual}
+        chosen = {name: parse_draft(name, "drafters", is_whole=True) for name in self.drafters or usual}
         if auto := [name for name in ("gamma_schedule", *SETTINGS) if given.get(name) == AUTO]:
             what, fix = "drafters choose where their names say so", "give a number here, and a name such as self@auto"
             raise ConfigError(what, ", ".join(map(flag, auto)), AUTO, "a number", fix)

@@ -9,8 +9,7 @@ from itertools import count
 from typing import ClassVar
 
 from bench.config import AUTO, RunConfig, Sizes
-from bench.plan import resolve
-from bench.plan_types import Plan
+from bench.plan import Plan, resolve
 from bench.session import Session
 from common.errors import flag, refuse, require_at_least
 from common.say import say

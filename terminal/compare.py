@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Text
 from bench.passes import run_passes
-from bench.plan_types import PromptText
+from bench.plan import PromptText
 from bench.prompt_sets import load_prompts
 from bench.record import make_record
 from bench.session import Session

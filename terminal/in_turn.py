@@ -7,8 +7,7 @@ from typing import Any
 from bench.auto.measure import costs_of
 from bench.config import RunConfig
 from bench.passes import make_pacing, take_turns, warm_up
-from bench.plan import resolve
-from bench.plan_types import Plan, PromptText
+from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import ConfigError, flag

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
 from bench.draft_flags import NamedDraft
-from bench.plan_types import Plan
+from bench.plan import Plan
 from bench.record import rounded
 from bench.session import Session
 from bench.settings import nested, settings_record

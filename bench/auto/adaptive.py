@@ -1,13 +1,10 @@
 """Chooses before every round the drafter and gamma that pay best, by measured costs and the acceptance so far."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import mul
 
 from bench.auto.costs import Costs, interpolating, tokens_per_round
-from engine.counts import verified_positions
+from engine.counts import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 
@@ -24,26 +21,34 @@ PAID_WITHIN = 1 / 3
 WORTH_A_CHANGE = 1.03
 
 
-@dataclass
 class Arm:
     """A drafter to choose, and what is known of it.
 
-    name: of its kind and of its policy. costs: with all rows behind the longest context. ms, saved_ms: by gamma, the ms
-    of a round with each number of rows behind each context, and those that guesses from text can save. verified,
-    accepted: discounted counts of draft positions, and lasting_verified, lasting_accepted, what these fade to. missed:
-    tokens of a row that came from rounds without it.
+    name: of its kind and of its policy. cells: its costs with each number of rows behind each context; full_batches,
+    those with all rows by context. has_kinds: True beside drafters of other kinds.
+    ms, saved_ms: by gamma, the ms of a round in each cell, and those that guesses from text can save.
+    verified, accepted: discounted counts of draft positions, and lasting, what both fade to. missed: tokens of a row
+    that came from rounds without it.
     """
 
-    drafter: Drafter
-    name: tuple[str, str]
-    costs: Costs
-    ms: dict[int, list[float]]
-    saved_ms: dict[int, list[float]]
-    verified: float = 0.0
-    accepted: float = 0.0
-    lasting_verified: float = 0.0
-    lasting_accepted: float = 0.0
-    missed: float = 0.0
+    def __init__(
+        self,
+        drafter: Drafter,
+        name: tuple[str, str],
+        cells: Sequence[Costs],
+        full_batches: Sequence[Costs],
+        gammas: Sequence[int],
+        has_kinds: bool,
+    ) -> None:
+        self.drafter, self.name, self.costs, self.missed = drafter, name, full_batches[-1], 0.0
+        largest, can_save = min(cost.at[-1] for cost in full_batches), drafter.skips_model is not None
+        drafted = [gamma for gamma in gammas if 0 < gamma <= largest]
+        self.ms = {gamma: [cell.round_ms(gamma) for cell in cells] for gamma in drafted}
+        self.saved_ms = {gamma: [can_save * cell.drafts_ms(gamma) for cell in cells] for gamma in drafted}
+        rate = self.costs.acceptance or AcceptanceRate(PRIOR_ALPHA, 0.0)
+        self.verified = min(rate.n, MOST_MEASURED_OF_KINDS if has_kinds else MOST_MEASURED)
+        self.accepted = self.verified * rate.value
+        self.lasting = (self.verified, self.accepted) if has_kinds else (0.0, 0.0)
 
     @property
     def alpha(self) -> float:
@@ -58,8 +63,8 @@ class Arm:
         return ms / (PAID_WITHIN * self.missed * self.costs.plain_ms) if self.missed else 0.0
 
     def fade(self) -> None:
-        self.verified = self.lasting_verified + MEMORY * (self.verified - self.lasting_verified)
-        self.accepted = self.lasting_accepted + MEMORY * (self.accepted - self.lasting_accepted)
+        counts = zip((self.verified, self.accepted), self.lasting, strict=True)
+        self.verified, self.accepted = (least + MEMORY * (n - least) for n, least in counts)
 
 
 class Adaptive:
@@ -96,36 +101,12 @@ class Adaptive:
         cells = [costs[context][n] for context in self._contexts for n in self._rows]
         full_batches = [by_rows[self._rows[-1]] for _, by_rows in sorted(costs.items())]
         names = names or [("", "")] * len(drafters)
-        self._has_kinds = len({kind for kind, _ in names}) > 1
+        has_kinds = len({kind for kind, _ in names}) > 1
         self._plain_ms = [cell[0].plain_ms for cell in cells]
-        self._arms = [
-            self._new_arm(drafter, name, [each[i] for each in cells], [each[i] for each in full_batches], gammas)
-            for i, (drafter, name) in enumerate(zip(drafters, names, strict=True))
-        ]
+        by_drafter = zip(drafters, names, zip(*cells, strict=True), zip(*full_batches, strict=True), strict=True)
+        self._arms = [Arm(*known, gammas, has_kinds) for known in by_drafter]
         self._choices = [PLAIN, *(Choice(i, gamma) for i, arm in enumerate(self._arms) for gamma in arm.ms)]
         self._last, self._skipped = self._arms[0], 0.0
-
-    def _new_arm(
-        self,
-        drafter: Drafter,
-        name: tuple[str, str],
-        cells: Sequence[Costs],
-        full_batches: Sequence[Costs],
-        gammas: Sequence[int],
-    ) -> Arm:
-        """Return what measuring has shown of a drafter. full_batches: its costs with all rows, by context."""
-        largest = min(cost.at[-1] for cost in full_batches)
-        drafted = [gamma for gamma in gammas if 0 < gamma <= largest]
-        can_save, costs = drafter.skips_model is not None, full_batches[-1]
-        ms = {gamma: [cell.round_ms(gamma) for cell in cells] for gamma in drafted}
-        saved_ms = {gamma: [can_save * cell.drafts_ms(gamma) for cell in cells] for gamma in drafted}
-        arm = Arm(drafter, name, costs, ms, saved_ms)
-        if rate := costs.acceptance:
-            arm.verified = min(rate.n, MOST_MEASURED_OF_KINDS if self._has_kinds else MOST_MEASURED)
-            arm.accepted = arm.verified * rate.value
-        if self._has_kinds:
-            arm.lasting_verified, arm.lasting_accepted = arm.verified, arm.accepted
-        return arm
 
     def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
         # Plain Python: for so few numbers, calls of numpy take longer.

@@ -15,8 +15,7 @@ from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS, costs_of
 from bench.config import RunConfig, Sizes, Target
 from bench.draft_flags import DraftFlags
 from bench.memory import memory_plan
-from bench.plan import resolve
-from bench.plan_types import check_choice
+from bench.plan import check_choice, resolve
 from bench.session import Session
 from bench.table import _chosen
 from common.errors import ConfigError
