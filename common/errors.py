@@ -3,6 +3,7 @@
 import copyreg
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 
 def flag(field: str) -> str:
@@ -50,11 +51,25 @@ class OutOfMemoryError(UserError):
     """Weights, caches and activations that do not fit into memory."""
 
 
+def refuse(
+    field: str,
+    seen: object,
+    required: object,
+    what: str = "",
+    fix: str = "",
+    error: type[UserError] = ConfigError,
+) -> NoReturn:
+    """Raise an error for a value of a field of the configuration, or of another place that `field` describes.
+
+    what: what is wrong, if the field and the required value do not say it. fix: default, to use the required value.
+    """
+    where = flag(field) if field.isidentifier() else field
+    raise error(what or f"{where} is not {required}", where, seen, required, fix or f"use {where} {required}")
+
+
 def require_at_least(field: str, value: float, minimum: float, maximum: float = sys.float_info.max) -> None:
     """Raise ConfigError unless a field of the configuration is a finite number from `minimum` to `maximum`."""
     if value < minimum:
-        what, fix = f"{flag(field)} is too small", f"use {flag(field)} {minimum} or more"
-        raise ConfigError(what, flag(field), value, f">= {minimum}", fix)
+        refuse(field, value, f">= {minimum}", f"{flag(field)} is too small", f"use {flag(field)} {minimum} or more")
     if not value <= maximum:  # NaN, too
-        what, required = f"{flag(field)} is out of range", f"{minimum} to {maximum:g}"
-        raise ConfigError(what, flag(field), value, required, "use a number in that range")
+        refuse(field, value, f"{minimum} to {maximum:g}", fix="use a number in that range")
