@@ -58,7 +58,7 @@ test-all: lint  ## checks and every test; needs the default model (make demo fet
 		$(RUN) -m pytest -m "" -n auto --dist worksteal $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev  ## put bugs into the source; a test has to fail because of each
-	$(RUN) tests/mutants.py $(MUTANTS_ARGS)
+	$(RUN) tests/support/mutants.py $(MUTANTS_ARGS)
 
 certify: $(VENV)/.installed  ## the default model in float32 and bfloat16: flips against near-ties
 	$(RUN) -m reproduce.certify --dtype float32 --tokens 4096

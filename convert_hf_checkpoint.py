@@ -16,10 +16,10 @@ from common.errors import CheckpointError, ConfigError, flag
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
+from models.checkpoints.hf_config import config_from_hf, with_end_tokens
 from models.checkpoints.loading import drop_layers, save_checkpoint
 from models.checkpoints.source_weights import open_source
 from models.checkpoints.tokenizer import load_tokenizer
-from models.config import ModelConfig, with_end_tokens
 from models.names import Dtype, parse_layers
 
 
@@ -68,7 +68,7 @@ def convert(
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
         files.check_files(checkpoint_dir, there, verify=True)
     source = open_source(checkpoint_dir)
-    ModelConfig.from_hf(with_end_tokens(source.hf_config, checkpoint_dir), where=str(checkpoint_dir / files.CONFIG))
+    config_from_hf(with_end_tokens(source.hf_config, checkpoint_dir), where=str(checkpoint_dir / files.CONFIG))
     is_tied = source.config.tie_embeddings
     matched = match_parts(checkpoint_dir, source.tensors, source_parts(source.config), [HEAD] if is_tied else [])
     if is_tied:

@@ -11,9 +11,9 @@ from tyro.conf import arg
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
 from engine.drafters.config import DrafterConfig
+from models.checkpoints.config_changes import ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
 from models.checkpoints.model_source import ModelSource, find_model
-from models.config_changes import ConfigChanges
 from models.names import Backend, Dtype, KVDtype, Scheme
 
 AUTO = "auto"

@@ -17,8 +17,8 @@ from models import ModelConfig
 from models.checkpoints.loading import expected_shapes
 from models.checkpoints.model_source import ModelSource
 from models.heads.loading import HeadSource
-from models.packed_linear import can_pack
-from models.quantize import check_scheme
+from models.kernels.packed_linear import can_pack
+from models.kernels.quantize import check_scheme
 from models.storage import DTYPES, KV_DTYPES, auto_draft_weights
 from models.tensor_parallel import Shard, shard_config
 

@@ -18,10 +18,10 @@ from engine.drafters.config import DrafterConfig
 from engine.drafters.standalone import StandaloneConfig
 from engine.modes import resolve_mode
 from engine.parallel.ranks import check_draft_ranks, check_rank_group, check_replicas, require_single_process
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from kv_cache import Policy
 from models.checkpoints.model_source import ModelSource, check_vocabulary
-from models.quantize import check_scheme
+from models.kernels.quantize import check_scheme
 from models.storage import DTYPES, KV_DTYPES, auto_dtype, resolve_device
 from models.tensor_parallel import check_count
 

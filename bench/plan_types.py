@@ -10,7 +10,7 @@ import torch
 from bench.config import RunConfig
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig
 from engine.drafters.self_speculation import SelfConfig
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from kv_cache import Policy
 from models import ModelConfig
 from models.attention import Selection, select_backend

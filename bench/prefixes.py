@@ -16,7 +16,7 @@ from engine.parallel.ranks import ModelRanks
 from engine.prefix_store import PrefixStore
 from engine.runner import prefill_chunk_of
 from models import Transformer
-from models.cpp_build import KERNELS, BuildError, choose
+from models.kernels.build import KERNELS, BuildError, choose
 
 # The source files that decide the bits of a prefilled row.
 CODE = (

@@ -37,9 +37,9 @@ from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 from models.experts import is_grouped
 from models.heads.loading import HeadSource
+from models.kernels.pointwise import compiled, use_pointwise
+from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import select_layers
-from models.pointwise import compiled, use_pointwise
-from models.pointwise_cpp import pointwise_beside
 from models.storage import auto_dtype
 from models.tensor_parallel import Shard
 
@@ -300,4 +300,4 @@ def _prepare(plan: Plan, model: Transformer, entries: torch.dtype | None, name: 
     say(f"{name}: {model.backend.name} ({why})")
     sizes = (config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim)
     compiles = plan.config.target.compile
-    use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_beside(model.backend))
+    use_pointwise(model, compiled(sizes=sizes) if compiles else pointwise_for(model.backend.name))

@@ -7,5 +7,5 @@ from engine.drafters.standalone import StandaloneDraft
 from engine.generation import GenerateOutput, generate
 from engine.requests import Request
 from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+from engine.sampling.distribution import SamplingParams
+from engine.sampling.verification import Verdict, verify_coupled, verify_greedy, verify_rejection

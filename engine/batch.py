@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.edits import Edited, Edits
-from engine.grammars import Masks
-from engine.sampling import Distribution, Filters, SamplingParams
+from engine.sampling.distribution import Distribution, Filters, SamplingParams
+from engine.sampling.grammars import Masks
+from engine.sampling.processors import Edited, Edits
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.base import Device
 

@@ -18,7 +18,7 @@ from engine.requests import Outcome, Progress, Request, check_prompt
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import Chunks, ModelRunner
-from engine.sampling import Filters, Logprob, SamplingParams, logprobs_of
+from engine.sampling.distribution import Filters, Logprob, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats
 from engine.timing import synchronize
 from kv_cache import KVCache

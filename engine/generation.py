@@ -9,7 +9,7 @@ from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.requests import FinishReason, make_requests
 from engine.runner import ModelRunner, not_finite
-from engine.sampling import SamplingParams
+from engine.sampling.distribution import SamplingParams
 from engine.stats import RoundStats, Stats
 
 

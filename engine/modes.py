@@ -14,9 +14,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.noise import Stream, gumbel, uniform
-from engine.sampling import SamplingParams, greedy
-from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+from engine.sampling.distribution import SamplingParams, greedy
+from engine.sampling.noise import Stream, gumbel, uniform
+from engine.sampling.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 from models import Transformer
 
 GREEDY = "greedy"

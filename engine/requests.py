@@ -7,9 +7,9 @@ from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError, flag
-from engine.grammars import Grammar
 from engine.runner import ModelRunner
-from engine.sampling import Logprob, SamplingParams
+from engine.sampling.distribution import Logprob, SamplingParams
+from engine.sampling.grammars import Grammar
 from engine.stats import Counts, RoundStats
 
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None

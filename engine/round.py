@@ -15,13 +15,13 @@ from common.errors import ConfigError
 from engine.batch import Batch
 from engine.drafters import Drafter, check_drafts, wrong_drafts
 from engine.drafters.observed import ObservedStates
-from engine.grammars import MaskedDraws
 from engine.graphs import Captured
 from engine.modes import GREEDY, Drafts, Verification, verification_in
 from engine.pacing import Choice
 from engine.requests import Outcome, Request
 from engine.runner import ModelRunner, finite_rows
-from engine.sampling import ALL, Filters, SamplingParams
+from engine.sampling.distribution import ALL, Filters, SamplingParams
+from engine.sampling.grammars import MaskedDraws
 from engine.timing import synchronize
 
 Result = TypeVar("Result")

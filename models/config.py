@@ -1,22 +1,14 @@
-"""The shape of a Transformer, read from a Hugging Face config.json."""
+"""The shape of a Transformer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.jsonl import parse_json
-from models.hf_config import config_fields
-from models.hf_rules import Rule, refuse
+from common.errors import refuse
 
-GENERATION_CONFIG = "generation_config.json"
-IDS = Rule(
-    "a token id, a list of token ids, or null",
-    lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
-)
+FIX = "use a checkpoint of a supported family (docs/checkpoints.md) with a matching config.json"
 
 
 @dataclass(frozen=True)
@@ -81,18 +73,19 @@ class ModelConfig:
         if self.n_head % self.n_kv_head:
             where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
             seen, required = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}", "n_head a multiple of n_kv_head"
-            raise refuse("KV heads do not divide the query heads evenly", where, seen, required)
+            refuse(where, seen, required, "KV heads do not divide the query heads evenly", FIX)
         if self.head_dim % 2 or (self.rotary_dim or 0) % 2:
             seen = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}"
-            raise refuse("rotary embedding needs pairs", "head_dim (partial_rotary_factor)", seen, "even numbers")
+            refuse("head_dim (partial_rotary_factor)", seen, "even numbers", "rotary embedding needs pairs", FIX)
         if self.n_expert_per_token > self.n_expert:
             seen = f"{self.n_expert_per_token} of {self.n_expert}"
-            raise refuse("a token has more experts than a layer", "num_experts_per_tok", seen, "at most all experts")
+            what = "a token has more experts than a layer"
+            refuse("config.json: num_experts_per_tok", seen, "at most all experts", what, FIX)
         for token in self.eos_tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 required = f"0 <= id < {self.vocab_size}"
                 where = "eos_token_id (of generation_config.json, or config.json)"
-                raise refuse("an end token is not in the vocabulary", where, repr(token), required)
+                refuse(where, repr(token), required, "an end token is not in the vocabulary", FIX)
 
     @property
     def group_size(self) -> int:
@@ -142,47 +135,3 @@ class ModelConfig:
         for name in ("eos_tokens", "unrotated_layers"):
             known[name] = tuple(known.get(name, ()))
         return cls(**known)
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> ModelConfig:
-        """Read a Hugging Face `config.json`, and the end tokens of the generation_config.json beside it. Raises
-        ConfigError naming the file and the field."""
-        return cls.from_hf(with_end_tokens(read_config(Path(path)), Path(path).parent), where=str(path))
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
-        """Translate the keys of a Hugging Face config.json. Raises ConfigError."""
-        return cls.from_dict(config_fields(values, where))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a `config.json`, or a file like it, into a dictionary. Raises ConfigError naming the file."""
-    required, fix = "a JSON object", "download it again (download.py)"
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"it is a {type(values).__name__}")
-    except FileNotFoundError:
-        what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
-        fix += ", or copy config.json beside the weights"
-        raise ConfigError(what, path, "no such file", required, fix) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the model's {path.name} cannot be read", path, error, required, fix) from None
-    return dict(values)
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Read the generation_config.json of a folder, empty without the file. Raises ConfigError if it is damaged."""
-    path = folder / GENERATION_CONFIG
-    values = read_config(path) if path.exists() else {}
-    if not IDS.accepts(ends := values.get("eos_token_id")):
-        where, fix = f"{path}: eos_token_id", "write the ids as numbers, or leave the key out for config.json's"
-        raise ConfigError("the end tokens are no token ids", where, repr(ends)[:200], IDS.required, fix)
-    return values
-
-
-def with_end_tokens(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys of a config.json with the end tokens of the folder's generation_config.json, which take the place
-    of config.json's if it names any, as in transformers. Raises ConfigError."""
-    ends = read_generation_config(folder).get("eos_token_id")
-    return values if ends in (None, []) else values | {"eos_token_id": ends}

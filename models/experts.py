@@ -1,10 +1,11 @@
 """Products of a mixture of experts: every token's states with the weights of the experts that the router chose."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def route(scores: Tensor, n_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -31,3 +32,18 @@ def looped(x: Tensor, experts: Iterable[Callable[[Tensor], Tensor]], counts: Ten
 def is_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch has a kernel for `grouped`, which reads no count on the host and so can be captured."""
     return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+class StackedExperts(nn.Module):
+    """The weights of all experts, one below the other; `weight [n_expert * d_out, d_in]`."""
+
+    def __init__(self, n_expert: int, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.n_expert = n_expert
+        self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        weights = self.weight.unflatten(0, (self.n_expert, -1))
+        if is_grouped(x.device, x.dtype):
+            return grouped(x, weights, counts)
+        return looped(x, (partial(F.linear, weight=weight) for weight in weights), counts)

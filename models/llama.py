@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from kv_cache.entries import KV
 from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttention
 from models.config import ModelConfig
-from models.experts import grouped, is_grouped, looped, route
-from models.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
+from models.experts import StackedExperts, route
+from models.kernels.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
 # Prepares attention for each layer from the positions `[B, T]` of a block, the slots, and the dtype.
@@ -115,21 +114,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.w2(step.pointwise.swiglu(self.w13(x)))
-
-
-class StackedExperts(nn.Module):
-    """The weights of all experts, one below the other; `weight [n_expert * d_out, d_in]`."""
-
-    def __init__(self, n_expert: int, d_in: int, d_out: int) -> None:
-        super().__init__()
-        self.n_expert = n_expert
-        self.weight = nn.Parameter(torch.empty(n_expert * d_out, d_in))
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        weights = self.weight.unflatten(0, (self.n_expert, -1))
-        if is_grouped(x.device, x.dtype):
-            return grouped(x, weights, counts)
-        return looped(x, (partial(F.linear, weight=weight) for weight in weights), counts)
 
 
 class ExpertFeedForward(nn.Module):

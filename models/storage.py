@@ -9,8 +9,8 @@ from common.errors import ConfigError, flag
 from common.process import local_rank, local_world_size
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
-from models.packed_linear import can_pack
-from models.quantize import linear_bytes, takes_shape
+from models.kernels.packed_linear import can_pack
+from models.kernels.quantize import linear_bytes, takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -22,8 +22,8 @@ from bench.config import Output, RunConfig, Sizes, Target, Text
 from common import cli
 from common.errors import ConfigError, DataError, flag, require_at_least
 from common.jsonl import publish
+from models.checkpoints.hf_config import read_config
 from models.checkpoints.manifest import CONFIG, write_text
-from models.config import read_config
 from reproduce.heads import examples, training
 from reproduce.heads.training import N_SINK, Recipe
 

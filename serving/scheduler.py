@@ -25,7 +25,7 @@ from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
 from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
-from engine.sampling import Logprob, SamplingParams
+from engine.sampling.distribution import Logprob, SamplingParams
 
 # While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out; and a signal
 # that came just before the wait is noticed.

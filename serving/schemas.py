@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import from_json, to_json
 
 from common.errors import ConfigError, flag
-from engine.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
+from engine.sampling.distribution import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tool_calls import ToolCallParser
 

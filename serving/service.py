@@ -25,8 +25,8 @@ from tyro.conf import arg
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
-from engine.grammars import Grammar, Grammars, call_grammar
-from engine.sampling import LONGEST_BAN
+from engine.sampling.distribution import LONGEST_BAN
+from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens

@@ -63,7 +63,7 @@ def costs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def call(checkpoint: Path, books: Path):
     """Function that runs a program in this process on the checkpoint and the books: `call(program, flags)`."""
-    from programs import overriding, run
+    from tests.support.programs import overriding, run
 
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books}"
     return lambda program, flags: run(program, overriding(paths, flags))
@@ -72,10 +72,10 @@ def call(checkpoint: Path, books: Path):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted random Llama with a token a byte; every seventh token is an end of text."""
-    from hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
     from transformers import LlamaConfig
 
     from convert_hf_checkpoint import convert
+    from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
 
     folder = tmp_path_factory.mktemp("checkpoint")
     shape = SHAPE | {"max_position_embeddings": 256}
@@ -98,7 +98,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     """`rank_jobs.Models`: a target whose heads do not divide by two, a draft, a draft with more ids."""
-    from rank_jobs import make_models
+    from tests.support.rank_jobs import make_models
 
     return make_models(tmp_path_factory.mktemp("models"), books)
 
@@ -106,7 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
 @pytest.fixture(scope="session")
 def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`serving_cases.make_checkpoint`: long enough for answers, and with a chat template."""
-    from serving_cases import make_checkpoint
+    from tests.support.serving_cases import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("chat_checkpoint"))
 
@@ -114,7 +114,7 @@ def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def alone(chat_checkpoint: Path):
     """`serving_cases.Alone`: what plain decoding of one request gives."""
-    from serving_cases import Alone
+    from tests.support.serving_cases import Alone
 
     return Alone(chat_checkpoint)
 
@@ -122,7 +122,7 @@ def alone(chat_checkpoint: Path):
 @pytest.fixture(scope="module")
 def served(chat_checkpoint: Path):
     """`serving_cases.Served`: a server in this process."""
-    from serving_cases import serving
+    from tests.support.serving_cases import serving
 
     with serving(chat_checkpoint) as server:
         yield server

@@ -12,7 +12,7 @@ from bench.auto.costs import Costs
 from common.errors import UserError
 from common.jsonl import parse_json
 from models.checkpoints.manifest import write_text
-from models.cpp_build import cache_folder
+from models.kernels.build import cache_folder
 
 Key = Mapping[str, Any]
 

@@ -17,9 +17,9 @@ from kv_cache import KVCache
 from kv_cache.policy import BudgetedPolicy, Policy, registered
 from kv_cache.streaming import Streaming
 from models import ModelConfig
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
-from models.config_changes import NO_CHANGES, ConfigChanges
 from models.heads.loading import find_head
 from models.names import Dtype, KVDtype, Scheme
 

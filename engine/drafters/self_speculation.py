@@ -21,8 +21,8 @@ from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
 from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
 from kv_cache.streaming import Streaming
 from models import Transformer
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.model_source import ModelSource, find_model
-from models.config_changes import NO_CHANGES, ConfigChanges
 from models.names import parse_layers
 
 ROTATED = "self-speculation copies the target's keys, which are rotated already"

@@ -14,8 +14,8 @@ from engine.drafters.config import ModelDrafterConfig, Parts
 from engine.drafters.model_drafter import ModelDrafter
 from engine.runner import ModelRunner, RemoteRunner
 from kv_cache import KVCache
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.model_source import ModelSource, find_model
-from models.config_changes import NO_CHANGES, ConfigChanges
 
 
 class StandaloneDraft(ModelDrafter):

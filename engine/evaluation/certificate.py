@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.noise import Stream, gumbel
 from engine.runner import ModelRunner, not_finite
-from engine.sampling import Distribution, SamplingParams, greedy
+from engine.sampling.distribution import Distribution, SamplingParams, greedy
+from engine.sampling.noise import Stream, gumbel
 from kv_cache import KVCache
 from kv_cache.entries import LARGEST
 from models import Transformer

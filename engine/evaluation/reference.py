@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.noise import Stream, gumbel, uniform
-from engine.sampling import Distribution, SamplingParams
+from engine.sampling.distribution import Distribution, SamplingParams
+from engine.sampling.noise import Stream, gumbel, uniform
 
 # The logits `[V]` of the token that follows a text.
 NextLogits = Callable[[list[int]], Tensor]

@@ -11,7 +11,7 @@ from engine.modes import resolve_mode
 from engine.requests import Request, check_prompt
 from engine.round import Round
 from engine.runner import ModelRunner, not_finite
-from engine.sampling import Filters, SamplingParams
+from engine.sampling.distribution import Filters, SamplingParams
 from engine.stats import Counts
 
 

@@ -6,7 +6,7 @@ import torch
 
 from common import cli
 from models.attention.gpu_check import checked
-from models.cpp_build import KERNELS, BuildError, choose
+from models.kernels.build import KERNELS, BuildError, choose
 
 ROW = "{kernel:9} {build:6} {what:36} error {error:.1e} of {allowed:.1e}, {ms:.3f} ms, PyTorch {pytorch_ms:.3f} ms"
 

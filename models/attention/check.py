@@ -16,7 +16,7 @@ from models.attention.base import MAX_BLOCK, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
 from models.attention.torch_backend import TorchAttention
 from models.config import ModelConfig
-from models.kernel_check import Case, Results
+from models.kernels.check import Case, Results
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Sums and exponentials are rounded to float32. With queries in bfloat16, weights and results are rounded to 8 bits;

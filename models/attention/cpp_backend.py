@@ -12,7 +12,7 @@ from kv_cache.base import KVCache
 from kv_cache.entries import KV
 from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from models.attention.base import AnySlots, AttentionSpec
-from models.cpp_build import load_library
+from models.kernels.build import load_library
 
 HEAD_DIMS = (64, 128)
 # Dtypes of cache entries, at their numbers in the kernel.

@@ -1,6 +1,6 @@
 """Compare attention kernels with PyTorch on this GPU, once, and remember the result.
 
-`models.kernel_check` runs the cases in a separate process, which a kernel that breaks the GPU ends with it. Times are
+`models.kernels.check` runs the cases in a separate process, which a kernel that breaks the GPU ends with it. Times are
 printed and decide nothing: small cases take the host's time, which replayed rounds do not need.
 """
 
@@ -14,8 +14,8 @@ import torch
 from common.provenance import package_version
 from models.attention.base import AttentionBackend
 from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
-from models.cpp_build import BuildChoice, BuildError, cache_folder, check, remembered
-from models.kernel_check import Case
+from models.kernels.build import BuildChoice, BuildError, cache_folder, check, remembered
+from models.kernels.check import Case
 
 __all__ = ["REFERENCE", "candidate", "cases", "checked", "refusal"]
 DEVICE, DTYPE = "cuda", torch.bfloat16

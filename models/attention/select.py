@@ -11,7 +11,7 @@ from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FlashAttention, find_flavour
 from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
-from models.cpp_build import BuildError
+from models.kernels.build import BuildError
 from models.names import BACKENDS
 
 

@@ -15,10 +15,10 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import CheckpointError, ConfigError
+from models.checkpoints.hf_config import read_config
 from models.checkpoints.loading import CONVERT
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import Tokenizer
-from models.config import read_config
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from models.checkpoints.convert import Source, SourceTensor, source_parts
+from models.checkpoints.hf_config import config_from_hf, read_config
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -52,11 +53,11 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
         required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2, Qwen3)"
         raise CheckpointError("unsupported architecture", f"{path}: general.architecture", architecture, required, fix)
     hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
-    config = ModelConfig.from_hf(hf_config, where=str(path))
+    config = config_from_hf(hf_config, where=str(path))
     if has_config:
         beside, described = path.with_name(CONFIG), config
         hf_config = read_config(beside)
-        config = ModelConfig.from_hf(hf_config, where=str(beside))
+        config = config_from_hf(hf_config, where=str(beside))
         _check_beside(beside, config, described, stored.get(ROPE_FACTORS))
     tensors, names = {}, _hf_names(config, architecture)
     for name, tensor in stored.items():

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import CheckpointError, ConfigError
 from models.attention import select_backend
 from models.checkpoints.convert import is_finite, source_parts
+from models.checkpoints.hf_config import config_from_json
 from models.checkpoints.manifest import (
     CONFIG,
     SIDE_FILES,
@@ -22,14 +23,14 @@ from models.checkpoints.manifest import (
     read_manifest,
     remembered_sha256,
 )
+from models.checkpoints.presets import preset_config
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
-from models.llama import Transformer, attention_spec
-from models.packed_linear import pack_linears, pack_model
-from models.pointwise import use_pointwise
-from models.pointwise_cpp import pointwise_beside
-from models.presets import preset_config
-from models.quantize import check_scheme, quantize_head, quantize_linears
+from models.kernels.packed_linear import PackedLinear, can_pack, pack_linears
+from models.kernels.pointwise import use_pointwise
+from models.kernels.pointwise_cpp import pointwise_for
+from models.kernels.quantize import Int8Linear, check_scheme, quantize_linears, quantized_linear
+from models.llama import Transformer, attention_spec, logits_dtype
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
@@ -87,7 +88,7 @@ def read_checkpoint(
     if not path.is_file():
         required, fix = f"a {WEIGHTS}, or a folder with one", f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
         raise CheckpointError("the weights are missing", path, "no such file", required, fix)
-    expected = config or ModelConfig.from_json(path.parent / CONFIG)
+    expected = config or config_from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     _check_sources(path)
     try:
@@ -154,7 +155,7 @@ def load_model(
         layers: load only these layers.
         exchange: read only this rank's shard, and connect it to the other ranks.
         attention: see `select_backend`.
-        quantize: "int8" or "int4" (`models.quantize`).
+        quantize: "int8" or "int4" (`models.kernels.quantize`).
     Raises: what `read_checkpoint` raises; ConfigError also for another `load_format`, and for more ranks than KV heads;
         CheckpointError also for weights that are not finite in `dtype`.
     """
@@ -202,7 +203,7 @@ def load_model(
         pack_model(model)
     if exchange is not None:
         parallelise(model, config, exchange)
-    use_pointwise(model, pointwise_beside(model.backend))
+    use_pointwise(model, pointwise_for(model.backend.name))
     return model
 
 
@@ -225,3 +226,20 @@ def advise(first: int, end: int, advice: str) -> None:
     """Tell the system how the pages from address `first`, the beginning of a page, to `end` are used."""
     if end > first and hasattr(mmap, advice):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))
+
+
+def pack_model(model: Transformer) -> None:
+    """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
+    embedding = model.tok_embeddings.weight
+    if model.output is None and can_pack(embedding.device, embedding.dtype):
+        model.output = PackedLinear(embedding, None)
+    pack_linears(model)
+
+
+def quantize_head(model: Transformer) -> None:
+    """Quantise the head to int8 in either scheme: 4 bits cost too much accuracy. The embedding stays."""
+    weight = model.output.weight if isinstance(model.output, nn.Linear) else model.tok_embeddings.weight
+    head = quantized_linear(weight, None, "int8")
+    if isinstance(head, Int8Linear):
+        head.result_dtype = logits_dtype
+        model.output = head

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 
 from common.errors import CheckpointError
 from common.jsonl import parse_json
+from models.checkpoints.hf_config import GENERATION_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.config import GENERATION_CONFIG
-from models.cpp_build import cache_folder
+from models.kernels.build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from common.errors import CheckpointError, ConfigError
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
+from models.checkpoints.hf_config import config_from_hf, read_config, read_generation_config, with_end_tokens
 from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
 from models.checkpoints.manifest import (
     CONFIG,
@@ -29,11 +31,10 @@ from models.checkpoints.manifest import (
     remembered_sha256,
     sha256_of,
 )
+from models.checkpoints.presets import PRESETS, preset_name
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from models.config import ModelConfig, read_config, read_generation_config, with_end_tokens
-from models.config_changes import NO_CHANGES, ConfigChanges
+from models.config import ModelConfig
 from models.llama import Transformer
-from models.presets import PRESETS, preset_name
 
 # Pieces of a tensor that tell checkpoints of the same shape apart, and the bytes of each: a few pages of a mapped file.
 N_PIECES, PIECE_BYTES = 4, 4096
@@ -154,7 +155,7 @@ def find_model(
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
     if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
         preset = preset_name(name or path)
-        config = ModelConfig.from_hf(changes.apply(PRESETS[preset], preset), where=preset)
+        config = config_from_hf(changes.apply(PRESETS[preset], preset), where=preset)
         return ModelSource(path, load_format, config, name or preset)
     weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
@@ -166,7 +167,7 @@ def find_model(
             raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
     in_file = str(folder / CONFIG)
     values = with_end_tokens(read_config(folder / CONFIG), folder)
-    config = ModelConfig.from_hf(changes.apply(values, in_file), where=in_file)
+    config = config_from_hf(changes.apply(values, in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
 

@@ -15,9 +15,8 @@ from common.jsonl import parse_json
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
 from models.checkpoints.gguf_source import open_gguf, read_gguf
+from models.checkpoints.hf_config import FUSED, config_from_hf, read_config, require_unquantized
 from models.checkpoints.manifest import CONFIG, downloaded_side_files
-from models.config import ModelConfig, read_config
-from models.hf_config import FUSED, require_unquantized
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
@@ -37,7 +36,7 @@ def open_source(folder: Path) -> Source:
     if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
         files = tuple(sorted({tensor.file for tensor in tensors.values()}))
         hf_config = read_config(folder / CONFIG)
-        config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
+        config = config_from_hf(hf_config, where=str(folder / CONFIG))
         if hf_config["architectures"][0] in FUSED:
             tensors = separate_fused(tensors, config)
         return Source(files, tensors, hf_config, config, downloaded_side_files(folder))

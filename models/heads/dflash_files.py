@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import CheckpointError
+from models.checkpoints.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive, refuse
 from models.config import ModelConfig
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.files import (
@@ -18,7 +19,6 @@ from models.heads.files import (
     mask_token,
     speculators_layers,
 )
-from models.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive, refuse
 
 LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
 RULES = {"speculators_model_type": only(None, "dflash"), "dflash_config": OBJECT}

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from models.checkpoints.hf_rules import OBJECT, UNSET, check, only, positive, refuse
 from models.config import ModelConfig
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.files import LAYERS, LIST, HeadFiles, Kind, layer_ids, layers_config, mask_token, speculators_layers
-from models.hf_rules import OBJECT, UNSET, check, only, positive, refuse
 
 # With any of these tensors, a head is taken for EAGLE-3.
 EAGLE_3_TENSORS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t", "t2d"}

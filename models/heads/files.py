@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, flag
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.convert import SourceTensor
+from models.checkpoints.hf_config import config_from_hf, read_config
+from models.checkpoints.hf_rules import Values, check, of_type, only, positive, refuse
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.source_weights import open_weights
-from models.config import ModelConfig, read_config
-from models.config_changes import NO_CHANGES, ConfigChanges
-from models.hf_rules import Values, check, of_type, only, positive, refuse
+from models.config import ModelConfig
 
 # Files of weights in a head's folder, the first of which is read.
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -77,7 +78,7 @@ def open_head(path: Path, changes: ConfigChanges = NO_CHANGES) -> HeadFiles:
 def layers_config(files: HeadFiles, layers: Values, model_type: str, where: str) -> ModelConfig:
     """Return the shape of decoder layers of Llama or Qwen3; biases and norms go by the tensors. Raises ConfigError."""
     given = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
-    config = ModelConfig.from_hf(files.changes.apply({**layers, **PLAIN, **given}, where), where=where)
+    config = config_from_hf(files.changes.apply({**layers, **PLAIN, **given}, where), where=where)
     q, o, up = (f"layers.0.{name}_proj.bias" in files.tensors for name in ("self_attn.q", "self_attn.o", "mlp.up"))
     qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors
     return replace(config, qkv_bias=q, wo_bias=o, mlp_bias=up, qk_norm=qk_norm)

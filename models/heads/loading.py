@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, flag
+from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
-from models.config_changes import NO_CHANGES, ConfigChanges
 from models.heads.base import HeadShape, TransformerHead
 from models.heads.dflash_files import DFLASH
 from models.heads.eagle_files import EAGLE
 from models.heads.files import FIX, Kind, open_head, target_ids
 from models.heads.medusa_files import MEDUSA
-from models.packed_linear import pack_linears
-from models.quantize import quantize_linears
+from models.kernels.packed_linear import pack_linears
+from models.kernels.quantize import quantize_linears
 
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves beside the head.

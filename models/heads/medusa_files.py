@@ -2,10 +2,10 @@
 
 import re
 
+from models.checkpoints.hf_rules import positive
 from models.config import ModelConfig
 from models.heads.files import HeadFiles, Kind
 from models.heads.medusa import MedusaHeads, MedusaShape
-from models.hf_rules import positive
 
 NAMES = r"\d+\.\d+\.(linear\.)?(weight|bias)"
 

@@ -17,18 +17,18 @@ from triton.runtime.jit import create_function_from_signature
 
 from common.launch import Launch
 from common.say import dtype_name
-from engine import triton_draws
+from engine.sampling import triton_draws
 from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, Packed
 from kv_cache.full import Full
 from kv_cache.quantized import QuantizedKVCache
 from kv_cache.triton_choosing import plan_choice
 from kv_cache.triton_packing import plan_packing
 from kv_cache.verify_topk import VerifyTopK
-from models import triton_quantize
 from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_kernels import split_kv
 from models.config import ModelConfig
+from models.kernels import triton_quantize
 
 IN_4_BITS = "4 bits"
 Record = dict[str, Any]

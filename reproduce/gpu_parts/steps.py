@@ -53,7 +53,7 @@ OF_LAYERS = {"plain_ms_64": None, "int8_over_plain_64": 1, "int4_over_plain_16":
 SERVER = "--max_length 1024 --gamma 3 --max_batch"
 OF_SERVER = {"greedy_again": None, "top_p_again": None, "top_p_again_over_first": 1.5, "greedy_over_logprobs": 1.2}
 RANKS = {"words": f"{SMALL} --B 8 --prefix_len 1000 {SELF}", "ways": ("", "--no_cuda_graphs")}
-REDUCE = "tests/test_all_reduce.py"
+REDUCE = "tests/engine/parallel/test_all_reduce.py"
 STEPS = (
     Step("gpu", "checks.gpu", shows={"cards": None, "neighbours": None}, needs=()),
     Step("versions", "checks.versions", shows={"cuda": None, "flash": None}, needs=()),

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from bench.dummy_prefill import randomise
-from engine.noise import Stream, gumbel
+from engine.sampling.noise import Stream, gumbel
 from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
+from models.kernels.quantize import quantized_linear
 from models.names import SCHEMES
-from models.quantize import quantized_linear
 from models.storage import KV_DTYPES
 from reproduce.helpers.records import Record
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.progress import progress_bar
 from common.say import say
 from engine.runner import ModelRunner
-from engine.sampling import Distribution, SamplingParams
+from engine.sampling.distribution import Distribution, SamplingParams
 from kv_cache import FullKVCache
 from models.checkpoints.manifest import atomic_path
 

@@ -20,7 +20,7 @@ from models.checkpoints.manifest import CONFIG, atomic_path, write_text
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
-from models.packed_linear import can_pack
+from models.kernels.packed_linear import can_pack
 from reproduce.heads.examples import Examples, Window, chosen, stacked
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 

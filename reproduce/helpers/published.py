@@ -13,7 +13,7 @@ from bench.auto.costs import tokens_per_round
 from cost_model.machines import Machine, find_machine
 from cost_model.published import same_context
 from cost_model.roofline import ModelStorage, predict_costs
-from models.presets import preset_config
+from models.checkpoints.presets import preset_config
 from reproduce.helpers.records import Record, grouped
 
 SELF = "self"

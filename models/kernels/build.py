@@ -1,0 +1,196 @@
+"""Build the C++ kernels, check each build in a separate process, and load the first that is right and fast.
+
+Libraries and the results of their checks are kept in the user's cache folder by machine, compiler and source.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkout import ROOT
+from common.jsonl import parse_json
+from common.say import say
+
+# The source of each kernel, and the module with the cases that check it.
+KERNELS = {
+    "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
+    "pointwise": (ROOT / "models" / "kernels" / "pointwise_kernel.cpp", "models.kernels.pointwise_check"),
+    "linear": (ROOT / "models" / "kernels" / "linear_kernel.cpp", "models.kernels.linear_check"),
+    "noise": (ROOT / "engine" / "sampling" / "noise_kernel.cpp", "engine.sampling.noise_check"),
+}
+COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
+# Flags of each build, in the order of preference; PyTorch comes after the last.
+BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
+TIMEOUT_SECONDS = 300
+FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
+
+Row = dict[str, Any]  # a line that `models.kernels.check` prints
+
+
+class BuildError(Exception):
+    """The reason why there is no kernel, in one line."""
+
+
+class BuildChoice(NamedTuple):
+    """The build of a kernel that is used, and why."""
+
+    build: str | None  # None: PyTorch is used
+    refused: list[str]  # reasons against other builds
+    checked: dict[str, list[Row]]  # rows of each build's check
+
+
+def cache_folder() -> Path:
+    """Return `$FORETOKEN_CACHE`, else `foretoken` in the user's cache folder."""
+    given = os.environ.get("FORETOKEN_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+
+
+def load_library(name: str) -> ctypes.CDLL:
+    """Load a kernel of KERNELS, built and checked at its first use. Raises BuildError."""
+    choice = choose(name)
+    if choice.build is None:
+        raise BuildError("; ".join(choice.refused))
+    if choice.refused:
+        say(f"note: the {choice.build} build of the {name} kernel is used: {'; '.join(choice.refused)}")
+    try:
+        return ctypes.CDLL(str(build_library(name, choice.build)))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
+
+
+def choose(name: str, again: bool = False) -> BuildChoice:
+    """Return the stored choice of a kernel's build, or check builds, anew if `again`. Raises BuildError."""
+    try:
+        cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
+        title = f"building and checking the {name} kernel for this CPU, once"
+        return remembered(memory, title, lambda: _first_good_build(name), again)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
+        why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+        raise BuildError(why) from None
+
+
+def remembered(memory: Path, title: str, compare: Callable[[], BuildChoice], again: bool = False) -> BuildChoice:
+    """Return the choice in the file `memory`; without it, or if `again`, compare and write it. Raises OSError."""
+    choice = None if again else _stored(memory)
+    if choice is None:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together compare once, and use the same build.
+        # For reading, too: opening a FIFO only to write would wait for a reader.
+        with open(os.open(memory.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666), "rb", buffering=0) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            choice = None if again else _stored(memory)
+            if choice is None:
+                say(title)
+                choice, partial = compare(), memory.with_suffix(".partial")
+                partial.unlink(missing_ok=True)
+                partial.write_text(json.dumps(choice._asdict()), encoding="utf-8")
+                os.replace(partial, memory)
+    return choice
+
+
+def _stored(memory: Path) -> BuildChoice | None:
+    """Return the choice in a file; None if the file is missing, damaged or no file. Raises OSError."""
+    if not memory.is_file():
+        return None
+    try:
+        return BuildChoice(**parse_json(memory.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        return None
+
+
+def _first_good_build(name: str) -> BuildChoice:
+    """Return the first build that is right and not clearly slower than PyTorch. Raises BuildError."""
+    refused, checked = list[str](), dict[str, list[Row]]()
+    for build in BUILDS:
+        try:
+            library = build_library(name, build)
+        except subprocess.CalledProcessError as error:
+            lines = (error.stderr or "").strip().splitlines() or ["no message"]
+            refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
+            continue
+        checked[build], problem = check(KERNELS[name][1], str(library))
+        if not problem and (speed := speedup(checked[build])) < 1 / FASTER:
+            problem = f"PyTorch is {1 / speed:.1f} times as fast"
+        if not problem:
+            return BuildChoice(build, refused, checked)
+        refused.append(f"{build}: {problem}")
+    if not checked:
+        raise BuildError(refused[0])
+    return BuildChoice(None, refused, checked)
+
+
+def check(module: str, candidate: str) -> tuple[list[Row], str | None]:
+    """Compare a candidate with PyTorch on the cases of a module, in a process that may crash.
+
+    Returns the rows that `models.kernels.check` printed, and why the candidate cannot be used; None if it can.
+    """
+    command = [sys.executable, "-m", "models.kernels.check", module, candidate]
+    try:
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [], f"its check does not end in {TIMEOUT_SECONDS} s"
+    if ended.returncode < 0:
+        return [], f"it crashes ({signal.Signals(-ended.returncode).name})"
+    if ended.returncode:
+        return [], f"its check fails: {['', *ended.stderr.strip().splitlines()][-1][:200]}"
+    rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    for row in rows:
+        if not row["error"] <= row["allowed"]:
+            return rows, f"wrong results ({row['what']}: an error of {row['error']:.1g}, allowed {row['allowed']:.1g})"
+    return rows, None
+
+
+def speedup(rows: Sequence[Row]) -> float:
+    """Return PyTorch's time divided by the candidate's: the geometric mean over the rows."""
+    return math.exp(sum(math.log(row["pytorch_ms"] / row["ms"]) for row in rows) / len(rows))
+
+
+def build_library(name: str, build: str) -> Path:
+    """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
+    library = _cache_file(name, "so", *BUILDS[build])
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Compiled in another folder, then moved: other processes may read the file.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
+        # Linked without -fopenmp: a second OpenMP runtime would compete with PyTorch's for the cores.
+        compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
+        for words in (compile_, ["-shared", compiled, "-o", linked]):
+            command = [*_compiler(), *words]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        os.replace(linked, library)
+    return library
+
+
+def _compiler() -> list[str]:
+    words = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    if not words[0]:
+        raise BuildError("no C++ compiler (g++) was found; CXX names another one")
+    return words
+
+
+def _cache_file(name: str, ending: str, *about: str) -> Path:
+    """Return a path named by everything that machine code depends on: several processors may share a home folder."""
+    digest = hashlib.sha256(KERNELS[name][0].read_bytes())
+    digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        digest.update("".join(line for line in text if line.startswith(("model name", "flags")))[:10_000].encode())
+    return cache_folder().absolute() / f"{name}-{digest.hexdigest()[:16]}.{ending}"

@@ -1,0 +1,90 @@
+"""Linear layers with weights in 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX512-BF16 and VNNI.
+
+A row's bits do not depend on the other rows or on the number of threads. Gradients are not recorded.
+"""
+
+import ctypes
+import functools
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.say import say
+from models.kernels.build import BuildError, load_library
+
+BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Return the kernel's function; None, with a note, if it cannot be built or the processor lacks instructions."""
+    try:
+        return function_of(load_library("linear"))
+    except BuildError as error:
+        say(f"note: linear layers run in PyTorch: {error}")
+        return None
+
+
+def function_of(library: ctypes.CDLL) -> Any:
+    """Return the function of a built library. Raises BuildError if the build lacks the instructions."""
+    if not hasattr(library, "foretoken_linear"):
+        raise BuildError("it needs AVX512-BF16 and VNNI")
+    library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
+    return library.foretoken_linear
+
+
+def takes(weight: Tensor) -> bool:
+    """True if the kernel runs here and multiplies weights of this shape."""
+    return weight.device.type == "cpu" and not any(size % BLOCK for size in weight.shape) and _kernel() is not None
+
+
+def pack_bfloat16(weight: Tensor) -> Tensor:
+    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in a block pairs of inputs."""
+    return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    """Pack `[d_out, d_in]` int8 for the kernel as bytes around 128: blocks of outputs, in a block fours of inputs."""
+    unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
+    return unsigned.unflatten(1, (-1, 4)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def pack_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Pack weights `(q - 8) * scale + zero` for the kernel.
+
+    Args: codes `q [d_out, d_in]` in 0..15, and `scale` and `zero` of each BLOCK of inputs, `[d_out, d_in / BLOCK]`.
+    Returns: `[d_out / BLOCK, d_in / BLOCK, 640]` bytes: 512 of codes, then scales and zeros in bfloat16.
+    """
+    # Outputs i and 16 + i of a block share bytes and words.
+    halves = q.to(torch.uint8).unflatten(1, (-1, 8, 4)).unflatten(0, (-1, 2, 16)).permute(0, 3, 4, 2, 5, 1)
+    codes = (halves[..., 0] | halves[..., 1] << 4).flatten(2)
+
+    def as_bytes(x: Tensor) -> Tensor:
+        pairs = x.to(torch.bfloat16).unflatten(0, (-1, 2, 16)).permute(0, 3, 2, 1)
+        return pairs.contiguous().view(torch.uint8).flatten(2)
+
+    return torch.cat([codes, as_bytes(scale), as_bytes(zero)], dim=2)
+
+
+def linear(
+    x: Tensor, packed: Tensor, bits: int, d_out: int, scale: Tensor | None, bias: Tensor | None, function: Any = None
+) -> Tensor:
+    """Multiply `x [..., d_in]` by packed weights transposed, and add the bias, `[d_out]` float32, in the dtype of `x`.
+
+    16 bits: x is in bfloat16, and products are added in float32.
+    8 bits, with a `scale [d_out]` float32: each row of x is rounded to 8 bits; integers are added exactly.
+    4 bits: each BLOCK of a row of x is rounded to 8 bits.
+    function: another build's kernel, to check it.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    y = x.new_empty(*x.shape[:-1], d_out)
+    sizes = bits, x.dtype == torch.bfloat16, len(rows), rows.shape[1], d_out, rows.stride(0)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (rows, packed, scale, bias, y))
+    failed = (function or _kernel())(*sizes, *pointers, torch.get_num_threads())
+    assert not failed, f"{bits} bits and {x.dtype} were checked before"
+    return y

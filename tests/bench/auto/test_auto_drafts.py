@@ -1,0 +1,245 @@
+"""`--gamma auto` among unlike drafts: a head, self-speculation and drafts from text."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.auto.adaptive import Adaptive
+from bench.auto.costs import Costs, tokens_per_round
+from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS
+from bench.auto.run_costs import costs_of
+from bench.config import RunConfig, Sizes, Target
+from bench.draft_flags import draft_flags
+from bench.memory import memory_plan
+from bench.plan import resolve
+from bench.session import Session
+from bench.table import _chosen
+from common.errors import ConfigError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine.counts import AcceptanceRate
+from engine.drafters.eagle import Eagle, EagleConfig
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGramConfig
+from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.suffix import Suffix, SuffixConfig
+from engine.pacing import PLAIN, Choice
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.streaming import Streaming
+from tests.support.pacings import Scripted
+from tests.support.published_heads import eagle_config, eagle_tensors, random_eagle, random_medusa, save_head
+from tests.support.serving_cases import PLAIN as SERVED_PLAIN
+from tests.support.serving_cases import make_checkpoint, serving
+from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
+
+Flags: Any = draft_flags()
+EAGLE, SELF, MEDUSA, SUFFIX = range(4)
+SCRIPT = [Choice(EAGLE, 3), Choice(EAGLE, 2), Choice(SELF, 4), PLAIN, Choice(SUFFIX, 4), Choice(EAGLE, 4)]
+SCRIPT += [Choice(MEDUSA, 2), Choice(SELF, 1), Choice(EAGLE, 1), Choice(SUFFIX, 2), Choice(MEDUSA, 3), Choice(SELF, 4)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_unlike_drafters_that_take_turns_change_no_token(mode):
+    """In ragged, refilled rows."""
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
+    head, sizes = random_eagle(TINY), {"max_batch": 2, "dtype": torch.float64}
+    drafters = [
+        Eagle(runner, head, StreamingKVCache(head.body.config, budget=40, n_sink=2, **sizes), 4),
+        SelfSpeculation(runner, StreamingKVCache(TINY, budget=24, n_sink=2, **sizes), gamma=4),
+        Medusa(runner, random_medusa(TINY, n_head=3), 3),
+        Suffix(runner, 4),
+    ]
+    sampling, limits = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5), [40, 9, 33, 30, 41]
+    how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
+    out = generate(runner, prompts, pacing=Scripted(drafters, SCRIPT), **how)
+    assert out.tokens == recomputed(model, prompts, limits, sampling)
+    assert {round_.choice for round_ in out.stats.rounds} == {*SCRIPT}
+
+
+def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
+    """The draft behind each text equals that of a run without other drafters, over a cache that keeps everything."""
+    model, (prompt,) = tiny_model(), random_prompts([30])
+    head, seen = random_eagle(TINY), list[dict[int, int]]()
+    for script in ([Choice(0, 3)], [Choice(0, 3), Choice(1, 3), PLAIN, Choice(2, 3), Choice(0, 2), Choice(1, 1)]):
+        runner, firsts = ModelRunner(model, full_cache(model, 1)), dict[int, int]()
+        eagle = Eagle(runner, head, FullKVCache(head.body.config, 1, 128, dtype=torch.float64), 3)
+        propose = eagle.propose
+
+        def watched(batch, verification, gamma, propose=propose, firsts=firsts):
+            drafts = propose(batch, verification, gamma)
+            firsts[int(batch.lengths[0])] = int(drafts.tokens[0, 0])
+            return drafts
+
+        eagle.propose = watched  # type: ignore[method-assign]
+        drafters = [eagle, SelfSpeculation(runner, full_cache(model, 1), gamma=3), Suffix(runner, 3)]
+        generate(runner, [prompt], max_new_tokens=60, pacing=Scripted(drafters, script))
+        seen.append(firsts)
+    both = seen[0].keys() & seen[1].keys()
+    assert len(both) >= 5 and all(seen[0][length] == seen[1][length] for length in both)
+
+
+def test_the_flag_names_drafts_with_options_of_the_same_flags():
+    flags = Flags(draft="suffix", gamma="auto", auto_drafts=("self", "ngram"), draft_budget=40, max_ngram=2)
+    config = flags.config()
+    assert config == SuffixConfig(gamma="auto", alternatives=config.alternatives)
+    assert config.alternatives == (
+        SelfConfig(gamma="auto", policy=Streaming(40)),
+        NGramConfig(gamma="auto", max_ngram=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "draft,where",
+    [
+        (SelfConfig(gamma=3, alternatives=(SuffixConfig(gamma="auto"),)), "--gamma 3"),
+        (SelfConfig(gamma="auto", alternatives=(SelfConfig(gamma="auto"),)), "self"),
+        (SelfConfig(gamma="auto", alternatives=(SuffixConfig(gamma="auto"),) * 2), "suffix"),
+        (SuffixConfig(gamma="auto", alternatives=(SelfConfig(gamma="auto", draft_of_draft="ngram"),)), "self"),
+        (SelfConfig(gamma="auto", alternatives=(EagleConfig(gamma="auto", draft_model="head"),)), "eagle"),
+    ],
+)
+def test_drafts_that_cannot_be_chosen_among_are_refused(draft, where):
+    with pytest.raises(ConfigError, match="--auto_drafts") as error:
+        draft.check()
+    assert where in str(error.value)
+
+
+@pytest.fixture
+def head(tmp_path: Path, checkpoint: Path) -> str:
+    """A head for the checkpoint."""
+    config = Target(model=str(checkpoint)).source().config
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return save_head(tmp_path / "head", eagle_tensors(config, 3), eagle_config(config, 3, **layers))
+
+
+def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, head: str) -> None:
+    """The head's most drafts bound no other draft; a self-draft in another dtype has weights beside the head's."""
+    target = Target(str(checkpoint), device="cpu", dtype="float32")
+    how = {"gamma": "auto", "policy": Streaming(24), "draft_dtype": "bfloat16"}
+    drafts = EagleConfig(draft_model=head, **how), SelfConfig(**how), SuffixConfig(gamma="auto")
+    config, prompts = RunConfig(target, sizes=Sizes(B=2, gen_len=8)), [[1] * 40, [2] * 31]
+    alone = [memory_plan(resolve(replace(config, draft=draft), prompts)) for draft in (*drafts, None)]
+    session = Session.open(replace(config, draft=replace(drafts[0], alternatives=drafts[1:])), prompts)
+    together = memory_plan(session.plan)
+    plain = alone.pop().fixed["weights"]
+    assert together.fixed["weights"] - plain == sum(plan.fixed["weights"] - plain for plan in alone)
+    assert together.per_row["draft KV"] == sum(plan.per_row["draft KV"] for plan in alone)
+    assert len(session.models) == 2 and session.plan.gamma == 6
+    drafters = session.drafters()
+    assert [type(drafter) for drafter in drafters] == [Eagle, SelfSpeculation, Suffix]
+    eagle = drafters[EAGLE]
+    assert 2 * alone[EAGLE].per_row["draft KV"] == eagle.cache.n_bytes + eagle.observed._states.nbytes
+    costs = costs_of(session, drafters)
+    assert costs is not None and [cost.at for cost in costs.by_rows[2]] == [(3, 6)] * 3
+    kept = costs_of(session, drafters)
+    assert kept is not None and len(kept.by_rows[2]) == 3
+
+
+def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path) -> None:
+    session = Session.open(
+        RunConfig(
+            Target(str(checkpoint), device="cpu", dtype="float64"),
+            sizes=Sizes(B=2, gen_len=8),
+            draft=SelfConfig(gamma="auto", policy=Streaming(6, n_sink=1), alternatives=(SuffixConfig(gamma="auto"),)),
+        ),
+        [[1] * 40, [2] * 31],
+    )
+    few, many = session.drafters()
+    assert few.gamma < many.gamma == session.plan.gamma == 6
+    costs = costs_of(session, [few, many])
+    assert costs is not None and [cost.at[-1] for cost in costs.by_rows[2]] == [few.gamma, 6]
+
+
+def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses from a text that repeats would leave it out."""
+    draft = SelfConfig(gamma="auto", texts=(SuffixConfig(),), text_match=1)
+    target = Target(str(checkpoint), device="cpu", dtype="float64")
+    session = Session.open(RunConfig(target, sizes=Sizes(B=1, gen_len=30), draft=draft), [[1, 2] * 20])
+    n_drafted = list[int]()
+    (drafter,) = session.drafters()
+    propose = drafter.model.propose
+    monkeypatch.setattr(drafter.model, "propose", lambda *given: n_drafted.append(given[2]) or propose(*given))
+    costs = costs_of(session, [drafter])
+    assert costs is not None and n_drafted == [3, 6] * (UNTIMED_ROUNDS + FEWEST_TIMED)
+
+
+def test_a_record_names_the_draft_of_every_round(call):
+    flags = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40"
+    ended = call("tests/selfspec_benchmark.py", f"{flags} --gamma auto --auto_drafts suffix ngram")
+    record = ended.record
+    assert record["auto_drafts"] == ["suffix", "ngram"] and record["identical_sequences"] == 2
+    assert [cost["draft"] for cost in record["measured_costs"]] == ["self", "suffix", "ngram"]
+    assert {choice["draft"] for choice in record["choices"]} <= {None, "self", "suffix", "ngram"}
+    assert all((choice["draft"] is None) == (choice["gamma"] == 0) for choice in record["choices"])
+
+
+def test_a_table_has_no_budget_of_a_draft_without_a_cache():
+    choices = [("self", "snapkv", 64, 3), ("suffix", None, None, 6), (None, None, None, 0)]
+    names = "draft", "draft_policy", "draft_budget", "gamma"
+    record = {"choices": [dict(zip(names, each, strict=True), rounds=2) for each in choices]}
+    rounds = _chosen(record | {"draft_policy": "auto", "draft_budget": "auto"})
+    assert rounds == "2 x self, snapkv, 64 entries, gamma 3; 2 x suffix, gamma 6; 2 x plain"
+
+
+def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
+    """Answers are those of a server without a draft; a request's prediction is read."""
+    folder, body = make_checkpoint(tmp_path), {"prompt": "abcabcabc", "max_tokens": 40, "temperature": 0}
+    texts = []
+    for flags in ("--gamma 0", "--gamma auto --draft_budget 24 --draft_dtype same --auto_drafts suffix"):
+        with serving(folder, flags, SERVED_PLAIN) as served:
+            more = {} if flags == "--gamma 0" else {"prediction": {"type": "content", "content": "abc"}}
+            answer = served.ask("/v1/completions", body)
+            assert answer.status == 200, answer.body
+            texts.append(answer.json["choices"][0]["text"])
+            if more:
+                chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5} | more
+                assert served.ask("/v1/chat/completions", chat).status == 200
+    assert texts[0] == texts[1]
+
+
+CATCH_UP_MS = 1.6
+
+
+def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
+    """Return the ms of a token of a row in a decode, with the true price of catching up."""
+    rng = random.Random(seed)
+    drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=None) for i in range(len(each))]
+    names = [(str(i), "") for i in range(len(each))]
+    seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
+    pacing = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]
+    ms, n, last = 0.0, 0, None
+    while n < n_tokens:
+        choice = pacing.choose(1)
+        i, accepted = choice.drafter, 0
+        while i is not None and accepted < choice.gamma and rng.random() < alphas[i]:
+            accepted += 1
+        pacing.observe(choice, [accepted])
+        ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + CATCH_UP_MS * (i != last)
+        n, last = n + 1 + accepted, i
+    return ms / n
+
+
+@pytest.mark.parametrize("alphas", [[0.62, 0.7, 0.1], [0.3, 0.99, 0.2], [0.2, 0.6, 0.9], [0.05, 0.3, 0.02]])
+def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
+    """A decode of 256 tokens by drafts that cost as a head, a self-draft and a text: on average within 3%
+    of the best of them and plain decoding, whose acceptance is not known beforehand."""
+    at, verify = (3, 6), (15.4, 16.3)
+    each = [Costs(14.0, at, verify, draft_ms, 0.3, resume_ms=CATCH_UP_MS) for draft_ms in (1.2, 7.5, 0.05)]
+    pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
+    best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
+    assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best
+
+
+def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpoint: Path) -> None:
+    draft = SelfConfig(gamma="auto", policy=Streaming(5, n_sink=4))
+    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8), draft=draft)
+    assert not resolve(config, [[1] * 40]).chooses
+    several = replace(draft, alternatives=(SuffixConfig(gamma="auto"),))
+    with pytest.raises(ConfigError, match="--draft_budget"):
+        resolve(replace(config, draft=several), [[1] * 40])

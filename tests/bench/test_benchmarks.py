@@ -1,0 +1,219 @@
+"""The benchmark scripts as a user runs them: the record on the last line of stdout, files, passes, memory."""
+
+import ast
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.checkpoints.loading import read_checkpoint, save_checkpoint
+from tests.support.programs import ROOT, python, run
+from tests.support.rank_jobs import copy_edited
+
+BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
+PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
+SIZES = f"--B 2 --prefix_len {PREFIX_LEN} --gen_len {GEN_LEN}"
+DRAFT = f"--gamma {GAMMA} --streamingllm_budget 16 --n_sink 4"
+
+OF_DRAFT = {"draft", "draft_policy", "draft_budget"}
+OF_ACCEPTANCE = {"acceptance_rate", "acceptance_per_position", "mean_accepted_length"}
+OF_SPEEDUP = {"speedup", "wall_speedup"}
+OF_BASELINE = {"baseline_tokens_per_second", "baseline_step_ms"}
+OF_PHASES = {"draft_step_ms", "verify_step_ms", "other_ms_per_round"}
+OF_REAL_WEIGHTS = {"decode_tokens_per_second", "distinct_4gram_fraction"}
+KINDS: dict[type, set[str]] = {
+    str: {*OF_DRAFT, "benchmark", "model", "verification", "device", "dtype", "attention", "torch_version"},
+    int: {"B", "prefix_len", "gen_len", "gamma", "draft_budget", "seed", "tensor_parallel", "tokens_generated"}
+    | {"sequences", "identical_sequences", "peak_memory_bytes"},
+    float: {"temperature", "prefill_seconds", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_BASELINE, *OF_PHASES, *OF_REAL_WEIGHTS},
+    list: {"acceptance_per_position"},
+    bool: {"compile"},
+}
+KIND_OF = {key: kind for kind, keys in KINDS.items() for key in keys}
+USUAL = {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN, "gamma": GAMMA, "device": "cpu", "compile": False}
+USUAL |= {"verification": "greedy", "temperature": 0.0, "tensor_parallel": 1, "torch_version": torch.__version__}
+
+
+def check_record(record: dict[str, Any], nulls: set[str], **expected: Any) -> None:
+    """Every agreed key is there, of its type and as expected, exactly `nulls` are null, and the figures fit."""
+    gamma, n_prompts = record["gamma"], record["sequences"]
+    assert {key for key in KIND_OF if record[key] is None} == nulls
+    assert {key for key, kind in KIND_OF.items() if not isinstance(record[key], kind)} == nulls
+    assert not any(isinstance(value, float) and not math.isfinite(value) for value in record.values())
+    expected = USUAL | expected
+    assert {key: record[key] for key in expected} == expected
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["git_commit"] or "0" * 40)
+    assert n_prompts <= record["tokens_generated"] <= n_prompts * GEN_LEN
+    if record["acceptance_rate"] is not None:
+        assert 0 <= record["accepted"] <= record["drafted"] and 0 <= record["acceptance_rate"] <= 1
+        assert len(record["acceptance_per_position"]) == gamma
+        assert all(share is None or 0 <= share <= 1 for share in record["acceptance_per_position"])
+    if record["mean_accepted_length"] is not None:
+        assert 1 <= record["mean_accepted_length"] <= gamma + 1
+    if record["speedup"] is not None:
+        ratio = record["decode_tokens_per_second"] / record["baseline_tokens_per_second"]
+        assert record["speedup"] == pytest.approx(ratio, rel=1e-3, abs=1e-4)
+
+
+def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    """More prompts than slots, phase times, printed rows, a results file that already has a line."""
+    results, saved = tmp_path / "results.jsonl", tmp_path / "rows.jsonl"
+    results.write_text('{"an": "earlier record"}\n')
+    paths = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {results} --save_rows {saved}"
+    flags = f"{paths} {SIZES} {DRAFT} --num_prompts 5 --dtype float64 --benchmark --printoutput"
+    ended = python(ROOT / SELFSPEC, *flags.split(), cwd=tmp_path)
+    record = ended.record
+    drafted = {"draft": "self", "draft_policy": "streaming", "draft_budget": 16}
+    read = {"model": checkpoint.name, "dtype": "float64", "dataset": str(books), "load_format": "pth"}
+    counts = {"sequences": 5, "identical_sequences": 5, "tokens_generated": 5 * GEN_LEN}
+    check_record(record, {"seed"}, benchmark="selfspec", **drafted, **read, **counts)
+    assert 0 < record["accepted"] < record["drafted"], "some drafts are meant to be right, some wrong"
+    said = dict(line.split(": ", 1) for line in ended.lines if re.match(r"row \d|prompt \d", line))
+    assert list(said) == [name for row in range(5) for name in (f"prompt {row} ends", f"row {row}")]
+    texts = {name: ast.literal_eval(shown) for name, shown in said.items()}
+    text = "".join(book.read_text() for book in sorted(books.iterdir()))
+    ends = [texts[f"prompt {row} ends"] for row in range(5)]
+    assert all(20 < len(end) < PREFIX_LEN and end in text for end in ends), "a token is a byte"
+    kept = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [*kept[0]] == ["run", "pass", "row", "finish_reason", "tokens", "text"]
+    passes = ("baseline", "speculation", "phase times")
+    assert {(row["pass"], row["row"]) for row in kept} == set(product(passes, range(5)))
+    assert all(row["text"] == texts[f"row {row['row']}"] for row in kept)
+    (headline,) = (line for line in ended.lines if "prefill" in line)
+    assert "; greedy; " in headline
+    (accepted,) = (line for line in ended.lines if line.startswith("  acceptance rate "))
+    assert accepted.endswith(f" {record['acceptance_rate']:.3f} ± {record['acceptance_standard_error']:.3f}")
+    assert 0 < record["acceptance_standard_error"] < 0.5
+    phases = [line.split()[-1] for line in ended.lines if line.startswith("  ms ")]
+    shown = ("round_ms", "draft_step_ms", "verify_step_ms", "other_ms_per_round")
+    assert phases == [f"{record[name]:.1f}" for name in shown]
+    assert tuple(record["contention"]) == passes
+    assert all("contended" in seen for seen in record["contention"].values())
+    earlier, appended = results.read_text().splitlines()
+    assert earlier == '{"an": "earlier record"}' and json.loads(appended) == record
+
+
+def test_the_record_has_the_configuration_of_the_run_and_no_options_of_other_drafts(call) -> None:
+    config = call(SELFSPEC, f"{SIZES} {DRAFT} --draft_of_draft ngram --dtype float64").record["config"]
+    assert config["sizes"] == {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN}
+    assert config["draft"]["policy"] == {
+        "name": "streaming",
+        "draft_budget": 16,
+        "n_sink": 4,
+        "draft_positions": "auto",
+    }
+    assert config["draft"]["draft_of_draft"] == "ngram" and "max_ngram" not in config["draft"]
+
+
+def test_selfspec_without_baseline_over_a_full_draft_cache(call) -> None:
+    flags = f"{SIZES} --gamma {GAMMA} --no_baseline --draft_policy full --dtype float64 --model_name org/a-name"
+    record = call(SELFSPEC, flags).record
+    nulls = {"seed", "identical_sequences", *OF_BASELINE, *OF_SPEEDUP, *OF_PHASES}
+    perfect = {"acceptance_rate": 1.0, "acceptance_per_position": [1.0] * GAMMA, "tokens_generated": 2 * GEN_LEN}
+    room = PREFIX_LEN + GEN_LEN + GAMMA + 1
+    check_record(record, nulls, benchmark="selfspec", sequences=2, model="org/a-name", draft_budget=room, **perfect)
+
+
+@pytest.mark.parametrize("script", [SELFSPEC, LONGSPEC])
+def test_gamma_zero_and_rows_that_end_at_their_end(script: str, call, checkpoint: Path) -> None:
+    target = f"--target {checkpoint}" if script == LONGSPEC else ""
+    flags = f"{SIZES} --gamma 0 --num_prompts 6 --stop_at_eos --benchmark --dtype float64 {target}"
+    record = call(script, flags).record
+    counts = {"mean_accepted_length": 1.0, "acceptance_per_position": [], "drafted": 0, "identical_sequences": 6}
+    nulls, name = {"seed", "acceptance_rate", "draft_step_ms"}, Path(script).stem.split("_")[0]
+    check_record(record, nulls, benchmark=name, sequences=6, gamma=0, **counts)
+    assert 6 < record["tokens_generated"] < 6 * GEN_LEN
+
+
+def test_selfspec_on_random_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """The costs are real, what depends on the text is null. No weights, tokenizer or data set are read."""
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    flags = f"--model {tmp_path} --load_format dummy --device cpu --dtype float32 {SIZES} {DRAFT} --benchmark"
+    ended = run(SELFSPEC, f"{flags} --printoutput --save_rows {tmp_path / 'rows.jsonl'}".split())
+    nulls = {"seed", *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_REAL_WEIGHTS}
+    check_record(ended.record, nulls, benchmark="selfspec", sequences=2, load_format="dummy", dtype="float32")
+    assert all(json.loads(line)["text"] is None for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+
+
+def test_the_baseline_drafts_nothing(call) -> None:
+    record = call(BASELINE, f"{SIZES} --num_prompts 3").record
+    nulls = {"seed", "identical_sequences", *OF_DRAFT, *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_PHASES}
+    check_record(record, nulls, benchmark="baseline", sequences=3, gamma=0, tokens_generated=3 * GEN_LEN)
+    assert record["decode_tokens_per_second"] == record["baseline_tokens_per_second"]
+
+
+def test_a_flag_of_sampling_without_effect_is_a_note(call) -> None:
+    plain, seeded = (call(BASELINE, f"{SIZES} {more}") for more in ("", "--seed 3 --top_k 5"))
+    same = ("tokens_sha256", "seed", "top_k")
+    assert [plain.record[name] for name in same] == [seeded.record[name] for name in same]
+    assert "note: --top_k, --seed" in seeded.err and "note: " not in plain.err
+
+
+def test_rows_whose_logits_are_edited_are_those_of_plain_decoding(call) -> None:
+    edits = "--temperature 0.8 --min_p 0.05 --repetition_penalty 1.3 --min_tokens 9 --verification coupled"
+    first, ended = (
+        call(SELFSPEC, f"{SIZES} {DRAFT} --dtype float64 {more}") for more in (edits, f"{edits} --stop_at_eos")
+    )
+    assert first.record["identical_sequences"] == ended.record["identical_sequences"] == 2
+    assert ended.record["repetition_penalty"] == 1.3 and ended.record["tokens_generated"] >= 2 * 9
+    assert "note: --min_tokens" in first.err and "note: --min_tokens" not in ended.err
+
+
+def test_a_full_disk_loses_nothing_of_a_run(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and record are printed, the record last; one warning while it runs, and one error at its end."""
+
+    def full_disk(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    ended = call(BASELINE, f"{SIZES} --save_rows {tmp_path / 'r'} --output {tmp_path / 'o'}")
+    assert ended.code == 2
+    assert [json.loads(line)["row"] for line in ended.lines if line.startswith('{"run"')] == [0, 1]
+    assert json.loads(ended.out.splitlines()[-1])["benchmark"] == "baseline"
+    for kind in ("warning", "error"):
+        assert len(re.findall(f"^{kind}: a record could not be appended", ended.err, re.MULTILINE)) == 1
+
+
+def break_token(folder: Path, character: str) -> None:
+    """NaN in the embedding of one character: the prompts that have it go bad where they have it."""
+    config, weights = read_checkpoint(folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    embeddings = weights["tok_embeddings.weight"].clone()
+    embeddings[vocabulary[character]] = math.nan
+    (folder / "manifest.json").unlink()
+    save_checkpoint(folder / "model.pth", config, {**weights, "tok_embeddings.weight": embeddings})
+
+
+def test_logits_that_are_no_numbers_are_an_error(
+    call, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model makes NaN of finite weights; nothing is written."""
+    monkeypatch.setattr("models.checkpoints.loading.is_finite", lambda tensor: True)
+    broken, output = tmp_path / "checkpoint", tmp_path / "results.jsonl"
+    shutil.copytree(checkpoint, broken)
+    break_token(broken, "1")
+    message = call(SELFSPEC, f"{SIZES} {DRAFT} --model {broken} --output {output}").refusal
+    assert "baseline" in message and not output.exists()
+    assert "row 1: logits at position 1" in message
+
+
+def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(call, checkpoint: Path, tmp_path: Path) -> None:
+    def renumbered(content: dict[str, Any]) -> dict[str, Any]:
+        content["model"]["vocab"]["1"] = len(content["model"]["vocab"])
+        return content
+
+    copy_edited(checkpoint, tmp_path / "larger", "tokenizer.json", renumbered)
+    assert "not this model's" in call(BASELINE, f"{SIZES} --model {tmp_path / 'larger'}").refusal
+
+
+def test_the_default_model_is_asked_for_by_name(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
+    assert "make demo" in call(BASELINE, f"--model {tmp_path / 'default' / 'model.pth'}").refusal

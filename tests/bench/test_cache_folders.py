@@ -1,0 +1,91 @@
+"""Cache folders in which something else than a file has a file's name: it is skipped, never opened."""
+
+import faulthandler
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.auto.saved_costs import _path, load_costs, store_costs
+from engine import ModelRunner, generate
+from engine.drafters.markov import NGramTable
+from engine.drafters.ngram_cache import NGramCache
+from engine.prefix_store import PrefixStore
+from models.checkpoints import manifest
+from models.checkpoints.manifest import remembered_sha256, sha256_of
+from models.kernels.build import BuildChoice, remembered
+from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
+
+PROMPTS = random_prompts([5, 38, 17])
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """End the process instead of waiting for a writer of a FIFO."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def in_place_of(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+KINDS = pytest.mark.parametrize("kind", ["FIFO", "device"])
+
+
+@KINDS
+def test_a_prompt_without_a_file_runs_again(kind: str, tmp_path: Path) -> None:
+    model, rows = tiny_model(), []
+    for _ in range(2):
+        runner = ModelRunner(model, full_cache(model, 3), prefixes=PrefixStore(tmp_path, "a", 1 << 30))
+        rows.append([runner.prefill_row(row, prompt).logits.tolist() for row, prompt in enumerate(PROMPTS)])
+        for path in tmp_path.glob("prefix-*"):
+            in_place_of(path, kind)
+    assert rows[0] == rows[1] and runner.prefixes is not None and runner.prefixes.n_taken_over == 0
+
+
+@KINDS
+def test_costs_and_sums_without_a_file_are_unknown(kind: str, tmp_path: Path, monkeypatch) -> None:
+    store_costs({"a": 1}, {})
+    in_place_of(_path({"a": 1}), kind)
+    assert load_costs({"a": 1}) is None
+    monkeypatch.setattr(manifest, "cache_folder", lambda: tmp_path)
+    weights = tmp_path / "weights"
+    weights.write_bytes(bytes(manifest.REMEMBERED_FROM))
+    assert remembered_sha256(weights) == sha256_of(weights)
+    (note,) = (tmp_path / "sha256").iterdir()
+    in_place_of(note, kind)
+    assert remembered_sha256(weights) == sha256_of(weights)
+
+
+@KINDS
+def test_the_choice_of_a_build_without_a_file_is_made_again(kind: str, tmp_path: Path) -> None:
+    choice, memory = BuildChoice("plain", [], {}), tmp_path / "choice.json"
+    for suffix in (".json", ".lock", ".partial"):
+        in_place_of(memory.with_suffix(suffix), kind)
+    assert remembered(memory, "choosing", lambda: choice) == choice
+    assert BuildChoice(**json.loads(memory.read_text())) == choice
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"{" + x[7:], lambda x: b"[" * 100_000])
+def test_a_damaged_file_of_n_grams_is_noted_and_left_out(damage, tmp_path: Path, capfd) -> None:
+    """Rows decode as with an empty table, and the file, which may be another program's, stays."""
+    path, outputs = tmp_path / "grams.json", []
+    table = NGramTable(3)
+    table.learn(PROMPTS[1])
+    table.save(path, tiny_runner(3).vocab_size)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    for given in (None, path):
+        runner = tiny_runner(3)
+        outputs.append(generate(runner, PROMPTS, max_new_tokens=20, drafter=NGramCache(runner, 3, path=given)))
+    assert "note: " in capfd.readouterr().err and path.read_bytes() == damaged
+    assert outputs[0].tokens == outputs[1].tokens
+    assert outputs[0].stats.accepted == outputs[1].stats.accepted

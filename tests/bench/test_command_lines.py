@@ -1,0 +1,113 @@
+"""Command lines: unknown flags and values, flags without effect, and help."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+from tyro.conf import UseAppendAction, arg
+
+from bench.draft_flags import draft_flags
+from common.cli import read
+from common.errors import ConfigError, UserError, flag
+from models.names import Dtype
+from tests.support.programs import BENCHMARKS, COST_MODEL, TERMINAL, run
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Some flags."""
+
+    gammas: tuple[int, ...] = (3,)
+    compile: bool = False
+    draft: Literal["self", "ngram"] | None = None
+    dtype: Literal["auto"] | Dtype = "auto"
+    budget: Annotated[int, arg(aliases=["--old_budget"])] = 512
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A program's flags."""
+
+    model: str
+    axis: UseAppendAction[tuple[str, ...]] = ()
+    inner: Inner = field(default_factory=Inner)
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(Flags, argv, "program.py")
+    return str(caught.value)
+
+
+def test_flags_are_the_fields_however_deep():
+    assert read(Flags, ["--model", "m"]) == Flags("m")
+    given = read(Flags, ["--gammas", "1", "2", "--model=m", "--compile", "--draft", "ngram"])
+    assert given == Flags("m", inner=Inner((1, 2), True, "ngram"))
+
+
+def test_a_missing_flag_and_an_unknown_choice_are_refused_by_name():
+    assert "--model" in refused()
+    for choice in ("ngrm", "None"):
+        assert choice in refused("--model", "m", "--draft", choice)
+    choices = re.search(r"required: (.*)", refused("--model", "m", "--draft", "ngrm"))
+    assert choices and choices[1] == "ngram, self"
+
+
+@pytest.mark.parametrize(
+    ("seen", "meant"),
+    {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}.items(),
+)
+def test_usual_names_of_dtypes_lead_to_the_names_here(seen: str, meant: str):
+    error = refused("--model", "m", "--dtype", seen)
+    assert error.endswith(f" {meant}") and "auto, bfloat16, float16, float32, float64" in error
+
+
+@pytest.mark.parametrize("words", ["--budget 64 --old_budget 128", "--budget=64 --budget 64", "--compile --compile"])
+def test_a_flag_that_is_given_twice_is_refused(words: str):
+    refusal = refused("--model", "m", *words.split())
+    assert all(word.partition("=")[0] in refusal for word in words.split() if word.startswith("--"))
+
+
+def test_what_is_no_flag_may_be_repeated():
+    given = read(Flags, ["--model", "m", "--axis=a=1", "--axis", "a=2", "--gammas", "2", "2", "--old-budget=3"])
+    assert given == Flags("m", axis=("a=1", "a=2"), inner=Inner((2, 2), budget=3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "useless"),
+    [
+        ("--p_min 0.5 --text_match 4", ["--p_min", "--text_match"]),
+        ("--draft_of_draft ngram --inner_budget 16", ["--inner_budget"]),
+        ("--draft ngram --draft_budget 32 --max_ngram 2", ["--draft_budget"]),
+        ("--gamma 0 --draft_policy snapkv --draft_budget 64", ["--draft_policy", "--draft_budget"]),
+        ("--gamma_schedule confidence --p_min 0.5 --draft_budget 32", []),
+    ],
+)
+def test_a_draft_flag_without_effect_is_a_note(flags: str, useless: list[str], capsys):
+    read(draft_flags(), flags.split()).config()
+    said = capsys.readouterr().err
+    assert said.startswith("note: ") == bool(useless) and len(said.splitlines()) <= 1
+    assert sorted(re.findall(r"--\w+", said)) == sorted(useless)
+
+
+def test_errors_call_fields_as_the_program_does():
+    error = UserError(f"{flag('target')}, (--model)", where=flag("model"), seen=1, required=2, fix=flag("gamma"))
+    lines = error.with_flags({"target": "--model", "model": "--draft_model"}).splitlines()
+    assert lines == ["--model, (--model)", *lines[1:]] and "where:    --draft_model" in lines[1]
+    assert lines[-1].endswith(" --gamma") and str(error).startswith("--target, ")
+
+
+def test_a_token_is_not_repeated():
+    for flags in (["--hf_tok", "hf_secret"], ["--hf_token", "hf_secret", "--no_such_flag"], ["hf_secret"]):
+        assert "hf_secret" not in run("download.py", flags).refusal
+
+
+def test_the_batch_size_has_its_usual_name_too():
+    assert "--B" in run(BENCHMARKS[0], ["--batch_size", "many"]).refusal
+
+
+@pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL, COST_MODEL])
+def test_help_ends_well(program: str):
+    ended = run(program, ["--help"])
+    assert ended.code == 0 and ended.out.startswith("usage:"), ended.err

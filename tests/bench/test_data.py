@@ -1,0 +1,167 @@
+"""Books become prompts: every format, exact lengths, distinct rows, and errors that carry the numbers."""
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import data
+from bench.data import load_books, make_prompts, resolve_dataset
+from common.errors import DataError
+from models.checkpoints.model_source import ModelSource
+from tests.support.tiny import TINY
+
+BOS = 7
+
+
+class CharacterTokenizer:
+    """A tokenizer with a token per character."""
+
+    def __init__(self, bos: list[int] | None = None) -> None:
+        self.bos = bos or []
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        return (self.bos if add_bos else []) + [ord(character) for character in text]
+
+
+def parquet_of(columns: dict[str, list], **options) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, **options)
+    return buffer.getvalue()
+
+
+def write_pg19(path: Path, texts: list[str], **options) -> Path:
+    """Write a parquet file like the hub's PG-19, whose text is a column among others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {"short_book_title": [f"Book {i}" for i in range(len(texts))], "text": texts}
+    path.write_bytes(parquet_of(columns, **options))
+    return path
+
+
+BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.\n"]
+
+
+def write_books(folder: Path, kind: str) -> Path:
+    """Write BOOKS into a folder or a file, and return its path."""
+    path = folder if kind.endswith("folder") else folder / f"books.{kind}"
+    if kind == "txt folder":
+        for name, book in zip("abc", BOOKS, strict=True):
+            (folder / f"{name}.txt").write_text(book, encoding="utf-8")
+        (folder / "notes.md").write_text("not a book")
+    elif kind == "jsonl":
+        lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    elif kind == "parquet folder":
+        write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
+        write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
+    else:
+        write_pg19(path, BOOKS)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt folder", "jsonl", "parquet folder", "parquet"])
+def test_formats_give_the_same_books(tmp_path, kind):
+    written = write_books(tmp_path, kind)
+    assert list(load_books(str(written))) == BOOKS
+    for file in list(tmp_path.iterdir()):
+        file.rename(file.with_suffix(file.suffix.upper()))
+    written = written if written.is_dir() else written.with_suffix(written.suffix.upper())
+    assert list(load_books(str(written))) == BOOKS, "names in other case"
+
+
+def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_path, monkeypatch):
+    book = tmp_path / "book.txt"
+    monkeypatch.setattr(data, "DEFAULT_BOOK", book)
+    with pytest.raises(DataError, match=r"python download\.py"):
+        load_books("default")
+    book.write_bytes(b"\xef\xbb\xbf" + BOOKS[0].encode())
+    assert list(load_books("default")) == list(load_books(str(book))) == [BOOKS[0]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "folder", "load_format", "resolved"),
+    [
+        ("auto", "built-in", "pth", "default"),
+        ("auto", "converted", "pth", "pg19"),
+        ("pg19", "built-in", "pth", "pg19"),
+        ("books.txt", "built-in", "pth", "books.txt"),
+        ("auto", "org/name", "dummy", None),
+    ],
+)
+def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
+    """The built-in model is where it was fetched; what was converted from it elsewhere is another."""
+    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
+    for name in ("built-in", "converted", "org/name"):
+        (tmp_path / name).mkdir(parents=True)
+    source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
+    assert resolve_dataset(wanted, source) == resolved
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch):
+    """A folder for what the hub has; and what was asked of it."""
+    calls = []
+
+    def download(repository, **options):
+        calls.append((repository, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("bench.data.snapshot_download", download)
+    return tmp_path, calls
+
+
+def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
+    """huggingface_hub leaves a blob, a commit and a link between them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / f"datasets--{data.PG19_REPOSITORY.replace('/', '--')}"
+    blob = write_pg19(repository / "blobs" / "29a5", BOOKS)
+    file = repository / "snapshots" / data.PG19_REVISION / "data" / "test-00000-of-00001-29a5.parquet"
+    file.parent.mkdir(parents=True)
+    file.symlink_to(blob)
+    assert list(load_books("pg19")) == BOOKS
+
+
+DAMAGED = (
+    ("bad.txt", b"\xff\xfe\xfa", "UTF-8"),
+    ("bad.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3: Expecting value: line 1 column 9"),
+    ("latin1.jsonl", b'{"text": "fine"}\n{"text": "M\xe4dchen"}\n', "line 2: 'utf-8' codec"),
+    ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 300_000 + b"\n", "line 2: nested too deeply"),
+    ("half.jsonl", b'{"text": "fine"}\n{"text": "broken \\ud83d"}\n', "line 2: .*surrogates not allowed"),
+    ("list.jsonl", b'["text"]\n', "row 1: list"),
+    ("cut.parquet", parquet_of({"text": BOOKS})[:-20], "parquet"),
+    ("other.parquet", parquet_of({"content": ["x"]}), "content"),
+    ("null.parquet", parquet_of({"text": ["text", None]}), "row 2: .'text'"),
+)
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), DAMAGED, ids=[name for name, *_ in DAMAGED])
+def test_damaged_files_are_named(tmp_path, name, content, complaint):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=complaint) as error:
+        list(load_books(str(tmp_path / name)))
+    assert name in str(error.value)
+
+
+def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = None) -> list[list[int]]:
+    return make_prompts(books, CharacterTokenizer(bos), n_prompts=n_prompts, prefix_len=prefix_len)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(st.lists(st.text("ab", max_size=40), max_size=4), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_prompts_are_the_first_stretch_of_every_book_then_the_second(books, n_prompts, length, has_bos):
+    """Behind a BOS that is part of the length, none twice, whatever a text repeats."""
+    stretches = [book[at : at + length] for at in range(0, 40, length) for book in books]
+    distinct = list(dict.fromkeys(stretch for stretch in stretches if len(stretch) == length))
+    bos = [BOS] * has_bos
+    if len(distinct) < n_prompts:
+        with pytest.raises(DataError, match=f"{len(distinct)} distinct prompts of {length + has_bos} tokens"):
+            prompts_of(books, n_prompts, length + has_bos, bos)
+    else:
+        wanted = [bos + list(map(ord, stretch)) for stretch in distinct[:n_prompts]]
+        assert prompts_of(books, n_prompts, length + has_bos, bos) == wanted

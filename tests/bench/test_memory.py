@@ -1,0 +1,147 @@
+"""The memory plan: equal to the bytes of weights and caches, and exact about the largest batch."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import memory
+from bench.config import RunConfig, Sizes, Target
+from bench.dummy_prefill import randomise
+from bench.memory import MemoryPlan, memory_plan, require_memory
+from bench.plan import resolve, resolve_several
+from bench.session import Session
+from common.errors import OutOfMemoryError
+from engine.drafters.self_speculation import SelfConfig
+from kv_cache import FullKVCache
+from kv_cache.streaming import Streaming
+from models import ModelConfig, load_model
+from models.kernels.packed_linear import PackedLinear
+from models.storage import model_bytes
+from tests.support.machine import needs_vnni
+from tests.support.programs import python
+from tests.support.tiny import TINY
+
+CONFIGS = {
+    "untied": TINY,
+    "tied": replace(TINY, tie_embeddings=True),
+    "biases and norms": replace(TINY, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True),
+    "given head_dim": replace(TINY, head_dim=16, n_kv_head=1),
+}
+WIDE = replace(TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024)
+
+
+def loaded_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    model = load_model("none", load_format="dummy", config=config, dtype=dtype)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    tensors = [*model.parameters(), *(tensor for module in packed for tensor in (module.weight, module.bias))]
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_the_bytes_of_the_loaded_model(name: str, dtype: torch.dtype) -> None:
+    planned, loaded = model_bytes(CONFIGS[name], dtype, None, "cpu"), loaded_bytes(CONFIGS[name], dtype)
+    assert planned == loaded or (planned > loaded and dtype != torch.float32)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
+    config = replace(WIDE, tie_embeddings=tied)
+    model = load_model("none", load_format="dummy", config=config, quantize=scheme)
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    assert n_bytes == pytest.approx(model_bytes(config, torch.float32, scheme, "cpu"), rel=0.02)
+
+
+@pytest.mark.parametrize("kv_dtype", ["same", "int8"])
+def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, checkpoint: Path) -> None:
+    target = Target(str(checkpoint), device="cpu", dtype="float32", kv_dtype=kv_dtype)
+    draft = SelfConfig(policy=Streaming(16), draft_kv_dtype="fp8" if kv_dtype == "int8" else "same")
+    session = Session.open(RunConfig(target, sizes=Sizes(B=3, gen_len=8), draft=draft), [[1] * 40] * 3)
+    planned = memory_plan(session.plan).per_row
+    assert 3 * planned["target KV"] == session.runner.cache.n_bytes
+    assert 3 * planned["draft KV"] == session.drafter().cache.n_bytes
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_the_largest_batch_is_exact(batch: int) -> None:
+    plan = MemoryPlan({"weights": 12345}, {"target KV": 678, "draft KV": 9})
+    for available in (plan.total(batch), plan.total(batch + 1) - 1):
+        assert plan.largest_batch(available) == batch
+        require_memory(plan, batch, available, "cpu")
+        with pytest.raises(OutOfMemoryError, match=f"--B {batch}"):
+            require_memory(plan, batch + 1, available, "cpu")
+
+
+@pytest.mark.parametrize("available", [[1000], [2**40, 1000]])
+def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, checkpoint: Path, monkeypatch) -> None:
+    left = iter(available)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: next(left))
+    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=2, gen_len=8))
+    with pytest.raises(OutOfMemoryError):
+        Session.open(config, [[1] * 40] * 2)
+
+
+def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: Path) -> None:
+    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8))
+    drafts = [SelfConfig(policy=Streaming(n)) for n in (16, 24)]
+
+    def draft_kv(plan) -> int:
+        return memory_plan(plan).per_row["draft KV"]
+
+    alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
+    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], at_once)) for at_once in (None, 1)]
+    assert several == [sum(alone), max(alone)]
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_random_entries_of_8_bits_fill_the_rows_and_slots_of_a_view(stored: torch.dtype) -> None:
+    cache = FullKVCache(TINY, 7, 700, dtype=stored)
+    randomise(cache.view(slice(0, 5), 600))
+    everything = cache.entries.float()
+    filled = everything[:, :, :5, :, :600]
+    assert filled.std(dim=2).mean() > 0.5 and filled.count_nonzero() == everything.count_nonzero()
+
+
+def test_a_containers_limit_counts_and_its_pages_of_files_do_not(tmp_path: Path) -> None:
+    process = tmp_path / "cgroup"
+    process.write_text("0::/outer/inner\n")
+    assert memory.left_in_container(tmp_path, process) == math.inf
+    assert memory.left_in_container(tmp_path, tmp_path / "none") == math.inf
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for folder, limit, used in ((inner, "max", 500), (inner.parent, "1000", 700)):
+        values = {"max": limit, "current": used, "stat": "anon 5\nactive_file 30\ninactive_file 20\n"}
+        for name, value in values.items():
+            (folder / f"memory.{name}").write_text(f"{value}\n")
+    assert memory.left_in_container(tmp_path, process) == 1000 - 700 + 50
+
+
+LIMITED = """
+import resource, sys
+import psutil
+from bench.config import RunConfig, Sizes, Target
+from bench.session import Session
+from common.errors import OutOfMemoryError
+
+used = psutil.Process().memory_info()
+limit, size = {"AS": (resource.RLIMIT_AS, used.vms), "DATA": (resource.RLIMIT_DATA, used.data)}[sys.argv[2]]
+resource.setrlimit(limit, (size + 2**29, resource.RLIM_INFINITY))
+for batch in (20_000, 2):
+    config = RunConfig(Target(sys.argv[1], device="cpu"), sizes=Sizes(B=batch, gen_len=8))
+    try:
+        Session.open(config, [[1] * 200] * batch)
+        print("opened")
+    except OutOfMemoryError as error:
+        print(error.what)
+"""
+
+
+@pytest.mark.parametrize("limit", ["AS", pytest.param("DATA", marks=pytest.mark.slow)])
+def test_a_limit_of_the_process_counts(limit: str, checkpoint: Path) -> None:
+    """As `ulimit -v` and `ulimit -d` set it: half a gibibyte more than what imports took."""
+    ended = python("-c", LIMITED, checkpoint, limit)
+    assert (ended.code, ended.out) == (0, "the run does not fit into memory\nopened\n"), ended.err

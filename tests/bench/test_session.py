@@ -1,0 +1,171 @@
+"""The Session API: one configuration opened, other drafts and samplings over the same weights and cache."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench.auto.run_costs import costs_of
+from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
+from bench.memory import memory_plan
+from bench.plan import remarks, resolve
+from bench.session import Session
+from common.errors import ConfigError
+from convert_hf_checkpoint import convert
+from engine import generate
+from engine.drafters.ngram import NGramConfig
+from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.standalone import StandaloneConfig
+from engine.modes import MODES
+from engine.runner import ModelRunner
+from kv_cache import StreamingKVCache
+from kv_cache.full import Full
+from kv_cache.policy import BudgetedPolicy
+from kv_cache.snapkv import SnapKV
+from kv_cache.streaming import Streaming
+from tests.support.hf_tiny import SHAPE, random_model, rope, save_folder
+
+TEXTS = ["Call me Ishmael.", "It was the best of times, it was the worst of times", "No"]
+SMALL = SelfConfig(gamma=3, policy=Streaming(16))
+
+
+@pytest.fixture
+def config(checkpoint: Path) -> RunConfig:
+    target = Target(model=str(checkpoint), device="cpu", dtype="float64")
+    return RunConfig(target=target, sizes=Sizes(B=2, gen_len=12), draft=replace(SMALL, draft_dtype="same"))
+
+
+@pytest.fixture
+def session(config: RunConfig) -> Session:
+    return Session.open(config, prompts=TEXTS)
+
+
+def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None:
+    """Three prompts in two rows; what drafts shares the target's weights."""
+    assert [len(prompt) for prompt in session.prompts] == [1 + len(text) for text in TEXTS]
+    plain, drafted = session.generate(), session.generate(session.drafter())
+    assert drafted.tokens == plain.tokens and all(len(tokens) == 12 for tokens in plain.tokens)
+    assert len(set(map(tuple, plain.tokens))) == 3
+    accepted = [row.accepted for row in drafted.stats.rows]
+    assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
+    assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
+    assert not session.models and session.plan.shares_weights(session.plan.draft)
+
+
+def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
+    """The plan has room for the prompt states that it keeps."""
+    draft = StandaloneConfig(gamma="auto", draft_model=config.target.model, policy=Streaming(16), draft_dtype="same")
+    sessions = [Session.open(replace(config, draft=one), TEXTS[:2]) for one in (draft, replace(draft, gamma=6))]
+    rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
+    assert rehearsed == 2 * fixed > 0
+    filled: list[int] = []
+    fill_rows = ModelRunner.fill_rows
+    monkeypatch.setattr(ModelRunner, "fill_rows", lambda own, given: filled.extend(given) or fill_rows(own, given))
+    for session, n_runs in zip(sessions, (1, 2), strict=True):
+        (drafter,) = session.drafters()
+        assert costs_of(session, [drafter], whole=True) if session.plan.chooses else session.generate(drafter)
+        session.generate(drafter)
+        assert len(filled) == 2 * n_runs
+        filled.clear()
+
+
+def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatch) -> None:
+    """It is planned for, and trained on fewer positions than the target."""
+    monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (18, 24))
+    shape = SHAPE | {"max_position_embeddings": 64, "num_hidden_layers": 1}
+    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0)), tmp_path)
+    convert(tmp_path, tmp_path)
+    how = {"policy": Streaming(AUTO, n_sink=2), "inner_budget": 20, "draft_dtype": "float32"}
+    draft = SelfConfig(gamma="auto", draft_of_draft=str(tmp_path), **how)
+    session = Session.open(replace(config, draft=draft), TEXTS)
+    drafters = session.drafters()
+    caches = [cache for one in drafters for cache in (one._outer.cache, one._inner._runner.cache)]
+    assert len(drafters) == 2 and [cache.rotate_on_read for cache in caches] == [False, True] * 2
+    assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model in [*session.models.values()]
+    held = sum(cache.n_bytes for cache in caches) + sum(cache.n_bytes for cache in caches[1::2])
+    planned = session.plan.n_rows * memory_plan(session.plan).per_row["draft KV"]
+    assert planned == held, "what prompts left of the model is kept beside it"
+    fixed = session.variant(draft=replace(draft, gamma=4, policy=Streaming(24)))
+    out, both = fixed.generate(drafter := fixed.drafter()), drafter.inner_counts()
+    assert out.tokens == session.generate().tokens and both.emitted == out.stats.drafted > 0
+
+
+def test_a_variant_shares_weights_and_cache(session: Session) -> None:
+    """Every draft over one prefilled target; only another form of the weights is loaded, and once."""
+    plain = session.generate().tokens
+    drafts = [NGramConfig(gamma=2), SelfConfig(gamma=2, policy=Full(), draft_dtype="same")]
+    drafts.append(SelfConfig(gamma=1, policy=SnapKV(24, snapkv_window=8), draft_dtype="same"))
+    for draft in drafts:
+        variant = session.variant(draft=draft)
+        assert variant.runner is session.runner and not session.models
+        assert variant.generate(variant.drafter()).tokens == plain
+    assert variant.plan.draft is not None and variant.plan.draft.policy == SnapKV(24, snapkv_window=8)
+    rounded = [session.variant(draft=replace(SMALL, gamma=gamma, draft_dtype="float32")) for gamma in (1, 2)]
+    (model,) = session.models.values()
+    assert model.dtype == torch.float32
+    assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
+
+
+def test_a_variant_of_another_sampling(session: Session) -> None:
+    coupled = session.variant(sampling=Sampling(temperature=1.2, seed=3, verification="coupled"))
+    assert (
+        coupled.plan.verification in MODES and coupled.generate(coupled.drafter()).tokens == coupled.generate().tokens
+    )
+    assert coupled.generate().tokens != session.generate().tokens
+    greedy, filtered = (session.variant(sampling=own).plan.sampling for own in (Sampling(), Sampling(seed=3, top_k=5)))
+    assert greedy == filtered
+
+
+def test_narrowed_is_a_session_of_fewer_rows_and_slots(session: Session) -> None:
+    narrow = session.narrowed(1, 40)
+    assert narrow.runner.max_batch == 1 and narrow.runner.cache.capacity == 40
+    assert narrow.runner.model is session.runner.model
+    assert narrow.runner.cache.keys.data_ptr() == session.runner.cache.keys.data_ptr()
+    alone = narrow.variant(prompts=[session.prompts[0]])
+    tokens = session.generate().tokens
+    assert alone.generate().tokens == alone.generate(alone.drafter()).tokens == tokens[:1]
+
+
+def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
+    """Behind a prompt of 150 tokens those of 64 and 128, the largest first."""
+    automatic = replace(SMALL, policy=Streaming("auto"), gamma="auto", draft_dtype="same")
+    session = Session.open(replace(config, draft=automatic), prompts=["x" * 149])
+    assert session.plan.draft is not None and (session.plan.draft.gamma, session.plan.draft.capacities) == (
+        6,
+        (128, 64),
+    )
+    caches = [drafter.cache for drafter in session.drafters()]
+    assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
+
+
+YARN = {"rope_scaling": "yarn:4"}
+OTHER_BASE = 'rope_parameters={"rope_type": "default", "rope_theta": 500000.0}'
+OVERRIDES = {"config_overrides": (OTHER_BASE, "max_position_embeddings=1024")}
+
+
+@pytest.mark.parametrize("changes", [YARN, OVERRIDES])
+def test_a_draft_of_the_same_checkpoint_is_accepted_beyond_its_context(config: RunConfig, changes) -> None:
+    """The checkpoint was trained on 256 positions; rows are longer, and differ. Without changes it is another model."""
+    target = replace(config.target, **changes)
+    draft = StandaloneConfig(gamma=3, draft_model=target.model, policy=Full(), draft_dtype="same")
+    session = Session.open(replace(config, target=target, draft=draft), ["a b c " * 50, "and tea for two" * 27])
+    out = session.generate(session.drafter())
+    assert out.tokens == session.generate().tokens and out.tokens[0] != out.tokens[1]
+    assert out.stats.counts.acceptance_rate == 1.0 and out.stats.counts.accepted > 12
+    assert any("changes of rotary settings" in said for said in remarks(session.plan))
+
+
+def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, tmp_path: Path) -> None:
+    """Also if its cache counts positions, which never exceed the budget. A draft that is scaled already is refused."""
+    target = replace(config.target, **YARN)
+    draft = StandaloneConfig(gamma=3, draft_model=target.model, policy=Full(), draft_dtype="same")
+    for policy, text in ((Full(), "a b c"), (Streaming(32), "a b c " * 50)):
+        plan = resolve(replace(config, target=target, draft=replace(draft, policy=policy)), [text])
+        assert plan.draft is not None and plan.draft.source is not None
+        assert plan.draft.source.config.rope_scaling is None and not plan.draft.source.is_changed
+    save_folder(random_model(LlamaConfig(**SHAPE, **rope(10000.0, "linear", factor=2.0))), tmp_path)
+    convert(tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=f"extended already(.|\n)*{tmp_path}"):
+        resolve(replace(config, target=target, draft=replace(draft, draft_model=str(tmp_path))), ["a b c " * 50])

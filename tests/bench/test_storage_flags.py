@@ -1,0 +1,136 @@
+"""Storage of weights and caches: what auto chooses, and flags that quantise a target and its draft."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench.config import RunConfig, Sizes, Target
+from bench.plan import resolve
+from engine.drafters.self_speculation import SelfConfig
+from kv_cache.streaming import Streaming
+from models.storage import auto_draft_weights, auto_dtype
+from tests.support.hf_tiny import SHAPE
+from tests.support.machine import needs_vnni
+from tests.support.programs import benchmark
+
+LINEARS = [(128, 64), (64, 96)]
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch):
+    """Function that pretends the CPU multiplies bfloat16 or 8-bit integers, or does not: `cpu(bfloat16, int8)`."""
+
+    def make(bfloat16: bool, int8: bool) -> None:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: int8)
+        monkeypatch.setattr("bench.draft_plan.can_pack", lambda device, dtype: bfloat16)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("device", "bfloat16", "published", "dtype"),
+    [
+        ("cpu", True, ["bfloat16"], torch.bfloat16),
+        ("cpu", True, ["Q4_1", "Q8_0"], torch.bfloat16),
+        ("cpu", True, ["Q8_0", "float16"], torch.float32),
+        ("cpu", True, [], torch.float32),
+        ("cpu", True, None, torch.bfloat16),
+        ("cpu", False, ["bfloat16"], torch.float32),
+        ("cuda:0", False, ["float32"], torch.bfloat16),
+    ],
+)
+def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, published, dtype, cpu) -> None:
+    """published: None for random weights."""
+    cpu(bfloat16, False)
+    chosen, _ = auto_dtype(device, SimpleNamespace(has_text=published is not None, published=published))
+    assert chosen == dtype
+
+
+@pytest.mark.parametrize(
+    ("changed", "scheme"),
+    [
+        ({}, "int8"),
+        ({"dtype": torch.float64}, None),
+        ({"device": "cuda:0"}, None),
+        ({"linears": [(128, 64), (64, 92)]}, None),
+        ({"published": ["Q4_1", "Q8_0"]}, "int4"),
+        ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, None),
+    ],
+)
+def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> None:
+    usual = {"device": "cpu", "dtype": torch.bfloat16, "linears": LINEARS}
+    cpu(True, True)
+    assert auto_draft_weights(**usual | changed) == scheme
+    cpu(True, False)
+    assert auto_draft_weights(**usual | changed) is None
+
+
+@pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])
+def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoint: Path, cpu) -> None:
+    cpu(True, True)
+    draft = SelfConfig(policy=Streaming(16), draft_weights=flag)
+    target = Target(model=str(checkpoint), device="cpu")
+    config = RunConfig(target, sizes=Sizes(B=2, gen_len=6), draft=draft)
+    plan = resolve(config, [[1] * 40])
+    assert plan.dtype == torch.float32 and plan.draft.dtype == torch.bfloat16
+    assert plan.draft.quantize == quantize
+    shared = resolve(replace(config, draft=replace(draft, draft_dtype="same")), [[1] * 40]).draft
+    assert (shared.dtype, shared.quantize) == (torch.float32, None if flag == "auto" else quantize)
+
+
+COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"
+CONFIG = LlamaConfig(
+    **SHAPE | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 256},
+    architectures=["LlamaForCausalLM"],
+)
+DRAFT = "--gamma 3 --streamingllm_budget 24"
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Function that runs a script on random weights of CONFIG's shape and returns its record."""
+    CONFIG.save_pretrained(tmp_path)
+
+    def run(script: str, flags: str) -> dict[str, Any]:
+        models = ["--target", str(tmp_path)] if script == "longspec" else []
+        return benchmark(script, [*models, "--model", str(tmp_path), *COMMON.split(), *flags.split()]).record
+
+    return run
+
+
+@needs_vnni
+def test_a_quantised_draft_changes_no_token(run):
+    plain = run("selfspec", DRAFT)
+    assert plain["draft_weights"] is None and plain["draft_kv_dtype"] == "float64"
+    for flags, weights, kv_dtype in (
+        ("--draft_weights int4 --draft_kv_dtype int8 --draft_dtype bfloat16", "int4", "int8"),
+        ("--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full --streamingllm_budget -1", "int8", "fp8"),
+    ):
+        record = run("selfspec", f"{DRAFT} {flags}")
+        assert record["tokens_sha256"] == plain["tokens_sha256"], flags
+        assert record["identical_sequences"] == record["sequences"] == 3
+        assert record["quantize"] is None and record["draft_weights"] == weights
+        assert record["draft_kv_dtype"] == {"fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
+
+
+@needs_vnni
+@pytest.mark.parametrize("flags", ["--quantize int8 --kv_dtype fp8", "--quantize int4"])
+def test_speculation_with_a_quantised_target_emits_its_plain_text(run, flags):
+    """The draft `same` has the target's quantised weights."""
+    plain, quantised = run("baseline", ""), run("selfspec", f"{DRAFT} {flags}")
+    assert quantised["identical_sequences"] == 3
+    assert quantised["tokens_sha256"] != plain["tokens_sha256"]
+    assert (quantised["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
+    assert quantised["draft_weights"] == quantised["quantize"]
+
+
+@needs_vnni
+def test_a_standalone_draft_is_quantised_apart_from_the_target(run):
+    record = run("longspec", f"{DRAFT} --quantize int4 --draft_weights int8")
+    assert (record["quantize"], record["draft_weights"], record["identical_sequences"]) == ("int4", "int8", 3)

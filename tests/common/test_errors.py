@@ -1,0 +1,101 @@
+"""Programs end with one message for a user's error, and quietly where nobody reads on."""
+
+import os
+import subprocess
+import sys
+from textwrap import indent
+
+import pytest
+
+from common.checkout import ROOT
+from tests.support.programs import BENCHMARKS, python
+
+ALONE = "from common.exit import exit_on_user_error as run"
+ON_RANKS = "from engine.parallel.launch import run_on_ranks as run"
+PROGRAM = """
+{how}
+import os, select, sys
+from common.errors import ConfigError
+
+def until_unread(fd):
+    poll = select.poll()
+    poll.register(fd, 0)
+    poll.poll()
+
+def main():
+{body}
+
+run(main)
+"""
+UNREAD_CODE = 141
+
+
+def run(body: str, *, how: str = ALONE, reads: int | None = None, encoding: str = "utf-8") -> tuple[int, bytes, bytes]:
+    """Return the exit code of a program with that `main`, its stdout and its stderr. reads: close stdout after so many
+    lines."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONIOENCODING": encoding} | ({"WORLD_SIZE": "2", "RANK": "0"} if how == ON_RANKS else {})
+    command = [sys.executable, "-c", PROGRAM.format(how=how, body=indent(body, "    "))]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as started:
+        with started.stdout as stdout:
+            out = stdout.read() if reads is None else b"".join(stdout.readline() for _ in range(reads))
+        err = started.stderr.read()
+        return started.wait(), out, err
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["for i in range(100_000): print(i)", "print(0, flush=True)\nuntil_unread(1)\nprint(1)"],
+    ids=["more than a pipe holds", "less than a buffer holds"],
+)
+def test_a_reader_that_leaves_sees_no_error(body):
+    assert run(body, reads=1) == (UNREAD_CODE, b"0\n", b"")
+
+
+def test_a_user_error_is_one_message_and_exit_code_2():
+    code, out, err = run("print(1)\nraise ConfigError('too small', '--B', 0, '1 or more', 'use 1')")
+    assert (code, out) == (2, b"1\n") and err.startswith(b"error: too small\n") and b"--B" in err
+
+
+def test_characters_that_stdout_cannot_encode_are_escaped():
+    body = r"print('caf\u00e9 \u20ac \ud800')"
+    assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
+
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError"
+OUR_PROGRAMS = ("foretoken.py chat", *BENCHMARKS, "convert_hf_checkpoint.py", "-m serving", "-m reproduce.train_head")
+
+
+@pytest.mark.parametrize("program", OUR_PROGRAMS)
+def test_an_interrupt_while_a_program_imports_is_a_line(program, tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    ended = python(*program.split(), PYTHONPATH=str(tmp_path))
+    assert (ended.code, ended.out, len(ended.err.splitlines())) == (130, "", 1) and "Traceback" not in ended.err
+
+
+def test_other_errors_of_an_import_keep_their_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a damaged file')")
+    ended = python("foretoken.py", PYTHONPATH=str(tmp_path))
+    assert ended.code == 1 and "Traceback" in ended.err and "a damaged file" in ended.err
+
+
+LOST = """
+import torch.distributed as dist
+
+class Held:
+    def __del__(self):
+        os.write(1, b"freed")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+held = Held()
+print(1)
+raise RuntimeError("it timed out")
+"""
+
+
+def test_a_rank_that_lost_another_frees_nothing():
+    """Freeing symmetric memory of a GPU that still waits for the other would wait, too."""
+    code, out, err = run(LOST, how=ON_RANKS)
+    assert (code, out) == (3, b"1\n") and b"--rank_timeout" in err

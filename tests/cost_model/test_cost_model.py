@@ -1,0 +1,64 @@
+"""The cost model: the formula by hand, what pays best, and costs that runs have measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench.auto.costs import Costs, tokens_per_round
+from cost_model.report import Cell, best_of_each, costs_of
+from tests.support.programs import BENCHMARKS, COST_MODEL, run
+
+CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)
+
+
+def test_a_round_is_drafts_verification_and_the_rest():
+    assert tokens_per_round(0.8, 3) == pytest.approx(2.952)
+    assert tokens_per_round(1.0, 4) == 5 and tokens_per_round(0.0, 4) == 1 and tokens_per_round(0.7, 0) == 1
+    costs = Costs(100, (1, 3, 5), (110, 130, 170), 20, 4)
+    assert costs.round_ms(3) == 3 * 20 + 130 + 4
+    assert costs.round_ms(2) == 2 * 20 + 120 + 4
+    assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
+    assert Costs(100, (3,), (130,), 20, 4).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
+    assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
+
+
+def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
+    """Each context by its acceptance."""
+    costs = [("streaming", 64), CHEAP], [("snapkv", 512), replace(CHEAP, draft_ms=40)]
+    for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
+        cells = [Cell(1, 100, draft, each, alpha) for (draft, each), alpha in zip(costs, alphas, strict=True)]
+        cells += [Cell(2, context, *costs[0], alpha=0.0) for context in (100, 200)]
+        by_hand = {
+            (*cell.draft, gamma): tokens_per_round(cell.alpha, gamma) * 100 / cell.costs.round_ms(gamma)
+            for cell in cells[:2]
+            for gamma in (1, 3)
+        }
+        best, *others = best_of_each(cells, (1, 3))
+        chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
+        assert chosen == max(by_hand, key=by_hand.__getitem__)
+        assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
+        nothing = {"draft_policy": None, "draft_budget": None, "gamma": 0, "predicted_speedup": 1.0}
+        assert others == [{"B": 2, "prefix_len": context} | nothing for context in (100, 200)]
+
+
+def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
+    """A sweep's lines have records; lines without measured costs are passed over."""
+    path = tmp_path / "auto.jsonl"
+    flags = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --gamma auto --draft_budget auto --dtype float64"
+    measured = call(BENCHMARKS[-1], f"{flags} --output {path}").record
+    path.write_text(
+        json.dumps({"record": measured}) + "\n" + json.dumps({"benchmark": "baseline"}) + "\n" + path.read_text()
+    )
+    ended = run(COST_MODEL, f"--records {path} --gammas 1 3".split())
+    of_two_rows = [costs for costs in measured["measured_costs"] if costs["rows"] == 2]
+    gains = [
+        costs_of(costs).speedup(tokens_per_round(costs["accepted_share"], gamma), gamma)
+        for costs in of_two_rows
+        for gamma in (1, 3)
+    ]
+    (best,) = (row for row in ended.record["best"] if row["B"] == 2)
+    assert best["predicted_speedup"] == pytest.approx(max(1.0, *gains), abs=2e-3) and best["prefix_len"] == 60
+    assert ended.out.count("streaming ") >= 2 * len(measured["measured_costs"]) and "what pays best" in ended.out
+    given = run(COST_MODEL, f"--records {path} --gammas 1 3 --alpha 0".split())
+    assert [row["gamma"] for row in given.record["best"]] == [0] * len(ended.record["best"])

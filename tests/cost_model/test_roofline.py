@@ -1,0 +1,147 @@
+"""The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits."""
+
+import itertools
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from cost_model.machines import MACHINES, Collective, Machine, find_machine
+from cost_model.roofline import ModelStorage, forward_ms, predict_costs
+from models.checkpoints.presets import preset_config
+from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, predict, published_speedups
+from tests.support.programs import COST_MODEL, run
+
+LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
+# 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 behind it, and the head.
+WEIGHTS = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
+KV_BYTES = 131072  # of a token: 2 x 32 layers x 8 heads x 128 x 2 bytes
+BYTES_ONLY, OPS_ONLY = Machine(1e12, 1e40, 1e40, tile=1), Machine(1e40, 1e15, 1e14, tile=1)
+
+
+def test_bytes_of_a_known_model_by_hand():
+    assert ModelStorage(LLAMA_3).n_weights_of(0) == WEIGHTS == 7_504_658_432
+    for batch, context in ((1, 0), (4, 1000), (64, 32000)):
+        by_hand = (2 * WEIGHTS + KV_BYTES * batch * context) / 1e12 * 1e3
+        for tokens in (1, 4):  # entries and weights are read once for all tokens
+            assert forward_ms(ModelStorage(LLAMA_3), BYTES_ONLY, batch, tokens, context) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    "stored,weight,kv",
+    [
+        (ModelStorage(LLAMA_3, "float32"), 4, 4),
+        (ModelStorage(LLAMA_3, "float16", "int8"), 1, 2),
+        (ModelStorage(LLAMA_3, weights="int4", kv="fp8"), 0.625, 1),  # 4 bits, and 4 bytes for 32 weights
+    ],
+)
+def test_bytes_are_those_of_what_is_stored(stored, weight, kv):
+    by_hand = weight * WEIGHTS + kv * KV_BYTES / 2 * 8 * 4000
+    assert forward_ms(stored, BYTES_ONLY, 8, 1, 4000) == pytest.approx(by_hand / 1e9)
+
+
+@pytest.mark.parametrize("dtype,rate", [("bfloat16", 1e15), ("float32", 1e14)])
+def test_operations_by_hand(dtype, rate):
+    for batch, tokens in ((1, 1), (8, 4)):
+        by_hand = 2 * WEIGHTS * batch * tokens + 4 * 32 * 32 * 128 * tokens * 4000 * batch
+        assert forward_ms(ModelStorage(LLAMA_3, dtype), OPS_ONLY, batch, tokens, 4000) == pytest.approx(
+            by_hand / rate * 1e3
+        )
+
+
+def test_ranks_halve_the_bytes_and_add_collectives():
+    one, link = forward_ms(ModelStorage(LLAMA_3), BYTES_ONLY, 8, 4, 4000), Collective(1e-5, 2e-6, 1e11)
+    two = forward_ms(ModelStorage(LLAMA_3), replace(BYTES_ONLY, devices=2, protocols=(link,)), 8, 4, 4000)
+    # Of 2 devices an all-reduce has 2 steps and moves all bytes, a gather 1 and half of them.
+    reduced, gathered = 1e-5 + 2 * 2e-6 + 8 * 4 * 4096 * 2 / 1e11, 1e-5 + 2e-6 + 8 * 4 * 128256 * 4 / 2 / 1e11
+    assert two == pytest.approx(one / 2 + 1e3 * (65 * reduced + gathered))
+    free = replace(BYTES_ONLY, devices=2, protocols=(Collective(0, 0, 1e40),))
+    assert forward_ms(ModelStorage(LLAMA_3), free, 8, 4, 4000) == pytest.approx(one / 2)
+
+
+def test_a_collective_takes_the_quicker_protocol():
+    machine = replace(find_machine("8xA100"), protocols=(Collective(7e-6, 1e-6, 5e10), Collective(2e-5, 2e-6, 5e11)))
+    small, large = (machine.collective_s(n_bytes) for n_bytes in (1000, 1e8))
+    assert small == pytest.approx(7e-6 + 14e-6 + 1.75 * 1000 / 5e10)
+    assert large == pytest.approx(2e-5 + 28e-6 + 1.75 * 1e8 / 5e11)
+    assert replace(machine, devices=1).collective_s(1e8) == 0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_better_machine_is_never_slower(name):
+    one = replace(MACHINES[name], devices=8)
+    protocols = tuple(protocol._replace(bandwidth=2 * protocol.bandwidth) for protocol in one.protocols)
+    better = [replace(one, **{number: 2 * getattr(one, number)}) for number in ("bandwidth", "ops", "ops_32")]
+    better += [replace(one, launch=0), replace(one, protocols=protocols)]
+    sizes = itertools.product(("bfloat16", "float32"), (1, 64), (1, 5), (100, 32000))
+    for dtype, *size in sizes:
+        before = forward_ms(ModelStorage(LLAMA_3, dtype), one, *size)
+        after = [forward_ms(ModelStorage(LLAMA_3, dtype), machine, *size) for machine in better]
+        assert max(after) <= before and min(after) < before
+
+
+def test_a_draft_has_its_budget_and_a_draft_model_its_shape():
+    machine, target = find_machine("8xA100"), ModelStorage(LLAMA_3)
+    sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
+    short, long, beyond = (
+        predict_costs(target, target, machine, **sizes, budget=budget) for budget in (512, 4000, 9000)
+    )
+    assert short.draft_ms < long.draft_ms == beyond.draft_ms == long.plain_ms  # there are no more entries than tokens
+    costs = predict_costs(target, ModelStorage(TINY), machine, **sizes, budget=512)
+    on_four = forward_ms(ModelStorage(TINY), replace(machine, devices=4), 8, 1, 512)  # which has 4 KV heads
+    assert costs.draft_ms == on_four and costs.plain_ms == short.plain_ms and costs.other_ms == 0
+
+
+def test_machines_are_named_or_given():
+    assert find_machine("8xh100").devices == 8 and find_machine("L40S").devices == 1
+    assert find_machine("A100") == MACHINES["A100-80"] != find_machine("A100-40")
+    given = find_machine("2xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5,launch=1e-6")
+    assert (given.bandwidth, given.ops, given.ops_32, given.launch) == (2e12, 3e14, 3e14, 1e-6)
+    assert given.protocols == (Collective(1e-5, 0.0, 3e11),) and given.devices == 2
+
+
+EXAMPLE = "--machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --context 32000"
+
+
+def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # nothing is there
+    ended = run(COST_MODEL, EXAMPLE.split())
+    record, out = ended.record, ended.out
+    assert "nothing measured" in out and " streaming 512 " in out and "what pays best" in out
+    assert record["benchmark"] == "cost_prediction" and record["predicted_for"] == "8xA100"
+    assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # no other has a rate
+    assert record["acceptance_rates_by_context"] == [[0.81]] and record["acceptance_of"].startswith("published")
+    wanted = forward_ms(ModelStorage(LLAMA_3), find_machine("8xA100"), 64, 1, 32000)
+    assert record["predicted_plain_ms"] == [[pytest.approx(wanted, abs=1e-4)]]
+    assert all(name.startswith("predicted_") for name in record if name.endswith("_ms"))
+    assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
+
+
+@pytest.mark.parametrize(
+    "machine,fits", [("8xA100", True), ("2xA100", False), ("2xbandwidth=2e12,ops=3e14,link=3e11", True)]
+)
+def test_sizes_that_do_not_fit_the_memory_are_named(machine, fits):
+    entries, weights = 64 * 32512 * LLAMA_3.kv_bytes_per_token(2), 2 * LLAMA_3.n_parameters
+    found = find_machine(machine)
+    assert ModelStorage(LLAMA_3).resident_bytes(found, 64 * 32512) == (entries + weights) / found.devices
+    assert (
+        "64 rows of 32000 tokens do not fit" in run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split()).err
+    ) != fits
+
+
+def test_predictions_are_near_what_was_published():
+    """Between published contexts acceptance is interpolated."""
+    assert alpha_of({"prefix_len": 8000}) == 0.83 and alpha_of({"prefix_len": 24000}) == pytest.approx(0.815)
+    known = [fact for fact in published_speedups() if is_acceptance_known(fact)]
+    assert len(known) == 22 and median(abs(predict(fact) / fact["value"] - 1) for fact in known) < 0.1
+    losses = [predict(fact) for fact in known if fact["prefix_len"] == 4000]
+    assert len(losses) == 4 and max(losses) < 1  # as published
+
+
+def test_a_speedup_is_that_of_its_gamma_or_the_best_where_none_is_named():
+    fact = {"model": "Llama-3.1-8B", "draft_model": None, "origin": "8xA100", "prefix_len": 32000, "B": 64}
+    fact |= {"draft_budget": 512}
+    by_gamma = {gamma: predict(fact | {"gamma": gamma}) for gamma in GAMMAS}
+    assert len({*by_gamma.values()}) == len(GAMMAS)
+    assert predict(fact | {"gamma": None}) == max(by_gamma.values())
+    assert predict(fact | {"gamma": 2, "origin": "8xH100"}) != by_gamma[2]

@@ -1,0 +1,108 @@
+"""The pages: links lead somewhere, programs take the flags of commands, and the Python of the README runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.config import DEFAULT_MODEL
+from common import cli
+from common.exit import exit_on_user_error
+from models.checkpoints import model_source
+from tests.support.programs import COST_MODEL, ROOT, run
+
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
+OF_PAGES = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+ROOMS = "common|kv_cache|models|engine|bench|cost_model|terminal|serving|tests|reproduce|docs"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A command within a sentence.
+INLINE = re.compile(r"`((?:python|torchrun) [^`]+)`")
+OWN_MODULES = ("cost_model", "reproduce", "serving")
+MADE_BY_READERS = {"key_norm": "streaming"}  # a policy that is in its place here
+
+
+@OF_PAGES
+def test_links_lead_to_files_and_files_that_are_named_exist(page: Path) -> None:
+    """Records under results/ may not have been made yet."""
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    named = [name for name in re.findall(rf"`((?:{ROOMS})/[\w/]+\.\w+)`", text) if "/results/" not in name]
+    missing = [
+        path for path in (*(page.parent / link for link in links), *map(ROOT.joinpath, named)) if not path.exists()
+    ]
+    assert not missing
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each command of a page that starts Python, with 1 in the place of a shell's variables."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [block for language, block in FENCED.findall(text) if language in ("", "bash")]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines += [" ".join(command.split()) for command in INLINE.findall(FENCED.sub("", text))]
+    found = []
+    for line in lines:
+        words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in shlex.split(line, comments=True)]
+        starts = [i for i, word in enumerate(words) if Path(word).name in ("python", "torchrun")]
+        found += [[Path(words[starts[0]]).name, *words[starts[0] + 1 :]]] if starts else []
+    return found
+
+
+def program_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """Return the program of ours that a command starts, and its flags; None for others, such as pytest."""
+    launcher, *rest = words
+    if launcher == "torchrun":
+        at = next(i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py"))
+        rest = rest[at:]
+    if rest[0] == "-m":
+        name, flags = rest[1], rest[2:]
+        if name.partition(".")[0] not in OWN_MODULES:
+            return None
+        special = {"cost_model": (COST_MODEL, flags), "serving": ("foretoken.py", ["serve", *flags])}
+        return special.get(name, (f"{name.replace('.', '/')}.py", flags))
+    return None if rest[0] == "-c" else (rest[0], rest[1:])
+
+
+def read_flags(program: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the configuration that a program reads from its flags. AssertionError if it refuses them."""
+    read = []
+    monkeypatch.setattr(cli, "run", lambda main, kind, *_: exit_on_user_error(lambda: read.append(cli.read(kind)), {}))
+    ended = run(program, flags)
+    assert ended.code == 0 and (read or "--help" in flags), f"{program} {' '.join(flags)}\n{ended.err}"
+    return read
+
+
+@OF_PAGES
+def test_programs_take_the_flags_of_a_pages_commands(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in commands(page):
+        if found := program_of(words):
+            program, flags = found
+            read_flags(program, [MADE_BY_READERS.get(word, word) for word in flags], monkeypatch)
+
+
+def test_commands_are_found_and_bad_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [words for page in PAGES for words in commands(page)]
+    assert len(every) > 60 and {words[0] for words in every} == {"python", "torchrun"}
+    for program, flags in (("tests/selfspec_benchmark.py", ["--no_such_flag"]), ("reproduce/nothing.py", [])):
+        with pytest.raises(AssertionError):
+            read_flags(program, flags, monkeypatch)
+
+
+def test_the_readmes_python_runs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny model in the place of the built-in one; `test_extending.py` runs the code of another page."""
+    find = model_source.find_model
+
+    def find_tiny(path: str, *how: Any) -> model_source.ModelSource:
+        return find(str(checkpoint / "model.pth") if path == DEFAULT_MODEL else path, *how)
+
+    monkeypatch.setattr("bench.config.find_model", find_tiny)
+    [code] = [code for language, code in FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
+    exec(code, {})
+    [per_position] = re.findall(r"^\[.*\]$", capsys.readouterr().out, re.MULTILINE)
+    assert len(json.loads(per_position)) == 3

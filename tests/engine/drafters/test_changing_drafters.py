@@ -1,0 +1,106 @@
+"""Drafters that take turns: what fell behind catches up, and no token changes."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
+from engine.pacing import PLAIN, Choice
+from kv_cache import StreamingKVCache
+from tests.support.block_heads import with_head
+from tests.support.pacings import Ending, Scripted
+from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
+from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
+
+
+def drafters_of(runner: ModelRunner) -> list:
+    """A drafter of each kind that can fall behind: two budgets, a draft model, an n-gram lookup, and a head."""
+    sizes = {"max_batch": runner.max_batch, "n_sink": 2, "dtype": torch.float64}
+    small, large = (StreamingKVCache(TINY, budget=n, **sizes) for n in (10, 24))
+    own = StreamingKVCache(TINY, budget=24, **sizes, rotate_on_read=True)
+    return [
+        SelfSpeculation(runner, large, gamma=4),
+        SelfSpeculation(runner, small, gamma=4),
+        StandaloneDraft(ModelRunner(tiny_model(seed=1), own), gamma=4),
+        NGram(runner, gamma=4),
+        with_head("eagle-3", runner, lambda shape: StreamingKVCache(shape, budget=24, **sizes), gamma=4),
+    ]
+
+
+SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 4), Choice(3, 1), Choice(1, 0), Choice(2, 4)]
+SCRIPT += [PLAIN, Choice(0, 1), Choice(4, 4), Choice(2, 1), PLAIN, Choice(3, 4), Choice(4, 2)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured(mode):
+    """Ragged, refilled rows; what fell behind catches up, and is accepted as without graphs. Each choice has graphs of
+    its own."""
+    model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
+    graphs: list[RecordedGraph] = []
+    new_graphs = partial(RecordedGraphs, recorded=graphs)
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
+    sampling = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5)
+    limits = [40, 9, 33, 30, 41]
+    how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
+    expected = recomputed(model, prompts, limits, sampling)
+    called = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
+    rounds = generate(called, prompts, pacing=Scripted(drafters_of(called), SCRIPT), **how).stats.rounds
+    drafters = drafters_of(runner)
+    for _ in range(3):
+        out = generate(runner, prompts, pacing=Scripted(drafters, SCRIPT), **how)
+        assert out.tokens == expected
+        assert [round_.emitted for round_ in out.stats.rounds] == [round_.emitted for round_ in rounds]
+    assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
+    # Four graphs of every choice, three of a plain step; for two rows, and for the one that is left.
+    kinds = {(round_.choice, round_.busy) for round_ in rounds}
+    assert len(graphs) == sum(3 + (choice != PLAIN) for choice, _ in kinds)
+
+
+def two_rows(*lengths: int, **settings: Any) -> tuple[ModelRunner, list[list[int]]]:
+    return tiny_runner(2, **settings), random_prompts(lengths)
+
+
+def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
+    """The target itself over a full cache is always right: also after rounds without it."""
+    runner, prompts = two_rows(30, 11)
+    perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2)), gamma=3)
+    shadow = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=3)
+    script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
+    out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
+    assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
+
+
+def test_a_pacing_can_end_the_decode():
+    """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
+    runner, prompts = two_rows(30, 11, 20)
+    (drafter, *_) = drafters_of(runner)
+    pacing = Ending([drafter], [Choice(0, 2), PLAIN], 6)
+    out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
+    assert [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
+    assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
+    lengths = [len(tokens) for tokens in out.tokens[:2]]
+    assert all(7 <= n <= 13 for n in lengths) and out.tokens[:2] == recomputed(runner.model, prompts[:2], lengths)
+    again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
+    assert again.tokens == recomputed(runner.model, prompts, 10)
+
+
+def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
+    runner, prompts = two_rows(30, 11)
+    (drafter, *_) = drafters_of(runner)
+    with pytest.raises(ConfigError, match="more than its drafters can"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
+
+
+def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
+    monkeypatch.setattr("engine.drafters.observed.LONGEST_BLOCK", 4)
+    runner, prompts = two_rows(30, 11)
+    *_, lookup, head = drafters_of(runner)
+    longer = NGram(runner, gamma=6)
+    for drafters, choices in (([lookup, head], [Choice(0, 4)]), ([longer], [Choice(0, 6)])):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted(drafters, choices))
+    with pytest.raises(ConfigError, match="a gamma of 0 to 4"):
+        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([longer, head], [Choice(0, 6)]))

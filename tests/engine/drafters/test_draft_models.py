@@ -1,0 +1,204 @@
+"""Drafts that are models: some of the target's layers, or a model of its own with a padded vocabulary."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.batch import Batch
+from engine.drafters import RowUpdate
+from engine.modes import Greedy
+from engine.parallel.ranks import Ranks
+from engine.sampling.distribution import Filters
+from kv_cache import StreamingKVCache
+from kv_cache.base import EMPTY
+from models import ModelConfig
+from models.llama import select_layers
+from tests.support.policies import POLICIES, Size
+from tests.support.tiny import TINY, continue_by_recomputing, full_cache, random_prompts, recomputed, tiny_model
+
+DEEP = replace(TINY, n_layer=4)
+LENGTHS = [1, 9, 30, 17]
+
+
+def standalone(config: ModelConfig, n_rows: int, gamma: int = 3, seed: int = 5) -> StandaloneDraft:
+    draft = tiny_model(config, seed=seed)
+    cache = StreamingKVCache(config, n_rows, budget=12, n_sink=2, dtype=torch.float64)
+    return StandaloneDraft(ModelRunner(draft, cache), gamma)
+
+
+@pytest.mark.parametrize("layers", [[0, 3], [1, 2, 3]])
+def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
+    """The draft's cache holds what the target computed for committed tokens, in the prompt and behind it."""
+    model, prompts = tiny_model(DEEP), random_prompts(LENGTHS)
+    runner, draft = ModelRunner(model, full_cache(model, len(prompts))), select_layers(model, layers)
+    cache = StreamingKVCache(draft.config, len(prompts), budget=12, n_sink=2, dtype=torch.float64)
+    drafter = SelfSpeculation(runner, cache, 3, draft, layers)
+    out = generate(runner, prompts, max_new_tokens=12, drafter=drafter)
+    assert out.tokens == recomputed(model, prompts, 12)
+    compared = 0
+    for row in range(len(prompts)):
+        # A finished row idles, and its last block is not committed.
+        settled = len(prompts[row]) + 12 - 3 - 1
+        slots = [i for i, p in enumerate(cache.positions[row].tolist()) if p != EMPTY and p < settled]
+        at = cache.positions[row, slots]
+        for own, theirs in ((cache.keys, runner.cache.keys), (cache.entries[:, 1], runner.cache.entries[:, 1])):
+            torch.testing.assert_close(own[:, row][:, :, slots], theirs[layers, row][:, :, at], rtol=0, atol=0)
+        compared += len(slots)
+    assert compared > 20
+
+
+def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
+    """A list that grows by each round's drafts: of every row its length and the tokens behind it."""
+    rounds, propose = [], drafter.propose
+
+    def recording(batch, *others):
+        drafts = propose(batch, *others)
+        of_rows = zip(batch.lengths.tolist(), drafts.tokens.tolist(), strict=True)
+        rounds.append(dict(zip(batch.rows.tolist(), of_rows, strict=True)))
+        return drafts
+
+    drafter.propose = recording
+    return rounds
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming", "streaming, positions in the cache"])
+def test_every_draft_is_what_the_draft_model_continues_with(policy):
+    """A draft that is right now and then, the target under a slightly other head; rows keep unlike parts of a block.
+
+    It sees the whole text, wherever its cache has the positions.
+    """
+    target, draft, prompts = tiny_model(), tiny_model(), random_prompts([1, 7, 61], seed=3)
+    draft.output.weight += 0.3 * tiny_model(seed=5).output.weight
+    cache = POLICIES[policy].make(TINY, Size(3, longest=128, n_kept=4, window=96, dtype=torch.float64))
+    drafter = StandaloneDraft(ModelRunner(draft, cache), 3)
+    rounds = recorded(drafter)
+    out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=24, drafter=drafter)
+    for row, prompt in enumerate(prompts):
+        for length, drafts in (one[row] for one in rounds if row in one):
+            known = (prompt + out.tokens[row])[: length + 1]
+            assert drafts == continue_by_recomputing(draft, known, 3)
+    assert len({row.accepted for row in out.stats.rows}) > 1 and 0 < out.stats.counts.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("mode,temperature", [("greedy", 0.0), ("coupled", 1.5), ("rejection", 1.5)])
+@pytest.mark.parametrize("vocab_size", [50, TINY.vocab_size, 80])
+def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
+    """The draft may have ids that the target lacks, which it must not propose, and may lack ids of the target."""
+    target, prompts = tiny_model(), random_prompts(LENGTHS, TINY.vocab_size, seed=3)
+    assert any(token >= 50 for prompt in prompts for token in prompt)
+    sampling = SamplingParams(temperature, seed=4)
+    drafter = standalone(replace(TINY, vocab_size=vocab_size), 3)
+    rounds = recorded(drafter)
+    runner = ModelRunner(target, full_cache(target, 3))
+    out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling, verification=mode)
+    assert mode == "rejection" or out.tokens == recomputed(target, prompts, 10, sampling)
+    assert all(len(tokens) == 10 and max(tokens) < TINY.vocab_size for tokens in out.tokens)
+    assert out.stats.accepted > 0 or mode != "rejection"
+    proposed = {token for one in rounds for _, drafts in one.values() for token in drafts}
+    assert max(proposed) < min(vocab_size, TINY.vocab_size)
+
+
+def test_a_draft_whose_logits_are_not_finite_costs_no_token():
+    target, prompts = tiny_model(), random_prompts(LENGTHS)
+    for mode, temperature in (("greedy", 0.0), ("coupled", 1.0)):
+        drafter = standalone(TINY, 4)
+        drafter._runner.model.norm.weight.data.fill_(torch.nan)
+        sampling = SamplingParams(temperature, seed=2)
+        runner = ModelRunner(target, full_cache(target, 4))
+        out = generate(runner, prompts, max_new_tokens=6, drafter=drafter, sampling=sampling, verification=mode)
+        assert out.tokens == recomputed(target, prompts, 6, sampling)
+
+
+# Of each row: how long its prompt is, and how many tokens of its text it is behind; the third one is not.
+PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
+
+
+def followed(policy: str, chunk: int) -> StandaloneDraft:
+    """It knows the prompts of four rows."""
+    size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float64)
+    runner = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size), prefill_chunk=chunk)
+    drafter = StandaloneDraft(runner, 3)
+    drafter.follow([RowUpdate(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(PROMPTS))])
+    return drafter
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 512])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk):
+    """Entries and drafts are those of rows which ran token by token as the text went on. More tokens at once evict
+    before they attend, so where entries are evicted it is so with one at a time."""
+    late, steady = followed(policy, chunk), followed(policy, 1)
+    before = late._runner.cache.entries.clone()
+    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts([9, 2, 4, 15], seed=9), strict=True)]
+    lengths = [n + lag for n, lag in zip(PROMPTS, LAGS, strict=True)]
+    for row in range(4):
+        for known in range(PROMPTS[row], lengths[row]):
+            steady.follow([RowUpdate(row, row, texts[row][: known + 1], known)])
+    shown = [RowUpdate(row, row, texts[row][: lengths[row]], PROMPTS[row]) for row in (3, 0, 1)]
+    late.follow(shown)
+    late.follow([])
+    batch = Batch(4, Filters())
+    batch.set_state(lengths, [text[n - 1] for text, n in zip(texts, lengths, strict=True)], [5, 6, 7, 8])
+    caches = [drafter._runner.cache for drafter in (late, steady)]
+    assert torch.equal(before[:, :, 2], caches[0].entries[:, :, 2])
+    if chunk == 1 or policy == "full":
+        assert torch.equal(caches[0].positions, caches[1].positions)
+        if POLICIES[policy].is_exact:
+            held = caches[0].positions[None, None, :, None, :, None] != EMPTY
+            torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
+        drafts = [drafter.propose(batch, Greedy(batch), 3).tokens for drafter in (late, steady)]
+        assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
+    else:
+        assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]
+
+
+@pytest.mark.parametrize("chunk,forwards", [(512, [(1, 3), (2, 10)]), (5, [(1, 3), (2, 5), (2, 5)])])
+def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, forwards):
+    """In a single forward where these fit into a block. The last known token is run once more."""
+    drafter, blocks = followed("full", chunk), []
+    model = drafter._runner.model
+    run = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
+    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts(LAGS, seed=9), strict=True)]
+    drafter.follow([RowUpdate(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    assert blocks == forwards
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
+    """Behind a decode that evicted what the prompt had left; another prompt in its place runs."""
+    size = Size(n_rows=2, longest=90, n_kept=3, window=12, dtype=torch.float64)
+    runner, fills = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size)), []
+    drafter, fill_rows = StandaloneDraft(runner, 3, keeps_prompts=True), runner.fill_rows
+    prompts = random_prompts([40, 9, 7])
+    runner.fill_rows = lambda given: fills.extend(given) or fill_rows(given)
+    target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
+    drafter.follow([RowUpdate(row, row, prompts[row], 0) for row in range(2)])
+    left = [x.clone() for x in runner.cache.tensors]
+    for _ in range(2):
+        generate(target, prompts[:2], max_new_tokens=40, drafter=drafter)
+        assert not torch.equal(runner.cache.positions, left[1])
+    drafter.follow([RowUpdate(row, row + 7, prompts[row], 0) for row in range(2)])
+    assert fills == [0, 1] and all(map(torch.equal, runner.cache.tensors, left))
+    drafter.follow([RowUpdate(1, 5, prompts[2], 0), RowUpdate(0, 6, prompts[1], 0)])
+    assert fills == [0, 1, 1, 0] and runner.cache.positions.amax(dim=1).tolist() == [8, 6]
+
+
+def test_what_cannot_work_is_refused():
+    target = tiny_model()
+    runner = ModelRunner(target, full_cache(target, 2))
+    with pytest.raises(ConfigError, match="another number of rows"):
+        generate(runner, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 3))
+    with pytest.raises(ConfigError, match="no room for a verification block"):
+        standalone(TINY, 2, gamma=10)
+    with pytest.raises(ConfigError, match="gamma is too small"):
+        standalone(TINY, 2, gamma=-1)
+    short = StandaloneDraft(ModelRunner(target, full_cache(target, 2, max_len=8)), 3)
+    with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
+        generate(runner, [[1] * 6, [2]], max_new_tokens=2, drafter=short)
+    elsewhere = ModelRunner(target, full_cache(target, 2), ranks=Ranks(0, 2))
+    with pytest.raises(ConfigError, match="other ranks"):
+        generate(elsewhere, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 2))

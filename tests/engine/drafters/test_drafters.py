@@ -1,0 +1,111 @@
+"""Drafters without probabilities: what an n-gram lookup and a saved text propose, row by row."""
+
+import random
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import ModelRunner, generate
+from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram, find_ngram
+from engine.drafters.saved_text import SavedText
+from engine.modes import Greedy
+from engine.pacing import PLAIN, Choice
+from kv_cache import FullKVCache
+from tests.support.pacings import Scripted
+from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.witness import WitnessModel
+
+
+def look_up(text: list[int], gamma: int, max_ngram: int, match: str = "longest") -> list[int]:
+    """The rule in plain words: longest match first, then most tokens behind it up to gamma, then the latest; or of the
+    longest matches the first, or the last."""
+    last, best = len(text) - 1, None
+    for place in range(last):
+        matched = 0
+        while matched < min(max_ngram, place + 1) and text[place - matched] == text[last - matched]:
+            matched += 1
+        available = min(gamma, last - place)
+        among = {"longest": (available, place), "first": -place, "last": place}[match]
+        if matched and (best is None or (matched, among) > best[:2]):
+            best = matched, among, place, available
+    return [] if best is None else text[best[2] + 1 : best[2] + 1 + best[3]]
+
+
+@pytest.mark.parametrize("match", ["longest", "first", "last"])
+def test_the_lookup_follows_its_rule_in_ragged_rows(match: str):
+    rng = random.Random(0)
+    n_drafted = set()
+    for _ in range(300):
+        rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
+        gamma, max_ngram = rng.randint(0, 5), rng.choice([1, 2, 3, 4, 30])
+        # What lies behind a row's last token is left over from another text and must not be looked at.
+        text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
+        lengths = torch.tensor([len(row) - 1 for row in rows])
+        # A text may be shorter than the longest match that is looked for.
+        width = max(map(len, rows)) + rng.choice([0, 7])
+        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram, match)
+        for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
+            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram, match)
+            n_drafted.add(n)
+    assert n_drafted == set(range(6))
+
+
+def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
+    """Proposals are those of a lookup in the row's tokens so far, round after round."""
+    model = WitnessModel()
+    prompts = random_prompts([9, 3, 30, 12], 4)
+    runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))
+    seen = []
+
+    class Watched(NGram):
+        def propose(self, batch, verification, gamma):
+            drafts = super().propose(batch, verification, gamma)
+            seen.append((batch.lengths.tolist(), self._text[batch.rows], drafts))
+            return drafts
+
+    # Two plain rounds, now and then.
+    pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], pacing=pacing)
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    ragged, n_idle = set(), 0
+    for lengths, text, drafts in seen:
+        for row, length in enumerate(lengths):
+            known = text[row, : length + 1].tolist()
+            if known not in [t[: length + 1] for t in texts]:
+                n_idle += 1  # it fills the place of a row that ended
+                continue
+            n = int(drafts.lengths[row])
+            assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3)
+            ragged.add(n)
+    assert 0 in ragged and len(ragged) > 2
+    n_busy = sum(round_.busy for round_ in out.stats.rounds if round_.choice.gamma)
+    assert n_idle <= sum(len(lengths) for lengths, *_ in seen) - n_busy
+    assert out.stats.drafted < 4 * out.stats.counts.rounds
+
+
+def test_saved_text_goes_by_position_and_ends_with_its_text():
+    runner = tiny_runner(3)
+    drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
+    rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
+    # The first token of each text (from the prefill) sits at the prompt's length.
+    drafter.follow([RowUpdate(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
+    drafter.follow([RowUpdate(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
+    drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(batch_at([0], [0])), 3)
+    assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
+    drafter.follow([RowUpdate(0, 7, [1, 2, 10, 11, 99], 3), RowUpdate(1, 9, [3, 20, *[0] * 8], 2)])
+    drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(batch_at([0], [0])), 3)
+    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
+    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
+    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4, 20], 4)])
+    drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(batch_at([0], [0])), 3)
+    assert drafts.lengths.tolist() == [0, 0, 0]
+
+
+def test_a_drafter_of_another_runner_is_refused():
+    model = tiny_model()
+    runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
+    for drafter in (NGram(runner, 2), SavedText(runner, {}, 2)):
+        with pytest.raises(ConfigError, match="another runner"):
+            generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=drafter)

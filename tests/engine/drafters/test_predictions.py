@@ -1,0 +1,147 @@
+"""Predictions: texts that requests bring, or a file, for a drafter to look matches up in; they change no token."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
+from engine.drafters import RowUpdate
+from engine.drafters.combined import Combined
+from engine.drafters.suffix import Suffix
+from engine.requests import Outcome, Progress
+from kv_cache import StreamingKVCache
+from tests.support.serving_cases import PLAIN, Served, serving
+from tests.support.tiny import decode, full_cache, random_prompts, tiny_model, tiny_runner
+
+CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
+
+
+def test_each_row_looks_matches_up_in_its_prediction_too():
+    """The longest match counts, then the prediction's; ids outside the vocabulary are left out."""
+    drafter = Suffix(tiny_runner(3), gamma=3, text=[20, 21, 22])
+    first = RowUpdate(0, 0, [5, 6, 9, 5, 6], 0, prediction=[6, 7, 99, 8, -1])
+    rows = [first, RowUpdate(1, 1, [20], 0), RowUpdate(2, 2, [1, 20, 1], 0, prediction=[4])]
+    assert [[*drafter.continued(row).tokens] for row in rows] == [[9, 5, 6], [21, 22], [20, 1, 20]]
+    later = [first._replace(tokens=[*first.tokens, 7], n_seen=5), rows[1]._replace(tokens=[20, 22], n_seen=1)]
+    drafter.follow([*later, RowUpdate(2, 3, [8, 8, 4], 0, prediction=[8, 4, 9])])
+    assert drafter.n_predicted == {0: 1, 2: 1}
+
+
+class Origins(Progress):
+    """Counts, by request id, the drafts that were copied from a prediction, and those of them that were accepted."""
+
+    def __init__(self) -> None:
+        self.predicted: dict[int, tuple[int, int]] = {}
+
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
+        n_predicted = min(request.n_predicted, len(outcome.drafts))
+        assert {*outcome.drafts[:n_predicted]} <= {*request.prediction}
+        drafted, accepted = self.predicted.get(request.id, (0, 0))
+        more = min(n_predicted, len(outcome.block) - 1)
+        self.predicted[request.id] = drafted + n_predicted, accepted + more
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside a model"])
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_predictions_change_no_token_and_are_accepted(mode: str, kind: str):
+    """Predict, of five requests in three rows: an answer with a changed token, nothing, rubbish, the end of an answer,
+    an answer."""
+    model, prompts = tiny_model(), random_prompts([12, 5, 30, 3, 9])
+    sampling = SamplingParams(1.1, seed=5) if mode == "coupled" else SamplingParams()
+    runner = ModelRunner(model, full_cache(model, 3))
+    plain = generate(runner, prompts, max_new_tokens=24, sampling=sampling, verification=mode).tokens
+    changed = [(token + 1) % 61 if place == 11 else token for place, token in enumerate(plain[0])]
+    predictions = [changed, [], random_prompts([40], seed=3)[0], plain[3][10:], plain[4]]
+
+    def decoded(predictions: list[list[int]]) -> tuple[list[Request], Origins]:
+        drafter, origins = Suffix(runner, 3), Origins()
+        if kind == "beside a model":
+            cache = StreamingKVCache(model.config, 3, 8, 2, dtype=model.dtype)
+            drafter = Combined(runner, SelfSpeculation(runner, cache, 3), [drafter], least_match=2)
+        decoder = Decoder(runner, drafter=drafter, verification=mode, progress=origins)
+        each = enumerate(zip(prompts, predictions, strict=True))
+        requests = [Request(prompt, 24, (), sampling, i, prediction=text) for i, (prompt, text) in each]
+        decode(decoder, *requests)
+        assert [request.tokens for request in requests] == plain
+        return requests, origins
+
+    (without, none), (with_, origins) = decoded([[]] * 5), decoded(predictions)
+    assert {*none.predicted.values()} == {(0, 0)} == {origins.predicted[1]}
+    for i in (0, 3, 4):
+        drafted, accepted = origins.predicted[i]
+        assert 0 < accepted <= drafted <= with_[i].counts.drafted
+        assert with_[i].counts.rounds < without[i].counts.rounds
+    assert with_[4].counts.rounds <= 9 and with_[1].counts.rounds == without[1].counts.rounds
+
+
+@pytest.fixture(scope="module")
+def reading(chat_checkpoint) -> Iterator[Served]:
+    with serving(chat_checkpoint, "--text_drafts suffix --text_match 2") as server:
+        yield server
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.7, "seed": 11}], ids=["greedy", "sampled"])
+def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
+    ask = OpenAI(base_url=f"{reading.url}/v1", api_key="any", max_retries=0).chat.completions.create
+    how = {"model": "m", "messages": CHAT["messages"], "max_tokens": 60, **how}
+    plain = ask(**how, extra_body={"speculate": False})
+    assert plain.usage.completion_tokens_details is None
+    text = plain.choices[0].message.content
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        answer = ask(**how, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == text
+        details = answer.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens > 0 <= details.rejected_prediction_tokens
+        n_predicted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        assert n_predicted <= answer.timings["draft_n"]
+        assert details.accepted_prediction_tokens <= answer.timings["draft_n_accepted"]
+    stream = ask(**how, prediction={"type": "content", "content": text}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 7}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content.0.type"),
+        ({"type": "content", "content": "a" * 400}, "prediction"),
+    ],
+)
+def test_wrong_predictions_are_refused_by_name(reading: Served, prediction: dict[str, Any], field: str):
+    refused = reading.ask(CHATS, CHAT | {"prediction": prediction})
+    assert refused.status in (400, 422) and refused.json["error"]["param"] == field, refused.body
+
+
+def test_a_prediction_that_a_server_cannot_draft_by_is_refused(served: Served, chat_checkpoint):
+    """No drafter reads it; or it may be an answer of the same random numbers, in rejection mode."""
+    body = CHAT | {"prediction": {"type": "content", "content": "a"}}
+    refused = served.ask(CHATS, body).json["error"]
+    assert refused["param"] == "prediction" and "--text_drafts suffix" in refused["message"]
+    with serving(chat_checkpoint, "--draft suffix --verification rejection", PLAIN) as server:
+        assert server.ask(CHATS, body | {"seed": 3}).json["error"]["param"] == "prediction"
+        for fine in ({}, {"seed": 3, "temperature": 0}):
+            assert server.ask(CHATS, body | fine).status == 200
+
+
+def test_the_benchmarks_draft_by_a_file(call, tmp_path: Path):
+    """The text of a first run's row is the file of the second."""
+    script, rows, text = "tests/selfspec_benchmark.py", tmp_path / "rows.jsonl", tmp_path / "text.txt"
+    sizes = "--B 2 --prefix_len 40 --gen_len 60 --gamma 3 --dtype float64 --no_baseline"
+    flags = f"{sizes} --temperature 1 --seed 3 --verification coupled"
+    for draft in ("--draft suffix", "--text_drafts suffix --text_match 1 --draft_budget 16"):
+        without = call(script, f"{flags} {draft} --save_rows {rows}").record
+        text.write_text(json.loads(rows.read_text().splitlines()[0])["text"])
+        record = call(script, f"{flags} {draft} --draft_text {text}").record
+        assert record["tokens_sha256"] == without["tokens_sha256"]
+        assert record["accepted"] > without["accepted"]
+    refused = call(script, f"{flags} --draft suffix --draft_text {tmp_path / 'none.txt'}")
+    assert "--draft_text" in refused.refusal
+    assert "--draft_text" in call(script, f"{flags} --draft ngram --draft_text {text}").err
+    dummy = call(script, f"{sizes} --load_format dummy --draft suffix --draft_text {text}")
+    assert dummy.code == 0 and "note: --draft_text" in dummy.err

@@ -1,0 +1,144 @@
+"""A draft of a draft: it proposes what the draft alone would, ragged, and its counts are those of its rounds."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes
+from engine.batch import Batch
+from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
+from engine.drafters.speculated import Speculated
+from engine.modes import verification_in
+from engine.pacing import PLAIN, Choice
+from engine.sampling import noise
+from engine.sampling.distribution import Filters
+from kv_cache import StreamingKVCache
+from tests.support.pacings import Scripted
+from tests.support.tiny import (
+    TINY,
+    continue_by_recomputing,
+    full_cache,
+    near_model,
+    random_prompts,
+    tiny_model,
+    tiny_runner,
+)
+
+LENGTHS = [40, 7, 23]
+SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
+
+
+def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
+    """A runner, a draft alone, and another of its kind that is speculated for."""
+    runner = tiny_runner(3)
+    alone, outer = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma, near_model()) for _ in range(2))
+    own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
+    inner = {
+        "ngram": lambda: NGram(runner, inner_gamma),
+        "streaming": lambda: SelfSpeculation(runner, own, inner_gamma, near_model()),
+        "model": lambda: StandaloneDraft(ModelRunner(near_model(), own), inner_gamma),
+    }
+    return runner, alone, Speculated(outer, inner[kind]())
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("kind", ["ngram", "streaming", "model"])
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (3, 4), (1, 2)])
+def test_a_draft_of_a_draft_proposes_what_the_draft_alone_would(kind, mode, gamma, inner_gamma):
+    """Each row proposes whole inner rounds where inner drafts stand, and at least a token an inner round."""
+    runner, alone, both = drafters(kind, gamma, inner_gamma)
+    samplings = SAMPLINGS if mode == "coupled" else [SamplingParams()] * 3
+    prompts = random_prompts(LENGTHS)
+    for row, prompt in enumerate(prompts):
+        runner.prefill_row(row, prompt)
+        for drafter in (alone, both):
+            drafter.follow([RowUpdate(row, row, prompt, 0)])
+    batch = Batch(3, Filters.of(samplings))
+    batch.set_rows(samplings, range(3))
+    batch.set_state(LENGTHS, [prompt[-1] for prompt in prompts], [5, 6, 7])
+    wanted, drafts = (
+        drafter.propose(batch, verification_in(mode, batch, gamma, runner.model), gamma) for drafter in (alone, both)
+    )
+    n_rounds = -(-2 * gamma // (2 + inner_gamma))
+    assert drafts.tokens.shape == wanted.tokens.shape
+    for own, expected, n in zip(drafts.tokens.tolist(), wanted.tokens.tolist(), drafts.lengths.tolist(), strict=True):
+        assert min(n_rounds, gamma) <= n <= gamma and own[:n] == expected[:n]
+    counts = both.inner_counts()
+    assert counts.emitted == int(drafts.lengths.sum()) == counts.rounds + counts.accepted
+    assert counts.rounds <= 3 * n_rounds and counts.accepted <= counts.verified <= counts.drafted
+    assert both.inner_counts().rounds == 0, "counted once"
+
+
+@pytest.mark.parametrize("kind", ["streaming", "model"])
+def test_a_decode_counts_both_levels(kind):
+    """Rows end, idle and are refilled: no inner draft of an idle row is counted."""
+    runner, alone, both = drafters(kind, gamma=4, inner_gamma=2)
+    prompts = random_prompts([40, 7, 23, 9, 31])
+    limits = [25, 9, 18, 30, 2]
+    how = {"max_new_tokens": limits, "sampling": SamplingParams(0.8, seed=2), "verification": "coupled"}
+    expected = generate(runner, prompts, **how)
+    out, one_level = (generate(runner, prompts, drafter=drafter, **how) for drafter in (both, alone))
+    inner = both.inner_counts()
+    assert out.tokens == one_level.tokens == expected.tokens
+    assert inner.emitted == out.stats.drafted and inner.accepted > 0
+    assert out.stats.accepted > 0.5 * one_level.stats.accepted
+
+
+@pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
+def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
+    """Whatever each row's inner rounds accepted, and behind plain rounds: what it would draft of that text alone."""
+    model, small = tiny_model(), near_model()
+    runner = ModelRunner(model, full_cache(model, 2))
+    inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), inner_gamma)
+    both = Speculated(SelfSpeculation(runner, full_cache(model, 2), gamma, near_model()), inner)
+    prompts, propose_inner, propose = random_prompts([40, 7, 23]), inner.propose, both.propose
+    seen, texts = [], []
+
+    def inner_round(ahead, *how):
+        drafts = propose_inner(ahead, *how)
+        seen.append((ahead.rows.tolist(), ahead.lengths.tolist(), ahead.current.tolist(), drafts.tokens.tolist()))
+        return drafts
+
+    def outer_round(batch, *how):
+        first, (requests, lengths) = len(seen), (batch.requests.tolist(), batch.lengths.tolist())
+        drafts = propose(batch, *how)
+        ends = [length + n for length, n in zip(lengths, drafts.lengths.tolist(), strict=True)]
+        for _, at, current, tokens in seen[first:]:
+            for place, request in enumerate(requests):
+                if at[place] < ends[place] and not batch.idle[place]:
+                    ahead = drafts.tokens[place, : at[place] - lengths[place]].tolist()
+                    texts.append((request, lengths[place], ahead, current[place], tokens[place]))
+        return drafts
+
+    inner.propose, both.propose = inner_round, outer_round
+    pacing = Scripted([both], [Choice(0, gamma), Choice(0, 3), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], pacing=pacing)
+    whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    for request, length, ahead, current, tokens in texts:
+        text = [*whole[request][: length + 1], *ahead]
+        assert text[-1] == current and tokens == continue_by_recomputing(small, text, inner_gamma)
+    inner_counts = both.inner_counts()
+    assert 0 < inner_counts.accepted < inner_counts.verified and len({len(ahead) for _, _, ahead, *_ in texts}) > 3
+
+
+def test_no_random_number_is_drawn_by_both_levels(monkeypatch):
+    """In rejection mode no number is drawn twice, but one that accepts or rejects for the target: that of a draft
+    behind a rejection was never looked at."""
+    drawn, uniform = Counter(), noise.uniform
+
+    def noted(seed, request, position, stream, n_ids=1):
+        for id_, at in zip(*(x.flatten().tolist() for x in torch.broadcast_tensors(request, position)), strict=True):
+            drawn[id_, at, int(stream), n_ids] += 1
+        return uniform(seed, request, position, stream, n_ids)
+
+    for module in (noise, modes):
+        monkeypatch.setattr(module, "uniform", noted)
+    runner, _, both = drafters("streaming", gamma=4, inner_gamma=2)
+    sampling = [SamplingParams(0.8, seed=seed) for seed in (2, 3, 4)]
+    how = {"max_new_tokens": [30, 19, 25], "request_ids": [11, 12, 13], "verification": "rejection"}
+    out = generate(runner, random_prompts(LENGTHS), drafter=both, sampling=sampling, **how)
+    assert 0 < out.stats.accepted < out.stats.drafted
+    again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
+    assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}

@@ -1,0 +1,222 @@
+"""Drafters that look text up on the host: what they guess, what they keep, and what they must not know."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters import Guess, HostDrafter, RowUpdate
+from engine.drafters.combined import Combined
+from engine.drafters.markov import Markov, NGramTable
+from engine.drafters.ngram_cache import NGramCache
+from engine.drafters.suffix import Suffix, SuffixAutomaton
+from engine.modes import Greedy
+from engine.pacing import PLAIN as PLAIN_STEP
+from engine.pacing import Choice
+from kv_cache import FullKVCache, StreamingKVCache
+from tests.engine.sampling.test_joint_law import (
+    N_NEW,
+    N_REQUESTS,
+    PLAIN,
+    PROMPTS,
+    ROOM,
+    STOP,
+    TARGET,
+    irregular_groups,
+    joint_p_value,
+)
+from tests.engine.sampling.test_joint_law import laws as laws  # a fixture
+from tests.support.pacings import Scripted
+from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
+
+DRAWS = (7, 3)
+
+
+def longest_repeated(text: list[int]) -> tuple[int, int]:
+    for length in range(len(text) - 1, 0, -1):
+        for start in reversed(range(len(text) - length)):
+            if text[start : start + length] == text[-length:]:
+                return length, start + length
+    return 0, 0
+
+
+def test_the_automaton_finds_the_longest_suffix_where_it_last_stood():
+    rng, lengths = random.Random(1), Counter()
+    for n_ids in (1, 2, 3, 9) * 10:
+        automaton, text = SuffixAutomaton(), []
+        for _ in range(rng.randint(1, 40)):
+            text.append(rng.randrange(n_ids))
+            automaton.append(text[-1])
+            length, _ = automaton.repeated
+            assert automaton.repeated == longest_repeated(text), text
+            ends = (end for end in range(length, len(text)) if text[end - length : end] == text[len(text) - length :])
+            assert automaton.first == next(ends)
+            lengths[length] += 1
+        assert automaton.text == text
+    assert len(lengths) > 10
+
+
+def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
+    drafter = Suffix(tiny_runner(3), gamma=3)
+    drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5], 0), RowUpdate(2, 1, [1, 2, 1], 0)])
+    drafter.follow([RowUpdate(0, 0, [5, 6, 9, 5, 6, 7, 8, 5, 6], 8)])
+    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 3)
+    assert drafts.lengths.tolist() == [3, 0, 3]
+    assert drafts.tokens[0].tolist() == [7, 8, 5] and drafts.tokens[2].tolist() == [2, 1, 2]
+    drafts = drafter.propose(batch_at([8, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 1)
+    assert drafts.lengths.tolist() == [1, 0, 1] and drafts.tokens.tolist() == [[7], [0], [2]]
+    drafter.follow([RowUpdate(0, 2, [6], 0)])
+    assert drafter.propose(batch_at([0, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 3).lengths.tolist() == [0, 0, 3]
+
+
+def plainly_counted(text: list[int], order: int, context: list[int]) -> int | None:
+    """Return the token that most often followed the longest known end of the context; among equals the latest."""
+    for n in range(min(order, len(context)), 0, -1):
+        places = [i for i in range(n, len(text)) if text[i - n : i] == context[-n:]]
+        if places:
+            counts = Counter(text[i] for i in places)
+            return max(counts, key=lambda token: (counts[token], max(i for i in places if text[i] == token)))
+    return None
+
+
+def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
+    rng, order = random.Random(2), 3
+    text = [rng.randrange(4) for _ in range(120)]
+    table = NGramTable(order)
+    table.learn(text[:50])
+    table.learn(text, known=50)
+    table.drawn.add(DRAWS)
+    table.save(tmp_path / "table.json", 61)
+    loaded = NGramTable.load(tmp_path / "table.json", 61)
+    assert loaded.drawn == {DRAWS}
+    for n in range(1, 60):
+        context, wanted = text[n : n + 5], []
+        while len(wanted) < 4:
+            wanted.append(plainly_counted(text, order, context + wanted))
+        assert [*table.continued(context, 4).tokens] == wanted == [*loaded.continued(context, 4).tokens]
+    assert [*table.continued([9, 9], 4).tokens] == [] and table.continued([9, text[5]], 4).n_matched == 1
+
+
+def guesses(drafter: HostDrafter, shown: RowUpdate) -> list[int]:
+    return [*drafter.continued(shown).tokens]
+
+
+def test_rows_learn_from_each_other_and_the_oldest_goes():
+    cache = NGramCache(tiny_runner(3), 3, max_ngram=2, size=12)
+    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4], 0)) == []
+    assert guesses(cache, RowUpdate(1, 1, [9, 2], 0)) == [3, 4]
+    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4, 5, 6], 4)) == []
+    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4], 2)) == [5, 6]
+    for i in range(10, 30):
+        cache.continued(RowUpdate(2, i, [i, i + 30], 0))
+    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4, 2], 3)) == [], "it keeps 12 contexts"
+    assert guesses(cache, RowUpdate(0, 5, [29], 0)) == [59]
+
+
+def test_a_request_does_not_know_what_its_random_numbers_drew_before():
+    """Neither its own tokens of another time, nor those of another row at the same time; others may."""
+    cache = NGramCache(tiny_runner(3), 3)
+    first = RowUpdate(0, 3, [1, 2, 3, 4], 0, DRAWS)
+    assert guesses(cache, first) == [] and guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2], 4, DRAWS)) == [3, 4, 2]
+    again = RowUpdate(1, 3, [1, 2], 0, DRAWS)
+    assert guesses(cache, again) == guesses(cache, again._replace(tokens=[1, 2, 3, 8, 8, 8], n_seen=2)) == []
+    assert guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2, 3], 5, DRAWS)) == [4, 2, 3], "8 is of the other row"
+    assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
+    table = cache._table
+    assert guesses(Markov(tiny_runner(3), 3, table), first) == []
+    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(draws=None)) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["cache", "combined", "another text"])
+def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
+    """Requests run twice in rejection mode: the second time, the drafter has all of their tokens; or it drafts by a
+    text that no request drew."""
+    groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
+    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
+    drafter = NGramCache(runner, 2, max_ngram=6) if kind != "another text" else Suffix(runner, 2, PROMPTS[1] * 4)
+    if kind == "combined":
+        cache = StreamingKVCache(TARGET.config, runner.max_batch, 4, 1, dtype=TARGET.dtype)
+        drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)
+    prompts = [PROMPTS[prompt] for prompt, _ in groups]
+    seeds = (SamplingParams(PLAIN.temperature, seed=3),) * 2 + (SamplingParams(PLAIN.temperature, seed=4),)
+    for sampling in seeds:
+        how = {"sampling": sampling, "verification": "rejection", "stop_tokens": [STOP]}
+        out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, **how)
+        p_value, variation, by_chance = joint_p_value(groups, out.tokens, laws)
+        assert p_value > 1e-4 and variation < 1.3 * by_chance
+    assert out.stats.counts.acceptance_rate > 0.2
+
+
+class Watched(StandaloneDraft):
+    """Counts the rounds that it drafts in, and keeps what it has to catch up with."""
+
+    def __init__(self, runner: ModelRunner, gamma: int) -> None:
+        super().__init__(runner, gamma)
+        self.n_rounds, self.caught_up = 0, []
+
+    def propose(self, batch, verification, gamma):
+        self.n_rounds += 1
+        return super().propose(batch, verification, gamma)
+
+    def follow(self, rows):
+        self.caught_up += [(one.row, len(one.tokens) - one.n_seen) for one in rows if one.n_seen]
+        super().follow(rows)
+
+
+class Sure(HostDrafter):
+    """Knows each request's future; of some positions only."""
+
+    def __init__(self, runner, gamma, futures, knows):
+        super().__init__(runner, gamma)
+        self.futures, self.knows = futures, knows
+
+    def continued(self, shown: RowUpdate) -> Guess:
+        future = self.futures[shown.request_id]
+        behind = future[len(shown.tokens) :][: self.gamma]
+        return Guess(behind, 9) if self.knows(shown.request_id, len(shown.tokens)) else Guess(behind, 1)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
+    """A draft that is the target over a full cache: whatever it follows, nothing is ever rejected."""
+    model, prompts, limits = tiny_model(), random_prompts([12, 5, 30]), [25, 14, 20]
+    runner = ModelRunner(model, full_cache(model, 3))
+    how = {"max_new_tokens": limits, "verification": mode}
+    how["sampling"] = SamplingParams(1.1, seed=5) if mode == "coupled" else None
+    plain = generate(runner, prompts, **how)
+    futures = [prompt + tokens for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
+    rounds = {}
+    for name, knows in {
+        "always": lambda request, length: True,
+        "never": lambda request, length: False,
+        "one row": lambda request, length: request == 1,
+        "now and then": lambda request, length: (length - len(prompts[request])) % 9 < 5,
+    }.items():
+        own = Watched(ModelRunner(model, full_cache(model, 3)), 3)
+        texts = [Sure(runner, 3, futures, knows), Suffix(runner, 3)]
+        drafter = Combined(runner, own, texts, least_match=8)
+        paced = Scripted([drafter], [Choice(0, 3), Choice(0, 3), PLAIN_STEP, Choice(0, 2), Choice(0, 3)])
+        for pacing in ({"drafter": drafter}, {"pacing": paced}):
+            own.n_rounds, own.caught_up = 0, []
+            out = generate(runner, prompts, **pacing, **how)
+            assert out.tokens == plain.tokens
+            assert out.stats.counts.acceptance_rate == 1.0
+            rounds[name, next(iter(pacing))] = own.n_rounds, len(own.caught_up)
+    for paced in ("drafter", "pacing"):
+        assert rounds["always", paced][0] == 0 < rounds["now and then", paced][0] < rounds["never", paced][0]
+        assert rounds["one row", paced][0] == rounds["never", paced][0] and rounds["now and then", paced][1] > 0
+
+
+def test_a_rows_guess_stands_where_other_rows_have_none():
+    """Beside a model of other weights, whose drafts are rejected."""
+    model, other, prompts = tiny_model(), tiny_model(seed=1), random_prompts([12, 5, 30])
+    runner = ModelRunner(model, full_cache(model, 3))
+    plain = generate(runner, prompts, max_new_tokens=20)
+    futures = [prompt + tokens for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
+    texts = [Sure(runner, 3, futures, lambda request, length: request == 1)]
+    drafter = Combined(runner, StandaloneDraft(ModelRunner(other, full_cache(other, 3)), 3), texts, least_match=8)
+    out = generate(runner, prompts, drafter=drafter, max_new_tokens=20)
+    rates = [row.acceptance_rate for row in out.stats.rows]
+    assert out.tokens == plain.tokens and rates[1] == 1.0 > 0.5 > max(rates[0], rates[2])

@@ -1,0 +1,205 @@
+"""The certificate of production precision: what it counts, the bound that it measures, and that it can fail."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
+from engine.sampling.noise import Stream, gumbel
+from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache.entries import LARGEST
+from models import Transformer
+from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model
+
+LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
+PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED] * len(LENGTHS), seed=1))
+GREEDY, COUPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+MODES = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+
+
+def noise_like(logits: Tensor, size: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return size * (2 * torch.rand(logits.shape, generator=generator) - 1).to(logits.dtype)
+
+
+class Faulty(ModelRunner):
+    """A runner whose verifications are off by up to `size`; forwards of one token are right."""
+
+    size = 3.0
+
+    def step(self, tokens, positions, cache=None):
+        logits = super().step(tokens, positions, cache)
+        verifies = isinstance(cache, WriteThroughKVCache)
+        return logits + noise_like(logits, self.size, cache.positions.shape[1]) if verifies else logits
+
+
+def with_blocks(model: Transformer, change: Callable[[Tensor, Tensor], Tensor]) -> Transformer:
+    """The model, whose forwards of more than one token give `change(logits [B, T, V], positions [B, T])`."""
+
+    class Changed(Transformer):
+        def forward(self, tokens, positions, cache):
+            logits = super().forward(tokens, positions, cache)
+            return logits if tokens.shape[1] == 1 else change(logits, positions)
+
+    model.__class__ = Changed
+    return model
+
+
+def speculate(
+    model: Transformer, sampling: SamplingParams, runner_class=ModelRunner, cache: FullKVCache | None = None
+) -> Tensor:
+    """Tokens of self-speculation `[B, N_NEW]`; rows differ in length and in how many drafts they accept."""
+    runner = runner_class(model, cache or full_cache(model, len(PROMPTS)))
+    draft_cache = StreamingKVCache(model.config, len(PROMPTS), budget=14, n_sink=2, dtype=runner.cache.keys.dtype)
+    mode = "greedy" if sampling.greedy else "coupled"
+    drafter = SelfSpeculation(runner, draft_cache, GAMMA)
+    out = generate(runner, PROMPTS, max_new_tokens=N_NEW, drafter=drafter, sampling=sampling, verification=mode)
+    assert 0 < out.stats.accepted < out.stats.drafted
+    assert len({row.accepted for row in out.stats.rows}) > 1
+    return torch.tensor(out.tokens)
+
+
+def calibration_of(model: Transformer, cache: FullKVCache | None = None) -> Calibration:
+    return calibrate(model, cache or full_cache(model, len(PROMPTS)), PROMPTS, FORCED, GAMMA + 1)
+
+
+def certificate_of(model: Transformer, emitted: Tensor, sampling: SamplingParams):
+    eps = calibration_of(model).eps / (sampling.temperature or 1)
+    return certify(replay(model, full_cache(model, len(PROMPTS)), PROMPTS, emitted, sampling), eps)
+
+
+@MODES
+@DTYPES
+def test_blocks_that_round_otherwise_flip_near_ties_and_the_certificate_holds(sampling, dtype):
+    """A large model in low precision rounds otherwise by itself; a small one nearly always alike."""
+    model = with_blocks(
+        tiny_model(dtype=dtype), lambda logits, positions: logits + noise_like(logits, 0.2, int(positions.sum()))
+    )
+    calibration = calibration_of(model)
+    assert 0.19 < calibration.eps < 0.3
+    assert 0 < calibration.flips < calibration.positions / 4
+    result = certificate_of(model, speculate(model, sampling), sampling)
+    assert 0 < result.flips < result.near_ties < result.tokens / 2
+    assert result.largest_gap_at_flip is not None
+    assert 0 < result.largest_gap_at_flip < 2 * calibration.eps / (sampling.temperature or 1)
+    assert result.holds
+
+
+@MODES
+def test_the_reference_scores_what_was_emitted_given_what_was_emitted(sampling):
+    """Tokens that nobody would choose; gaps and deficits are those of a forward over the whole sequence."""
+    model = tiny_model()
+    emitted = torch.tensor(random_prompts([12] * len(PROMPTS), seed=3))
+    seen = replay(model, full_cache(model, len(PROMPTS)), PROMPTS, emitted, sampling)
+    for row, prompt in enumerate(PROMPTS):
+        tokens = prompt + emitted[row].tolist()
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], full_cache(model, 1))
+        scores = logits[0, len(prompt) - 1 : -1].double()
+        if not sampling.greedy:
+            keys = torch.tensor(sampling.seed), torch.tensor(row), torch.arange(len(prompt), len(tokens))
+            noise = gumbel(*keys, Stream.COUPLED, TINY.vocab_size)
+            scores = (scores / sampling.temperature).log_softmax(-1) + noise.double()
+        top = scores.topk(2).values
+        # The noise of a float64 model is float64, here rounded once to float32.
+        torch.testing.assert_close(seen.gap[row], top[:, 0] - top[:, 1], rtol=0, atol=1e-5)
+        chosen = scores.gather(1, emitted[row][:, None])[:, 0]
+        torch.testing.assert_close(seen.deficit[row], top[:, 0] - chosen, rtol=0, atol=1e-5)
+        assert seen.flipped[row].tolist() == (scores.argmax(-1) != emitted[row]).tolist()
+
+
+@MODES
+@DTYPES
+def test_a_faulty_verification_is_found(sampling, dtype):
+    model = tiny_model(dtype=dtype)
+    emitted = speculate(model, sampling, Faulty)
+    assert 2 * calibration_of(model).eps < Faulty.size
+    result = certificate_of(model, emitted, sampling)
+    assert 0 < result.flips_outside_near_ties <= result.flips
+    assert not result.holds
+
+
+def test_what_counts_as_a_near_tie_and_as_outside():
+    eps = 0.5
+    seen = Replay(
+        gap=torch.tensor([[0.0, 1.0, 1.1, 0.2], [1.5, 2.0, 3.0, 4.0]]),
+        deficit=torch.tensor([[0.0, 1.0, 0.0, 1.2], [0.0, 0.0, 0.0, 0.0]]),
+        flipped=torch.tensor([[True, True, False, True], [False] * 4]),
+    )
+    result = certify(seen, eps)
+    assert (result.rows, result.tokens, result.near_ties) == (2, 8, 3)
+    assert result.flips == 3
+    assert result.flips_outside_near_ties == 1, "a near-tie of the top two excuses no third token"
+    assert result.largest_gap_at_flip == pytest.approx(1.2)
+    assert not result.holds
+    assert certify(seen, 0.6).holds
+
+
+def test_logits_that_are_not_finite_certify_nothing():
+    model = tiny_model()
+    prompts, text = random_prompts(LENGTHS, 60), torch.tensor(random_prompts([8] * len(LENGTHS), 60))
+    text[1, 4] = 60
+    model.tok_embeddings.weight.data[60] = math.nan
+    model.output = torch.nn.Linear(TINY.dim, TINY.vocab_size, bias=False, dtype=torch.float64).requires_grad_(False)
+    cache = full_cache(model, len(prompts))
+    with pytest.raises(UserError, match=f"calibration.*\n.*row 1, the token at position {LENGTHS[1] + 4}"):
+        calibrate(model, cache, prompts, text, GAMMA + 1)
+    with pytest.raises(UserError, match=f"reference.*\n.*row 1, the token at position {LENGTHS[1] + 5}"):
+        replay(model, cache, prompts, text)
+
+
+class Reversed(Transformer):
+    """A model whose forwards of several tokens, also those of the calibration, take them in reverse order."""
+
+    def forward(self, tokens, positions, cache):
+        return super().forward(tokens.flip(1) if tokens.shape[1] == GAMMA + 1 else tokens, positions, cache)
+
+
+@DTYPES
+def test_a_bound_that_measured_a_bug_is_not_trusted(dtype):
+    """A wrong forward of several tokens widens eps until everything is a near-tie: the flips give it away."""
+    model = tiny_model(dtype=dtype)
+    assert calibration_of(model).trusted
+    model.__class__ = Reversed
+    assert not calibration_of(model).trusted
+
+
+def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
+    def offset(logits, positions):  # one logit is 0.25 higher, at one position alone
+        logits[..., 7] += 0.25 * (positions == LENGTHS[1] + 22)
+        return logits
+
+    exact = calibration_of(tiny_model())
+    assert exact.eps < 1e-11
+    assert (exact.flips, exact.positions) == (0, len(LENGTHS) * N_FORCED)
+    measured = calibration_of(with_blocks(tiny_model(), offset))
+    assert 2 * measured.eps == pytest.approx(0.25, abs=1e-11), "the gap that one logit alone can close"
+
+
+class StaleScales(FullKVCache):
+    """A cache whose slots keep the scale of the draft that they held: a bug that needs a rejection."""
+
+    def write(self, layer, slots, new, *store):
+        scales = self.scales[layer]
+        before = scales[:, self._rows, :, slots]
+        super().write(layer, slots, new, *store)
+        scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
+    model = tiny_model(dtype=torch.float32)
+
+    def cache(kind: type[FullKVCache]) -> FullKVCache:
+        return kind(TINY, len(PROMPTS), 128, dtype=kv_dtype)
+
+    calibration = calibration_of(model, cache(FullKVCache))
+    assert calibration.trusted
+    for kind, holds in ((FullKVCache, True), (StaleScales, False)):
+        emitted = speculate(model, GREEDY, cache=cache(kind))
+        assert certify(replay(model, cache(FullKVCache), PROMPTS, emitted), calibration.eps).holds == holds

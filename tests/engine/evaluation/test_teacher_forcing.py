@@ -1,0 +1,89 @@
+"""Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
+
+import pytest
+
+from common.errors import UserError
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
+from engine.drafters.speculated import Speculated
+from engine.evaluation.teacher_forcing import forced_acceptance
+from tests.support.tiny import (
+    continue_by_recomputing,
+    full_cache,
+    random_prompts,
+    tiny_model,
+    tiny_runner,
+)
+
+GAMMA, N_TOKEN = 2, 13
+PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)
+
+
+def expected(model, draft_tokens) -> list[tuple[int, int]]:
+    """Per row (verified, accepted): at every (gamma + 1)-th place, the draft's tokens against the target's own."""
+    counts = []
+    for prompt, book in zip(PROMPTS, BOOK, strict=True):
+        verified = accepted = 0
+        for start in range(0, N_TOKEN - GAMMA - 1, GAMMA + 1):
+            text = [*prompt, *book[: start + 1]]
+            own = continue_by_recomputing(model, text, GAMMA)
+            drafted = draft_tokens(text)
+            n = next((i for i in range(GAMMA) if drafted[i] != own[i]), GAMMA)
+            verified += min(n + 1, GAMMA)
+            accepted += n
+        counts.append((verified, accepted))
+    return counts
+
+
+def counted(runner, drafter) -> list[tuple[int, int]]:
+    return [(row.verified, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, BOOK)]
+
+
+def test_another_models_drafts_are_verified_behind_the_books_tokens():
+    """A full cache, so that the draft is what recomputing gives too; it is nearly the target."""
+    target, draft = tiny_model(), tiny_model()
+    draft.output.weight += 0.4 * tiny_model(seed=5).output.weight
+    runner = ModelRunner(target, full_cache(target, 3))
+    drafter = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), GAMMA)
+    wanted = expected(target, lambda text: continue_by_recomputing(draft, text, GAMMA))
+    assert counted(runner, drafter) == wanted
+    assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
+
+
+def test_the_target_itself_is_always_right():
+    runner = tiny_runner(3)
+    n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
+    drafter = SelfSpeculation(runner, full_cache(runner.model, 3), GAMMA)
+    assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
+
+
+@pytest.mark.parametrize("kind", ["self", "model"])
+def test_a_draft_of_the_draft_sees_the_text_too(kind):
+    """The model below itself is always right of its own text."""
+    runner = tiny_runner(3)
+    outer, own = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma) for gamma in (4, 2))
+    model = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 3)), 2)
+    drafter = Speculated(outer, own if kind == "self" else model)
+    text = generate(runner, PROMPTS, max_new_tokens=40).tokens
+    forced_acceptance(runner, drafter, PROMPTS, text)
+    counts = drafter.inner_counts()
+    assert counts.accepted == counts.verified > 30
+
+
+ALL_ROWS = "a prompt and a continuation per row"
+
+
+@pytest.mark.parametrize(
+    "prompts,book,room,broken,message",
+    [
+        (PROMPTS, [row[: GAMMA + 1] for row in BOOK], 128, [], ALL_ROWS),
+        (PROMPTS, BOOK, 44, [], "exceeds the KV cache"),
+        (PROMPTS, BOOK, 128, [PROMPTS[1][4]], "not finite"),
+    ],
+)
+def test_what_has_no_acceptance_is_refused(prompts, book, room, broken, message):
+    target = tiny_model()
+    target.tok_embeddings.weight[broken] = float("nan")
+    runner = ModelRunner(target, full_cache(target, 3, max_len=room))
+    with pytest.raises(UserError, match=message):
+        forced_acceptance(runner, NGram(runner, GAMMA), prompts, book)

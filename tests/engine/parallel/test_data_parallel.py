@@ -1,0 +1,150 @@
+"""Benchmarks on ranks that divide the models or the prompts: the tokens, saved rows and numbers of one process.
+
+All exact: float64 on a CPU over gloo, a model whose heads, units and token ids do not divide by two.
+"""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.record import ratio
+from common.errors import RankError
+from engine.pacing import PLAIN, Choice
+from engine.parallel.ranks import Ranks
+from engine.stats import Counts, RoundStats, Stats
+from tests.support import replica_cases
+from tests.support.programs import benchmark, python
+from tests.support.rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
+
+N_PROMPTS = 7
+SAMPLED = "--temperature 0.8 --seed 3 --verification"
+COUPLED = f"{SAMPLED} coupled"
+OWN = [f"{'It was the best of times, ' * (number % 4)}it was number {number}" for number in range(N_PROMPTS)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script with arguments that one process takes, some for ranks, and what the record says of those.
+
+    draft: the name of a model in `Models`. own: whether prompts are of many lengths and rows are saved.
+    """
+
+    script: str
+    arguments: str
+    of_ranks: str = ""
+    expected: dict[str, Any] = field(default_factory=dict)
+    draft: str = "draft"
+    own: bool = False
+
+    def command(self, models: Models, folder: Path) -> list[str]:
+        """For one process."""
+        if self.own:
+            flags = f"--model {models.target} --prompts {folder / 'own.jsonl'} --B 2 --gen_len 12 --dtype float64"
+            return f"{flags} {DRAFT} --save_rows rows {self.arguments}".split()
+        return models.arguments(self.script, f"--num_prompts {N_PROMPTS} {self.arguments}", self.draft)
+
+
+UNDIVIDED = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "rank_group": [0, 1], "draft_ranks": None}
+REPLICAS = {"data_parallel": 2, "tensor_parallel": 2}
+CASES = {
+    2: [
+        Case("selfspec", "", "--check_ranks", UNDIVIDED),
+        Case("selfspec", f"{COUPLED} --draft_layers 0", "--rank_group 1 0", UNDIVIDED | {"rank_group": [1, 0]}),
+        Case("longspec", f"{COUPLED} --benchmark", "--draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}),
+        Case("longspec", "", "", UNDIVIDED | {"draft_ranks": [0, 1]}, draft="padded"),
+    ],
+    4: [
+        Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),
+        Case("selfspec", f"{SAMPLED} rejection", "--data_parallel 2", REPLICAS),
+        Case("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", REPLICAS),
+        Case("selfspec", "--gamma auto", "--data_parallel 2", REPLICAS),
+    ],
+}
+
+
+@pytest.mark.parametrize("n_ranks", CASES)
+def test_ranks_emit_what_one_process_emits(
+    n_ranks: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases run one after another in the same processes. The first of two replicas has three of seven prompts."""
+    cases, folder, alone = CASES[n_ranks], tmp_path / "together", tmp_path / "alone"
+    folder.mkdir()
+    alone.mkdir()
+    (folder / "own.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in OWN))
+    commands = [
+        [case.script, *case.command(models, folder), *case.of_ranks.split(), "--output", "out"] for case in cases
+    ]
+    (folder / "commands").write_text("\n".join(map(shlex.join, commands)))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}")
+    ended = python(*torchrun, replica_cases.__file__, "commands", cwd=folder, FORETOKEN_CACHE=str(folder / "cache"))
+    assert ended.code == 0, ended.err
+    monkeypatch.chdir(alone)
+    said = ""
+    for case, line in zip(cases, (folder / "out").read_text().splitlines(), strict=True):
+        undivided, seen = benchmark(case.script, case.command(models, folder)), json.loads(line)
+        one, said = undivided.record, said + undivided.err
+        if seen.get("measured_costs"):  # what is drafted depends on times, what is emitted does not
+            assert seen["tokens_sha256"] == one["tokens_sha256"] and seen["identical_sequences"] == N_PROMPTS
+        else:
+            assert results(seen) == results(one), case
+        assert one["sequences"] == N_PROMPTS
+        if case.own or n_ranks == 2:
+            assert one["identical_sequences"] == N_PROMPTS
+            assert 0 < one["accepted"] < one["verified"], "some drafts are meant to be right, some wrong"
+        expected = case.expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
+        assert {key: seen[key] for key in expected} == expected
+        assert len(seen["peak_memory_bytes_per_rank"]) == n_ranks
+        assert max(seen["peak_memory_bytes_per_rank"]) == seen["peak_memory_bytes"] > 0
+        # Of the timed pass, whose rounds are those of all replicas.
+        assert (seen["verify_step_ms"] is None) == (one["verify_step_ms"] is None)
+        assert set(seen["contention"]) == set(one["contention"])
+        if case.own:
+            rows = read_rows(folder / "rows")
+            assert rows == read_rows(alone / "rows") and len(rows) == 2 * N_PROMPTS
+    assert ended.out.count('{"benchmark": ') == len(cases), "one rank prints"
+    if n_ranks == 2:
+        assert all(ended.err.count(once) == said.count(once) for once in ("loading ", "note: ")), ended.err
+    else:
+        assert ", 2 x 2 ranks, " in ended.out and ": 2 rows at a time" in ended.out
+
+
+def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(models: Models, tmp_path: Path) -> None:
+    """The second replica has prompts 2 to 4."""
+    arguments = models.arguments("baseline", "--num_prompts 5 --data_parallel 2 --save_rows rows")
+    said = on_two_ranks(tmp_path, "baseline", arguments, "spoil_a_prompt").message("[01]", 2)
+    assert said.count("error") == 1
+    assert re.search(r"seen: +row 2: logits at position 5 are NaN or infinite\n", said), said
+    rows = read_rows(tmp_path / "rows")
+    reasons = {row: kept["finish_reason"] for (_, row), kept in rows.items()}
+    assert reasons == {row: "error" if row == 2 else "length" for row in range(5)}
+
+
+def rounds(*each: tuple[float, int, int], choice: Choice = PLAIN) -> tuple[RoundStats, ...]:
+    return tuple(RoundStats(*one, choice) for one in each)
+
+
+def test_stats_of_replicas_add_up() -> None:
+    """Throughputs add up, over the rounds in which all rows of that replica are busy; the slowest ends the pass."""
+    fast = Stats((Counts(2, 6, 5, [2], [1]),), (rounds((0.5, 1, 3), (0.5, 1, 2), choice=Choice(0, 1)),), 4.0, 0.25)
+    slow = Stats((Counts(3, 0, 6), Counts(2, 0, 5)), (rounds((1, 2, 6), (1, 2, 4), (2, 1, 1)),), 3.0, 0.5)
+    both = Stats.joined([fast, slow])
+    assert (fast.tokens_per_second, slow.tokens_per_second, both.tokens_per_second) == (5, 5, 10)
+    assert (both.decode_seconds, both.prefill_seconds, both.draft_prefill_seconds) == (4, 4, 0.5)
+    assert both.rounds == fast.rounds + slow.rounds and both.rows == fast.rows + slow.rows
+    assert [one.seconds for one in both.steady()] == [0.5, 0.5, 1, 1]
+    assert ratio(both.decode_seconds, fast.decode_seconds) == 4
+    nothing = Stats((), ((),), 1.0)
+    assert nothing.tokens_per_second is None and nothing.decode_seconds == 0
+    assert Stats.joined([nothing, slow]).tokens_per_second == 5
+
+
+def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "gathered", lambda self, value: [value, "other"])
+    with pytest.raises(RankError, match=r"on rank 2, other on rank 3\n(.*\n)+.*look at rank 3:"):
+        Ranks(0, 2, check=True, first=2).require_same(lambda: "a round", lambda: [torch.zeros(1)])

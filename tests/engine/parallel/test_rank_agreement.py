@@ -1,0 +1,135 @@
+"""Ranks that were started unlike: what differs is named on all of them, before any waits for another."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from models.checkpoints.loading import read_checkpoint, save_checkpoint
+from models.checkpoints.model_source import find_model
+from models.heads.loading import find_head
+from tests.support.programs import ROOT, python
+from tests.support.published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
+from tests.support.rank_jobs import LAUNCHER, Models, on_two_ranks
+
+N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
+
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def scaled(weights: dict[str, Tensor]) -> None:
+    weights["layers.1.attention.wo.weight"] *= 1.001
+
+
+def one_element(weights: dict[str, Tensor]) -> None:
+    weights["tok_embeddings.weight"].view(-1)[N_ELEMENTS_APART] += 1
+
+
+def copied(source: Path, folder: Path, change: Change | None = None) -> Path:
+    """Copy a checkpoint, without its manifest if its weights are changed."""
+    shutil.copytree(source, folder)
+    if change is not None:
+        (folder / "manifest.json").unlink()
+        config, weights = read_checkpoint(source)
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        change(weights)
+        save_checkpoint(folder / "model.pth", config, weights)
+    return folder
+
+
+def digest(path: Path, whole: bool) -> str:
+    return find_model(str(path), "pth", None, "--model").digest(whole)
+
+
+def test_a_digest_tells_checkpoints_of_a_shape_apart(models: Models, tmp_path: Path) -> None:
+    """By pieces of each tensor or by all bytes; a file in another order has the same."""
+    small_change = copied(models.target, tmp_path / "element", one_element)
+    by_pieces, whole = (
+        [digest(path, whole) for path in (models.target, copied(models.target, tmp_path / str(whole)), small_change)]
+        for whole in (False, True)
+    )
+    assert len({*by_pieces}) == 1 and whole[0] == whole[1] != whole[2]
+    shuffled = copied(models.target, tmp_path / "shuffled", lambda weights: weights.update([weights.popitem()]))
+    assert digest(shuffled, True) == whole[0]
+    assert digest(copied(models.target, tmp_path / "scaled", scaled), False) != by_pieces[0]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_digest_tells_heads_of_a_shape_apart(kind: str, models: Models, tmp_path: Path) -> None:
+    target = find_model(str(models.target), "pth", None, "--model").config
+    tensors = {"medusa": medusa_tensors, "eagle": eagle_tensors}[kind](target)
+    values = {"medusa": {"medusa_num_layers": 2}, "eagle": eagle_config(target)}[kind]
+    name = next(name for name, tensor in tensors.items() if tensor.dtype.is_floating_point)
+    changed = tensors | {name: tensors[name] * 1.01}
+
+    def of(folder: str, held: Mapping[str, Tensor], whole: bool = False) -> str:
+        return find_head(save_head(tmp_path / folder, dict(held), values), kind, target).digest(whole)
+
+    assert of("one", tensors) == of("two", tensors) != of("three", changed)
+    assert of("four", tensors, True) == of("five", tensors, True) != of("six", changed, True)
+
+
+def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_path: Path) -> None:
+    """Sessions open one after another in the same processes, before and after the first that joins the ranks."""
+    copy = copied(models.target, tmp_path / "copy")
+    other = copied(models.target, tmp_path / "other", scaled)
+    element = copied(models.target, tmp_path / "element", one_element)
+    draft = copied(models.draft, tmp_path / "draft", scaled)
+    selfspec, longspec = (models.arguments(script) for script in ("selfspec", "longspec"))
+    serving = [f"--model={models.target}", "--gamma", "3", "--max_batch", "2", "--max_length", "60"]
+
+    def changed(arguments: list[str], name: str, value: str) -> list[str]:
+        given = [word.partition("=")[0] for word in arguments].index(name)
+        if "=" in arguments[given]:
+            return [*arguments[:given], f"{name}={value}", *arguments[given + 1 :]]
+        return [*arguments[:given], name, value, *arguments[given + 2 :]]
+
+    def case(program: str, here: list[str], there: list[str], version: str | None = None) -> tuple:
+        return program, [(here, None), (there, version)]
+
+    weights, checked = "the target's weights", [*selfspec, "--check_ranks"]
+    held = [*longspec, "--draft_ranks", "1"]
+    cases: list[tuple[tuple, tuple[str, ...]]] = [
+        (case("selfspec", selfspec, changed(selfspec, "--gamma", "4")), ("--gamma: 3 on rank 0, 4 on rank 1",)),
+        (case("selfspec", selfspec, changed(selfspec, "--model", str(other))), (weights,)),
+        (case("selfspec", selfspec, changed(selfspec, "--model", str(copy))), ()),
+        (case("selfspec", selfspec, changed(selfspec, "--model", str(other))), (weights,)),
+        (case("selfspec", checked, changed(checked, "--model", str(element))), (weights,)),
+        (case("selfspec", checked, changed(checked, "--model", str(copy))), ()),
+        (case("selfspec", selfspec, changed(selfspec, "--gen_len", "13")), ("--gen_len: 12 on rank 0, 13 on rank 1",)),
+        (
+            case("selfspec", selfspec, changed(selfspec, "--dtype", "float32")),
+            ("--dtype: float64 on rank 0, float32 on rank 1",),
+        ),
+        (
+            case("selfspec", selfspec, [*selfspec, "--draft", "suffix"]),
+            ("SelfConfig on rank 0, SuffixConfig on rank 1",),
+        ),
+        (case("selfspec", selfspec, [*selfspec, "--rank_group", "1", "0"]), ("--rank_group",)),
+        (case("selfspec", selfspec, selfspec, "0.1"), ("torch: ", "numpy: ", "triton: ")),
+        (case("longspec", longspec, changed(longspec, "--model", str(draft))), ("the draft's weights",)),
+        (case("longspec", changed(held, "--model", str(draft)), held), ()),  # of a draft that rank 0 does not hold
+        (case("serving", serving, [*serving, "--prefill_tokens", "16"]), ("--prefill_tokens: None on rank 0, 16 on",)),
+        (case("serving", serving, serving), ()),
+    ]
+    (tmp_path / "cases").write_text(json.dumps([given for given, _ in cases]))
+    (_, *torchrun), driver = LAUNCHER, ROOT / "tests/support/agreement_cases.py"
+    ended = python(
+        *torchrun, str(driver), "cases", cwd=tmp_path, PYTHONPATH=str(ROOT), FORETOKEN_CACHE=str(tmp_path / "cache")
+    )
+    assert ended.code == 0, ended.err
+    on_ranks = [json.loads((tmp_path / f"said.{number}").read_text()) for number in range(2)]
+    assert on_ranks[0] == on_ranks[1]
+    for said, (given, expected) in zip(on_ranks[0], cases, strict=True):
+        assert all(part in said for part in expected) and bool(said) == bool(expected), (given, said)
+        assert not said or "rank 0" in said.partition("seen:")[2], said
+
+
+@pytest.mark.slow
+def test_a_benchmark_whose_ranks_have_other_flags_ends_with_one_message(models: Models, tmp_path: Path) -> None:
+    arguments = models.arguments("selfspec")
+    said = on_two_ranks(tmp_path, "selfspec", arguments, "--gamma 4").message("[01]", 2)
+    assert said.count("error") == 1 and "--gamma: 3 on rank 0, 4 on rank 1" in said

@@ -1,0 +1,76 @@
+"""A model that is split over processes emits the tokens of the whole model, for every shape, drafter and mode."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.parallel.ranks import ALONE
+from models import load_model
+from models.checkpoints.loading import save_checkpoint
+from models.tensor_parallel import Shard, shard_config
+from tests.support import parallel_cases
+from tests.support.programs import python
+from tests.support.tiny import TINY, tiny_model
+
+
+def torchrun(n_ranks: int, *arguments: object) -> None:
+    ended = python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}", *arguments)
+    assert ended.code == 0, ended.err
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    parallel_cases.write_checkpoints(folder)
+    return folder
+
+
+SLOW = (pytest.param(n_ranks, "every case", marks=pytest.mark.slow) for n_ranks in (2, 4))
+
+
+@pytest.mark.parametrize("n_ranks,selection", [(2, "every drafter"), *SLOW])
+def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoints, tmp_path, record_property):
+    """Rejection mode draws equal random numbers, from distributions that differ by rounding."""
+    torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", selection)
+    results = json.loads((tmp_path / "results.json").read_text())
+    together = results["cases"]
+    cases = parallel_cases.cases_of(selection)
+    alone = {case.name: parallel_cases.run_case(case, checkpoints, ALONE) for case in cases}
+    assert list(together) == list(alone)
+    for name, by_rank in together.items():
+        assert by_rank == [alone[name]] * n_ranks, f"{name} on {n_ranks} ranks"
+    rows = [row for case in alone.values() for row in case["counts"] if row["drafted"]]
+    assert any(0 < sum(row["accepted_at"]) < sum(row["verified_at"]) for row in rows), "some drafts are rejected"
+    for chosen in results["all_reduce"]:
+        assert chosen == {"": "symmetric memory"} | dict.fromkeys(parallel_cases.STEPS, "gloo"), (
+            "all ranks agree, none waits"
+        )
+    for group_size, logits in results["logits"].items():
+        whole = parallel_cases.packed_logits(int(group_size), checkpoints, None)
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(whole), rtol=1e-4, atol=1e-4)
+    record_property(f"count: float64 runs on {n_ranks} ranks equal to one process", len(together))
+
+
+def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
+    """A rank keeps only its shard, packed or not: no view keeps the whole file, and no weight is stored twice."""
+
+    class Part:
+        shard = Shard(1, 2)
+
+        def all_reduce(self, x):
+            return x
+
+        def gather(self, x, widths):
+            return x
+
+    config = replace(TINY, n_kv_head=4)
+    save_checkpoint(tmp_path / "model.pth", config, tiny_model(config).state_dict())
+    n_parameters = shard_config(config, Part.shard).n_parameters
+    model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=Part())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == 8 * n_parameters
+    packed = load_model(tmp_path, config=config, exchange=Part())
+    assert sum(tensor.numel() for tensor in (*packed.parameters(), *packed.buffers())) == n_parameters

@@ -1,0 +1,110 @@
+"""Edited logits at every drafted position: by lists, in captured rounds, and where all ids are excluded."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine.batch import Batch
+from engine.evaluation import reference
+from engine.evaluation.teacher_forcing import forced_acceptance
+from engine.sampling.distribution import Distribution, Filters
+from engine.sampling.processors import BAN
+from tests.engine.test_captured_rounds import DRAFTERS, LENGTHS, LIMITS
+from tests.support.edit_cases import edited, edited_by_lists
+from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
+from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputing, tiny_model, tiny_runner
+from tests.support.witness import cut
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.75, "frequency_penalty": 0.3}
+BIAS, BANS = {3: 16.0, 17: -100.0}, [[5], [8, 9], [60, 1, 2]]
+# Rows with and without edits; of their temperatures, the greedy mode takes none.
+EDITED = [
+    SamplingParams(0.7, seed=3, **PENALTIES, min_p=0.02),
+    SamplingParams(1.1, seed=4),
+    SamplingParams(logit_bias=BIAS, repetition_penalty=0.8, min_tokens=12),
+    SamplingParams(0.9, seed=5, bad_words=[[token] for token in range(0, 60, 2)], typical_p=0.9),
+    SamplingParams(0.9, top_k=30, seed=6, logit_bias={2: 8.0}, min_tokens=5, bad_words=BANS),
+]
+STOPS = [[], [], [8, 11, 30], [], [*range(0, 61, 4)]]
+
+
+def test_every_position_counts_the_drafts_before_it():
+    """Three rows, of which the second has no edits, and in another batch another length of the answer."""
+    rules = [
+        SamplingParams(**PENALTIES, logit_bias=BIAS, bad_words=[[4], [6, 2], [1, 6, 6, 9]], min_tokens=4),
+        SamplingParams(0.8),
+        SamplingParams(0.8, repetition_penalty=2.0, bad_words=[[2, 2], [2, 2, 3]], min_tokens=8),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    batch, drafts = Batch(4, Filters.of(rules), n_ids=61).first(3), torch.tensor([[6, 6, 9, 6], [1, 2, 3, 4], [2] * 4])
+    requests = [Request([1, 2, 60], 99, [7, 8, 99], how) for how in rules]
+    for answers in ([[6, 1], [], []], [[6, 1, 1, 6], [5], [2, 2]], [[6, 1, 1, 6, 3, 1, 6], [5, 6], [2, 2, 2]]):
+        for request, answer in zip(requests, answers, strict=True):
+            request.tokens = answer
+        batch.set_state([0] * 3, [0] * 3, [0] * 3, requests)
+        logits = 3 * torch.randn(3, 5, 61, generator=generator, dtype=torch.float64)
+        found = batch.edited(logits, drafts)
+        assert torch.equal(found[1], logits[1])
+        found = found.masked_fill(found < BAN / 2, -math.inf)
+        for row, (request, how) in enumerate(zip(requests, rules, strict=True)):
+            for i in range(5):
+                text = [*request.tokens, *drafts[row, :i].tolist()]
+                expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
+                torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
+        assert batch.edited(logits.bfloat16(), drafts).dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("kind", ["none", "full", "ngram", "speculated, streaming", "confidence"])
+def test_rows_are_those_of_a_slow_reference(kind, mode, is_captured):
+    """Five ragged requests through two rows: rounds with and without edits alternate."""
+    model, prompts, graphs = tiny_model(), random_prompts(LENGTHS), list[RecordedGraph]()
+    new_graphs = partial(RecordedGraphs, recorded=graphs) if is_captured else None
+    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
+    rules = [replace(rule, temperature=0.0) if mode == "greedy" else rule for rule in EDITED]
+    how = {"max_new_tokens": LIMITS, "sampling": rules, "stop_tokens": STOPS, "verification": mode}
+    out = generate(runner, prompts, **how, drafter=DRAFTERS[kind](runner))
+    each = zip(prompts, LIMITS, rules, STOPS, out.tokens, strict=True)
+    for id_, (prompt, limit, rule, stops, tokens) in enumerate(each):
+        next_logits = edited(recomputing(model), prompt, rule, stops)
+        assert tokens == cut(reference.decode(next_logits, prompt, limit, rule, mode, id_), stops)
+    plain = [SamplingParams(rule.temperature, rule.top_k, seed=rule.seed) for rule in rules]
+    unlike = generate(tiny_runner(2), prompts, **how | {"sampling": plain}).tokens
+    assert [tokens == other for tokens, other in zip(out.tokens, unlike, strict=True)] == [False, True, *[False] * 3]
+    assert kind == "none" or out.stats.accepted > 0
+    assert all(graph.replays for graph in graphs) and bool(graphs) is is_captured
+
+
+def test_where_all_ids_are_excluded_tokens_are_still_drawn():
+    rules = SamplingParams(1.0, bad_words=[[id_] for id_ in range(9)], min_tokens=3, repetition_penalty=100.0)
+    batch = Batch(1, Filters.of([rules]), n_ids=9)
+    batch.set_state([0], [0], [0], [Request([1], 9, [2, 3], rules)])
+    for dtype in (torch.float32, torch.float64):
+        logits = batch.edited(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
+        probs = Distribution.of([rules]).probs(logits)
+        assert float(probs.sum()) == pytest.approx(1) and float(probs[..., 2:4].sum()) == 0
+
+
+@pytest.mark.parametrize("rules", [{"logit_bias": {TINY.vocab_size: 1.0}}, {"bad_words": [[1, -1]]}])
+def test_ids_outside_the_vocabulary_are_refused(rules):
+    decoder = Decoder(tiny_runner(2))
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        decoder.submit(Request([1, 2], 5, sampling=SamplingParams(**rules)))
+    decode(decoder, request := Request([1, 2], 5))
+    assert len(request.tokens) == 5
+
+
+def test_teacher_forcing_edits_by_the_given_text():
+    """Whatever the target would choose, it accepts a draft that can only be the token that is not excluded."""
+    runner = tiny_runner(2)
+    rules = SamplingParams(bad_words=[[id_] for id_ in range(61) if id_ != 7])
+    drafter = DRAFTERS["full"](runner)
+    prompts, books = random_prompts([9, 14]), random_prompts([10, 10], seed=1)
+    counts = forced_acceptance(runner, drafter, prompts, books, rules)
+    assert all(count.accepted == count.drafted > 0 for count in counts)

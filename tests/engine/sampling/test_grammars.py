@@ -1,0 +1,301 @@
+"""Answers under a grammar parse, and drafts change nothing of them: every drafter and mode, and over HTTP."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from huggingface_hub import InferenceClient
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from transformers import LlamaConfig
+
+from common.errors import UserError
+from convert_hf_checkpoint import convert
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft
+from engine.drafters.combined import Combined
+from engine.drafters.ngram import NGram
+from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
+from engine.sampling.grammars import Grammar, Grammars, call_grammar
+from kv_cache.streaming import Streaming
+from models import load_model
+from models.checkpoints.tokenizer import load_tokenizer
+from models.checkpoints.tool_calls import parse
+from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
+from tests.support.hf_tiny import SHAPE, random_model
+from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
+from tests.support.serving_cases import TEMPLATE, Served, serving
+from tests.support.tiny import decode, full_cache, self_draft
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": -99, "maximum": 99},
+        "name": {"type": "string", "maxLength": 5},
+        "at": {
+            "type": "object",
+            "properties": {"given": {"type": "boolean"}},
+            "required": ["given"],
+            "additionalProperties": False,
+        },
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+    },
+    "required": ["colour", "count", "name", "at", "sizes"],
+    "additionalProperties": False,
+}
+JSON, PLATE = ("json_schema", json.dumps(SCHEMA)), ("regex", "[A-Z]{2}-[0-9]{3}")
+# A text has several splits into tokens, so that few bytes that are certain are a certain token.
+MERGES = [("{", '"'), ('"', ":"), ('"', ","), ("c", "o"), ("o", "u"), ("co", "l"), ("t", "h"), ('"', "}")]
+VOCABULARY = [BOS, *ALPHABET, *(a + b for a, b in MERGES)]
+END = 0  # a control token, so that no text contains it
+PROMPTS = ["a", "of the cat and the hat", "Näher " * 5, '{"colour": "red", "count": 1']
+WAYS = [
+    SamplingParams(0.8, seed=3),
+    SamplingParams(1.1, top_k=20, seed=4),
+    SamplingParams(),
+    SamplingParams(1.0, seed=5),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    pytest.importorskip("llguidance")
+    folder = tmp_path_factory.mktemp("grammars")
+    shape = SHAPE | {"vocab_size": len(VOCABULARY) + 3, "max_position_embeddings": 400}
+    random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)).save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY, MERGES, adds_bos=True)
+    convert(folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    import torch
+
+    return load_model(folder / "model.pth", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer, model) -> Grammars:
+    return Grammars(tokenizer, model.config.vocab_size, [END])
+
+
+def self_drafter(runner: ModelRunner):
+    return self_draft(runner, Streaming(16, n_sink=2), gamma=4)
+
+
+def standalone(runner: ModelRunner) -> StandaloneDraft:
+    return StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 3, 300)), gamma=4)
+
+
+DRAFTERS = {
+    "none": lambda runner: None,
+    "self": self_drafter,
+    "standalone": standalone,
+    "ngram": lambda runner: NGram(runner, gamma=4),
+    "combined": lambda runner: Combined(runner, standalone(runner), [Suffix(runner, gamma=4)], least_match=1),
+    "speculated": lambda runner: Speculated(self_drafter(runner), NGram(runner, gamma=2)),
+}
+
+
+def answers(kind: str, mode: str, model, tokenizer, grammars, new_graphs=None) -> list[Request]:
+    """Decode four requests in three rows: JSON, no grammar, JSON, and a regular expression."""
+    runner = ModelRunner(model, full_cache(model, 3, 300), new_graphs=new_graphs)
+    specs, ways = [JSON, None, JSON, PLATE], WAYS if mode != "greedy" else [SamplingParams()] * 4
+    requests = [
+        Request(tokenizer.encode(prompt), 150 if spec else 30, [END], way, i, grammar=spec and grammars.start(*spec))
+        for i, (prompt, spec, way) in enumerate(zip(PROMPTS, specs, ways, strict=True))
+    ]
+    decode(Decoder(runner, drafter=DRAFTERS[kind](runner), verification=mode), *requests)
+    for request, spec in zip(requests, specs, strict=True):
+        if spec:
+            text = tokenizer.decode(request.tokens)
+            assert request.finish_reason == "stop", text
+            require(text, spec)
+    return requests
+
+
+def require(text: str, spec: tuple[str, str] = JSON) -> None:
+    """Assert that a text follows the grammar."""
+    if spec is PLATE:
+        assert len(text) == 6 and text[:2].isupper() and text[2] == "-" and text[3:].isdigit()
+        return
+    found = json.loads(text)
+    assert [*found] == SCHEMA["required"] and found["colour"] in ("red", "green") and -99 <= found["count"] <= 99
+    assert len(found["name"]) <= 5 and found["at"]["given"] in (True, False)
+    assert len(found["sizes"]) <= 3 and all(0 <= size <= 9 for size in found["sizes"])
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
+    plain = answers("none", mode, model, tokenizer, grammars)
+    for kind in [*DRAFTERS][1:]:
+        drafted = answers(kind, mode, model, tokenizer, grammars)
+        assert mode == "rejection" or [r.tokens for r in drafted] == [r.tokens for r in plain], kind
+        rounds = [(ours.counts.rounds, theirs.counts.rounds) for ours, theirs in zip(drafted, plain, strict=True)]
+        # Tokens that the grammar forces are drafted, whatever the drafter is.
+        assert mode == "rejection" or all(ours < theirs for ours, theirs in (rounds[0], rounds[2])), kind
+
+
+@pytest.mark.parametrize("kind", ["none", "self", "ngram", "speculated"])
+def test_captured_rounds_follow_grammars(kind, model, tokenizer, grammars):
+    graphs: list[RecordedGraph] = []
+    called = answers("none", "coupled", model, tokenizer, grammars)
+    new_graphs = partial(RecordedGraphs, recorded=graphs)
+    captured = answers(kind, "coupled", model, tokenizer, grammars, new_graphs)
+    assert [request.tokens for request in captured] == [request.tokens for request in called]
+    assert any(graph.replays for graph in graphs)
+
+
+def test_parameters_that_exclude_all_that_a_grammar_allows_give_way(model, tokenizer, grammars):
+    runner, (end, red) = ModelRunner(model, full_cache(model, 1, 300)), (END, tokenizer.encode("A", add_bos=False)[0])
+    sampling = SamplingParams(1.0, seed=1, min_tokens=9, bad_words=[[red]])
+    request = Request([5, 6], 20, [end], sampling, grammar=grammars.start("regex", "A|AA"))
+    decode(Decoder(runner, drafter=NGram(runner, gamma=3), verification="coupled"), request)
+    assert tokenizer.decode(request.tokens) in ("A", "AA") and request.finish_reason == "stop"
+
+
+def test_the_limit_cuts_an_answer(model, tokenizer, grammars):
+    runner = ModelRunner(model, full_cache(model, 1, 300))
+    request = Request([5, 6], 4, [END], grammar=grammars.start(*JSON))
+    decode(Decoder(runner, drafter=NGram(runner, gamma=3)), request)
+    assert request.finish_reason == "length" and '{"colour": "'.startswith(tokenizer.decode(request.tokens)[:9])
+
+
+def test_a_grammar_that_is_wrong_is_refused_in_the_librarys_words(grammars):
+    for spec, says in [("regex", "(a"), "unclosed group"], [("json_schema", '{"type": "objekt"}'), "objekt"]:
+        with pytest.raises(UserError, match=says):
+            grammars.start(*spec)
+
+
+def test_an_answer_whose_grammar_cannot_go_on_is_an_error(model, tokenizer, grammars):
+    from llguidance import LLMatcher, LLParserLimits
+
+    text, limits = LLMatcher.grammar_from_json_schema({"enum": ["red", "green"]}), LLParserLimits(max_lexer_states=10)
+    matcher = LLMatcher(grammars._tokenizer, text, limits=limits, log_level=0)
+    runner = ModelRunner(model, full_cache(model, 2, 300))
+    failing = Request([5, 6], 20, [END], grammar=Grammar(matcher))
+    other = Request([5, 7], 150, [END], grammar=grammars.start(*JSON))
+    decode(Decoder(runner, drafter=NGram(runner, gamma=3)), failing, other)
+    assert failing.finish_reason == "error" and "grammar" in failing.error
+    require(tokenizer.decode(other.tokens))
+
+
+@pytest.fixture(scope="module")
+def structured(folder):
+    with serving(folder) as server:
+        yield server
+
+
+class Person(BaseModel):
+    """A person."""
+
+    likes: Literal["cats", "dogs"]
+    known: list[bool] = Field(max_length=2)
+
+
+FORMATS = {
+    "json_schema": {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}},
+    "json_object": {"type": "json_object"},
+}
+
+
+def test_clients_get_json_on_every_route(structured: Served):
+    openai = OpenAI(base_url=f"{structured.url}/v1", api_key="any", max_retries=0)
+    hub = InferenceClient(model=structured.url)
+    how = {"model": "m", "max_tokens": 150, "seed": 3, "response_format": FORMATS["json_schema"]}
+    messages = [{"role": "user", "content": "hello"}]
+    for speculate in (True, False):
+        extra = {"extra_body": {"speculate": speculate}}
+        chat = openai.chat.completions.create(messages=messages, **how, **extra).choices[0]
+        require(chat.message.content)
+        body = {"prompt": "q", "speculate": speculate, **how}
+        text = structured.ask("/v1/completions", body).json["choices"][0]["text"]
+        require(text)
+        plate = {"type": "regex", "value": PLATE[1]}
+        generated = structured.generate("q", grammar=plate, seed=5, do_sample=True, speculate=speculate)
+        require(generated["generated_text"], PLATE)
+        if speculate:
+            first = chat.message.content, text, generated["generated_text"]
+    assert first == (chat.message.content, text, generated["generated_text"])
+    require(hub.text_generation("q", max_new_tokens=150, grammar={"type": "json", "value": SCHEMA}))
+    parsed = openai.chat.completions.parse(messages=messages, **how | {"response_format": Person}).choices[0].message
+    assert isinstance(parsed.parsed, Person)
+    asked = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    require(hub.chat_completion(messages, max_tokens=150, response_format=asked).choices[0].message.content)
+    chunks = openai.chat.completions.create(messages=messages, stream=True, **how)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == first[0]
+    json_object = {"response_format": FORMATS["json_object"]}
+    cut = openai.completions.create(model="m", prompt="q", max_tokens=3, seed=3, extra_body=json_object)
+    assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "names"),
+    [
+        (
+            "/generate",
+            {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "(a"}}},
+            "parameters.grammar",
+        ),
+        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": {}}}}, "parameters.grammar"),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "response_format",
+        ),
+        *(
+            ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", **wrong}}, "response_format")
+            for wrong in (
+                {"json_schema": {"schema": {"maximum": 10**400}}},
+                {"json_schema": {"schema": {"title": "\ud800"}}},
+                {"json_schema": {"schema": {}, "schemas": {}}},
+            )
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+        ),
+    ],
+)
+def test_a_wrong_grammar_is_a_wrong_field(structured: Served, route, body, names):
+    answer = structured.ask(route, body)
+    assert answer.status in (400, 422) and names in str(answer.json["error"])
+
+
+@pytest.mark.parametrize("is_hermes", [True, False])
+def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_hermes):
+    service = structured.server.service
+    tools = {"weather": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "clock": {}}
+
+    def follows(name: str, arguments: str) -> bool:
+        text = json.dumps({"name": name, "arguments" if is_hermes else "parameters": json.loads(arguments)})
+        text = f"<tool_call>\n{text}\n</tool_call>" if is_hermes else text
+        grammar = service._grammars.start("lark", call_grammar(tools, is_hermes))
+        grammar.advance(service.tokenizer.encode(text, add_bos=False))
+        assert parse(text, tools) == ("", [{"name": name, "arguments": arguments}])
+        return not grammar.error
+
+    assert follows("weather", '{"n": 7}') and follows("clock", "{}")
+    assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
+
+
+def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    structured.server.service.__dict__.pop("_grammars", None)
+    answer = structured.ask("/v1/completions", {"prompt": "a", "response_format": FORMATS["json_object"]})
+    assert answer.status in (400, 422) and "pip install -r requirements-grammar.txt" in answer.json["error"]["message"]
+    assert structured.ask("/v1/completions", {"prompt": "a"}).status == 200

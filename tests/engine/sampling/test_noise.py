@@ -1,0 +1,129 @@
+"""Counter-based noise: the generator's bits, what a number depends on, and how its numbers are distributed."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling import noise
+from engine.sampling.noise import Stream, gumbel, philox, uniform
+from tests.support.programs import ROOT, python
+from tests.support.statistics_tools import chi_square_p_value
+
+WORD = 2**32
+KNOWN_ANSWERS = [  # counter, key, output: the vectors published with Random123
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def reference_philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 on Python integers, straight from the paper's round function."""
+    a, b, c, d = counter
+    left, right = key
+    for round_number in range(10):
+        if round_number:
+            left, right = (left + 0x9E3779B9) % WORD, (right + 0xBB67AE85) % WORD
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = second // WORD ^ b ^ left, second % WORD, first // WORD ^ d ^ right, first % WORD
+    return [a, b, c, d]
+
+
+def reference_uniform(seed: int, request: int, position: int, stream: int, token: int) -> float:
+    counter = [token // 2, stream, position, request]
+    block = reference_philox(counter, [seed % WORD, seed // WORD % WORD])
+    high, low = block[2 * (token % 2) : 2 * (token % 2) + 2]
+    return (high * 2**21 + low // 2**11) / 2**53
+
+
+def one(value: int) -> Tensor:
+    return torch.tensor([value])
+
+
+@pytest.mark.parametrize("counter,key,answer", KNOWN_ANSWERS)
+def test_philox_gives_the_published_bits(counter, key, answer):
+    counter, key, answer = ([int(word, 16) for word in text.split()] for text in (counter, key, answer))
+    assert reference_philox(counter, key) == answer, "the reference itself"
+    out = philox(tuple(map(one, counter)), tuple(map(one, key)))
+    assert [int(word) for word in out] == answer
+
+
+def test_uniform_equals_a_reference_in_python_integers():
+    """Seeds and requests of rows, which broadcast, and positions of columns."""
+    rng = random.Random(1)
+    edges = [0, 1, 2**31 - 1, 2**31, WORD - 1]
+    seeds = [*edges, WORD, 2**63 - 1, *(rng.randrange(2**63) for _ in range(9))]
+    requests = [rng.choice(edges) if row % 2 else rng.randrange(WORD) for row, _ in enumerate(seeds)]
+    positions, n_ids = [*edges, rng.randrange(WORD)], 7
+    rows = [torch.tensor(values)[:, None] for values in (seeds, requests)]
+    for stream in Stream:
+        wanted = [
+            [[reference_uniform(*row, position, stream, token) for token in range(n_ids)] for position in positions]
+            for row in zip(seeds, requests, strict=True)
+        ]
+        assert uniform(*rows, torch.tensor(positions), stream, n_ids).tolist() == wanted
+    assert uniform(*rows, torch.arange(0), Stream.ACCEPT).shape == (len(seeds), 0, 1)
+
+
+@pytest.mark.parametrize("blocks", [7, 64])
+def test_a_number_depends_neither_on_its_batch_nor_on_the_pass_size_nor_on_how_many_ids_there_are(monkeypatch, blocks):
+    generator = torch.Generator().manual_seed(0)
+    seed = torch.randint(2**62, (40,), generator=generator)
+    request, position = (torch.randint(2**32, (40,), generator=generator) for _ in range(2))
+    whole = uniform(seed, request, position, Stream.ACCEPT, 11)
+    monkeypatch.setitem(noise.BLOCKS_PER_PASS, "cpu", blocks)
+    assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, 11), whole)
+    for n_ids in (1, 2, 3, 8):
+        assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, n_ids), whole[:, :n_ids])
+    for rows in (torch.randperm(40, generator=generator), torch.tensor([17]), torch.arange(0, 40, 3)):
+        assert torch.equal(uniform(seed[rows], request[rows], position[rows], Stream.ACCEPT, 11), whole[rows])
+
+
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gumbel_is_finite_at_both_ends_of_the_uniforms(extreme, dtype):
+    """An infinity would win any argmax, and be NaN where p is 0."""
+    values = noise.gumbel_of(torch.full((1, 3), extreme, dtype=torch.float64)).to(dtype)
+    assert bool(torch.isfinite(values).all())
+    assert bool((values < -3 if extreme < 0.5 else values > 30).all())
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
+    p = torch.tensor([0.4, 0.0, 0.25, 0.2, 0.1, 0.04, 0.0099, 0.0001], dtype=dtype)
+    n = 100_000
+    noise_of_rows = gumbel(one(2024), torch.arange(n), one(12), stream, len(p), dtype)
+    counts = (p.log() + noise_of_rows).argmax(dim=-1).bincount(minlength=len(p))
+    assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4
+
+
+def test_the_triton_kernels_draw_what_pytorch_draws():
+    """Run triton_draws_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
+    pytest.importorskip("triton")
+    cases = ROOT / "tests/support/triton_draws_cases.py"
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
+    pytest.importorskip("triton")
+    from engine.sampling.triton_draws import draw_row, filter_row
+    from reproduce.gpu_parts import kernels
+
+    ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]
+    assert len(ours) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*variant, 90)) for variant in ours)
+
+
+def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():
+    """Bit for bit, of broadcast rows and an odd number of ids; logarithms of two libraries may differ in one of 1e8."""
+    if noise._kernel() is None:
+        pytest.skip("no C++ kernel here")
+    generator = torch.Generator().manual_seed(2)
+    seed = torch.randint(2**62, (40, 1), generator=generator)
+    request, position = (torch.randint(2**32, shape, generator=generator) for shape in ((40, 1), (1, 2)))
+    keys = seed, request, position, Stream.RESAMPLE, 9001
+    assert torch.equal(gumbel(*keys), noise.gumbel_of(uniform(*keys)).float())

@@ -1,0 +1,123 @@
+"""Prefilled prompts that later runs take over bit by bit."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import ModelRunner, SelfSpeculation, generate
+from engine.prefix_store import PrefixStore
+from kv_cache.snapkv import SnapKV
+from models import Transformer
+from tests.support.programs import benchmark
+from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
+
+PROMPTS = random_prompts([5, 38, 17])
+
+
+def store(folder: Path, max_bytes: int = 1 << 30, key: str = "a") -> PrefixStore:
+    return PrefixStore(folder, key, max_bytes)
+
+
+def runner_over(
+    prefixes: PrefixStore | None, model: Transformer | None = None, kv_dtype: torch.dtype | None = None
+) -> ModelRunner:
+    model = model or tiny_model()
+    return ModelRunner(model, full_cache(model, 3, kv_dtype=kv_dtype), prefill_chunk=8, prefixes=prefixes)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
+def test_a_row_that_is_taken_over_has_the_bits_of_one_that_ran(tmp_path: Path, kv_dtype: torch.dtype | None) -> None:
+    first, second = (runner_over(store(tmp_path), kv_dtype=kv_dtype) for _ in range(2))
+    for row, prompt in enumerate(PROMPTS):
+        second.prefill_row(row, random_prompts([60], seed=row)[0])  # what the row held before goes
+        mine, theirs = first.prefill_row(row, prompt), second.prefill_row(row, prompt)
+        assert torch.equal(mine.logits, theirs.logits) and mine.prompt == theirs.prompt
+        assert torch.equal(first.cache.positions[row], second.cache.positions[row])
+        for a, b in zip(first.cache.tensors[:-1], second.cache.tensors[:-1], strict=True):
+            a, b = (x[:, :, row, :, : len(prompt)].view(torch.uint8) for x in (a, b))
+            assert torch.equal(a, b)
+    assert (first.prefixes.n_taken_over, second.prefixes.n_taken_over) == (0, 3)
+
+
+def test_a_draft_that_selects_by_the_prompt_decodes_the_same_tokens(tmp_path: Path) -> None:
+    outputs = []
+    for prefixes in (None, store(tmp_path), store(tmp_path)):
+        runner = runner_over(prefixes)
+        cache = SnapKV(12, 4).new_cache(runner.model.config, 3, 128, "cpu", torch.float64)
+        drafter = SelfSpeculation(runner, cache, gamma=3)
+        outputs.append(generate(runner, [*PROMPTS, PROMPTS[1][:30]], max_new_tokens=20, drafter=drafter))
+    assert outputs[0].tokens == outputs[1].tokens == outputs[2].tokens
+    assert len({output.stats.accepted for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:-9] + b"x" + data[-8:]])
+def test_a_damaged_file_is_prefilled_anew(tmp_path: Path, damage) -> None:
+    wanted = runner_over(store(tmp_path)).prefill_row(0, PROMPTS[1]).logits
+    (path,) = tmp_path.glob("prefix-*")
+    path.write_bytes(damage(path.read_bytes()))
+    for n_taken in (0, 1):
+        runner = runner_over(store(tmp_path))
+        assert torch.equal(runner.prefill_row(0, PROMPTS[1]).logits, wanted) and runner.prefixes.n_taken_over == n_taken
+
+
+def test_the_least_recently_used_prompts_make_room_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    runner = runner_over(store(tmp_path))
+    for age, prompt in ((300, [1] * 20), (200, [2] * 20)):
+        runner.prefill_row(0, prompt)
+        newest = max(tmp_path.glob("prefix-*"), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (newest.stat().st_mtime - age,) * 2)
+    size = max(path.stat().st_size for path in tmp_path.glob("prefix-*"))
+    runner_over(store(tmp_path)).prefill_row(0, [1] * 20)  # now the other is the older
+    runner_over(store(tmp_path, max_bytes=2 * size)).prefill_row(0, [3] * 20)
+    assert (tmp_path / "model.safetensors").exists()
+    for prompt, n_taken in (([1] * 20, 1), ([3] * 20, 1), ([2] * 20, 0)):
+        runner = runner_over(store(tmp_path))
+        runner.prefill_row(0, prompt)
+        assert runner.prefixes.n_taken_over == n_taken
+
+
+def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_path: Path, capfd) -> None:
+    runner_over(store(tmp_path)).prefill_row(0, PROMPTS[1])
+    (tmp_path / "file").touch()
+    for prefixes, prompt in (
+        (store(tmp_path, key="b"), PROMPTS[1]),
+        (store(tmp_path), PROMPTS[1][:-1]),
+        (store(tmp_path / "file"), PROMPTS[1]),
+    ):
+        runner = runner_over(prefixes)
+        assert torch.equal(
+            runner.prefill_row(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill_row(0, prompt).logits
+        )
+        assert runner.prefixes.n_taken_over == 0
+    assert "not kept" in capfd.readouterr().err
+
+
+def test_writers_and_readers_at_once_find_whole_files(tmp_path: Path) -> None:
+    def prefill(turn: int) -> torch.Tensor:
+        return runner_over(store(tmp_path, max_bytes=100_000)).prefill_row(0, PROMPTS[turn % 3]).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        logits = [*pool.map(prefill, range(24))]
+    assert all(torch.equal(logits[turn], logits[turn % 3]) for turn in range(24))
+
+
+def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(
+    checkpoint: Path, books: Path, tmp_path: Path
+) -> None:
+    def run(*flags: str) -> dict:
+        paths = f"--model {checkpoint / 'model.pth'} --dataset {books} --prefix_cache {tmp_path / 'kept'}"
+        sizes = "--B 2 --prefix_len 40 --gen_len 9 --draft_budget 16"
+        return benchmark("selfspec", [*paths.split(), *sizes.split(), *flags]).record
+
+    first, second = run(), run("--by_length", "4")
+    assert first["tokens_sha256"] == second["tokens_sha256"]
+    assert [record["prefill_taken_over"] for record in (first, second, run("--kv_dtype", "int8"))] == [0, 2, 0]
+    stretches = second["by_length"]
+    assert [row["generated"] for row in stretches] == [[0, 4], [4, 8], [8, 9]][: len(stretches)]
+    assert sum(row["verified"] for row in stretches) == second["verified"]
+    emitted = sum(row["rounds"] * row["mean_accepted_length"] for row in stretches)
+    assert emitted == pytest.approx(second["emitted"], abs=0.01)

@@ -1,0 +1,29 @@
+"""Speculative decoding == the plain reference, token for token, over random scenarios (KV witness)."""
+
+import os
+
+import pytest
+
+from tests.support.scenarios import REFERENCED, run_scenario, run_scenarios
+from tests.support.witness import WitnessModel, next_logits
+
+SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "400"))
+BATCHES = 8
+
+
+class WitnessWorld:
+    model = WitnessModel()
+    kv_dtype = model.dtype
+    drafters = ()
+    next_logits = staticmethod(next_logits)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_speculation_equals_the_reference(batch: int, record_property) -> None:
+    run_scenarios(WitnessWorld(), range(batch, SCENARIOS, BATCHES), "witness", record_property)
+
+
+@pytest.mark.parametrize("drafter", REFERENCED)
+def test_rejection_draws_what_the_reference_draws(drafter: str) -> None:
+    for seed in range(12):
+        run_scenario(WitnessWorld(), seed, drafter)

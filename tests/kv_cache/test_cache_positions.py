@@ -1,0 +1,224 @@
+"""KV caches: positions inside the streaming cache against a StreamingLLM on lists, views of rows, entries in 8 bits."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine import ModelRunner, SelfSpeculation
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.base import EMPTY
+from kv_cache.entries import pack
+from models import Transformer
+from models.config import RopeScaling
+from models.rope import Rope
+from tests.support.tiny import TINY, normed, random_prompts, rotated, tiny_model, tiny_runner
+
+TOLERANCE = 1e-10
+MODELS = {
+    "group 2": TINY,
+    "group 1": replace(TINY, n_kv_head=4),
+    "group 3": replace(TINY, n_head=6, n_kv_head=2),
+    "qkv bias": replace(TINY, qkv_bias=True, tie_embeddings=True),
+    "linear": replace(TINY, n_head=3, n_kv_head=1, rope_scaling=RopeScaling("linear", 4.0)),
+    "qk norm, layers without rope": replace(TINY, qk_norm=True, unrotated_layers=(1,)),
+    # A short original context, so that the ramps lie among the frequencies of a head of 8.
+    "yarn": replace(TINY, rope_scaling=RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.25)),
+    "llama3": replace(TINY, n_kv_head=1, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
+}
+
+
+class StreamingLLM:
+    """One row of StreamingLLM (arXiv 2309.17453, section 3.2): lists of un-rotated keys, places by list order.
+
+    Before a block runs, the oldest entries that are no sinks leave until the block fits into the budget.
+    """
+
+    def __init__(self, model: Transformer, budget: int, n_sink: int) -> None:
+        self.model, self.budget, self.n_sink = model, budget, n_sink
+        self.positions: list[int] = []
+        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
+
+    @property
+    def length(self) -> int:
+        return self.positions[-1] + 1 if self.positions else 0
+
+    def forget(self, length: int) -> None:
+        """Drop the positions from `length` on; entries that a longer text evicted do not come back."""
+        kept = sum(position < length for position in self.positions)
+        for items in (self.positions, *self.entries):
+            del items[kept:]
+
+    def run(self, tokens: list[int]) -> Tensor:
+        """Return the logits `[T, V]` of a block of tokens behind the text."""
+        start = self.length
+        n_evicted = max(0, len(self.positions) + len(tokens) - self.budget)
+        for items in (self.positions, *self.entries):
+            del items[self.n_sink : self.n_sink + n_evicted]
+        self.positions += range(start, start + len(tokens))
+        assert len(self.positions) <= self.budget
+        x = self.model.tok_embeddings.weight[torch.tensor(tokens)]
+        for entries, block in zip(self.entries, self.model.layers, strict=True):
+            x = x + self._attention(block.attention_norm(x), entries, block.attention)
+            gate, up = (block.ffn_norm(x) @ block.feed_forward.w13.weight.T).chunk(2, dim=-1)
+            x = x + (gate * gate.sigmoid() * up) @ block.feed_forward.w2.weight.T
+        head = self.model.output or self.model.tok_embeddings
+        return self.model.norm(x) @ head.weight.T
+
+    def _attention(self, x: Tensor, entries: list[tuple[Tensor, Tensor]], weights) -> Tensor:
+        config, n_token = self.model.config, len(x)
+        stacked = x @ weights.wqkv.weight.T
+        if weights.wqkv.bias is not None:
+            stacked = stacked + weights.wqkv.bias
+        n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
+        if weights.qk_norm is not None:
+            q_weight, k_weight = weights.qk_norm.weight.chunk(2)
+            q, k = normed(q, q_weight, config.norm_eps), normed(k, k_weight, config.norm_eps)
+        entries += zip(k, v, strict=True)
+        rope = self.model._rope if weights.is_rotated else Rope(torch.zeros(1), torch.ones(1))
+        keys = [rotated(key, place, rope) for place, (key, _) in enumerate(entries)]
+        out = []
+        for i in range(n_token):
+            n_seen = len(entries) - n_token + i + 1
+            query = rotated(q[i], n_seen - 1, rope)
+            for head in range(config.n_head):
+                group = head // (config.n_head // config.n_kv_head)
+                scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
+                out.append(scores.softmax(0) @ torch.stack([value[group] for _, value in entries[:n_seen]]))
+        return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
+
+
+class Both:
+    """A batch in the streaming cache, with each row in the reference as well; every logit is compared."""
+
+    def __init__(self, model: Transformer, n_rows: int, budget: int, n_sink: int, prefill_chunk: int = 512) -> None:
+        cache = StreamingKVCache(model.config, n_rows, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
+        self.model, self.cache = model, cache
+        self.runner = ModelRunner(model, cache, prefill_chunk)
+        self.rows = [StreamingLLM(model, budget, n_sink) for _ in range(n_rows)]
+        self.worst, self.spare = 0.0, 3
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
+
+    def prefill(self, row: int, prompt: list[int]) -> None:
+        hidden, finite = self.runner.fill_row(row, prompt)
+        self.rows[row].forget(0)
+        for start in range(0, len(prompt), self.runner.prefill_chunk):
+            logits = self.rows[row].run(prompt[start : start + self.runner.prefill_chunk])
+        assert finite.all()
+        self._compare(self.model.logits(hidden), logits[-1], row)
+
+    def step(self, blocks: list[list[int]], rewritten: int = 0) -> None:
+        """Run a block a row, over its last `rewritten` tokens; the reference forgets those first."""
+        starts = [length - rewritten for length in self.lengths]
+        tokens = torch.tensor(blocks)
+        positions = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
+        # The engine, too, uses a common extent for all rows, which may lie beyond the longest.
+        logits = self.runner.step(tokens, positions, self.cache.view(extent=int(positions.max()) + 1 + self.spare))
+        for i, row in enumerate(self.rows):
+            row.forget(starts[i])
+            self._compare(logits[i], row.run(blocks[i]), i)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.runner.cache.rollback(torch.tensor(lengths))
+        for row, length in enumerate(lengths):
+            self.rows[row].forget(length)
+            self._compare_held(row)
+
+    def _compare_held(self, row: int) -> None:
+        assert sorted(p for p in self.cache.positions[row].tolist() if p != EMPTY) == self.rows[row].positions
+
+    def _compare(self, logits: Tensor, expected: Tensor, row: int) -> None:
+        self._compare_held(row)
+        self.worst = max(self.worst, float((logits - expected).abs().max()))
+        assert self.worst < TOLERANCE
+
+
+@pytest.mark.parametrize("n_sink", [0, 1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_streamingllm(name, n_sink, record_property):
+    """Prompts within the sinks, within the budget and far beyond it, in chunks, which evict before they attend.
+
+    Blocks of up to a whole window follow, which rewrite retained tokens, as a catch-up does; rollbacks to any such
+    length; and rows that are filled anew beside rows that go on.
+    """
+    rng = random.Random(f"{name} {n_sink}")
+    model, window = tiny_model(MODELS[name]), rng.randint(3, 16)
+    both = Both(model, 4, n_sink + window, n_sink, rng.choice([1, 2, 5, 512]))
+    for row, prompt in enumerate(random_prompts([1, 4, 17, rng.randint(60, 75)], seed=n_sink)):
+        both.prefill(row, prompt)
+
+    def held_behind() -> int:
+        """Return how many of its last tokens every row can lose and keep one more, sinks aside."""
+        return min(max(0, len([p for p in row.positions if p >= row.n_sink]) - 1) for row in both.rows)
+
+    for step in range(16):
+        rewritten = rng.randint(0, min(held_behind(), window - 1))
+        n_token = rng.randint(rewritten + 1, window)
+        both.step([[rng.randrange(model.config.vocab_size) for _ in range(n_token)] for _ in both.rows], rewritten)
+        losable = held_behind()
+        both.rollback([length - rng.randint(0, losable) for length in both.lengths])
+        if step % 5 == 4:
+            both.prefill(rng.randrange(4), random_prompts([rng.randint(1, 40)], seed=step)[0])
+    record_property("max: logits in places inside the cache, against StreamingLLM on lists", both.worst)
+
+
+def test_self_speculation_refuses_positions_inside_the_cache():
+    """The target's keys, which fill the cache, are rotated to absolute positions already."""
+    runner = tiny_runner(2)
+    for budget, n_sink in ((16, 4), (64, 0)):
+        cache = StreamingKVCache(TINY, 2, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
+        with pytest.raises(ConfigError):
+            SelfSpeculation(runner, cache, gamma=3)
+    SelfSpeculation(runner, StreamingKVCache(TINY, 2, 16, 4, dtype=torch.float64), gamma=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
+    generator = torch.Generator().manual_seed(0)
+    together, apart = (StreamingKVCache(TINY, 4, 10, 2, dtype=dtype) for _ in range(2))
+    rows, starts = torch.tensor([3, 1]), torch.tensor([5, 14])
+    for n_token in (4, 1, 6):
+        positions = starts[:, None] + torch.arange(n_token)
+        new = torch.randn(2, n_token, 2, 2, 8, generator=generator)
+        view = together.view(rows, 25)
+        view.write(1, view.begin(positions), new)
+        view.rollback(starts + n_token - 1)
+        for i, row in enumerate(rows.tolist()):
+            single = apart.view(slice(row, row + 1))
+            single.write(1, single.begin(positions[i : i + 1]), new[i : i + 1])
+            single.rollback(starts[i : i + 1] + n_token - 1)
+        assert torch.equal(together.entries, apart.entries) and torch.equal(together.positions, apart.positions)
+        read, stored = view.read(1).dequantized(torch.float32), apart.read(1).dequantized(torch.float32)
+        assert all(torch.equal(mine, all_rows[rows]) for mine, all_rows in zip(read, stored, strict=True))
+        assert torch.equal(view.positions, apart.positions[rows]) and view.max_batch == 2
+        starts += n_token - 1
+
+
+@pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])
+def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
+    """Each token and head has its scale, so that magnitudes may differ; a zero stays zero."""
+    target, draft = FullKVCache(TINY, 2, 20, dtype=dtype), StreamingKVCache(TINY, 2, 6, 2, dtype=dtype)
+    positions = torch.arange(9).expand(2, 9)
+    keys = torch.randn(2, 9, 2, 8) * torch.logspace(-3, 3, 9)[:, None, None]
+    keys[0, 4] = 0
+    for layer in range(TINY.n_layer):
+        target.write(layer, target.begin(positions), pack(keys, -keys))
+    stored_keys, stored_values = target.read(1).dequantized(torch.float32)
+    largest = keys.abs().amax(-1, keepdim=True)
+    assert ((stored_keys[:, :9] - keys).abs() <= 1.01 * error * largest).all()
+    assert torch.equal(stored_values, -stored_keys)
+    draft.fill_row(1, target, 9)
+    kept = draft.retained_positions(9)
+    copied = draft.read(1).dequantized(torch.float32)[0][1, draft.slots(kept)]
+    assert torch.equal(copied, stored_keys[1, kept])
+    plain = StreamingKVCache(TINY, 2, 6, 2)
+    plain.fill_row(1, target, 9)
+    assert torch.equal(plain.read(1).keys[1, plain.slots(kept)], stored_keys[1, kept])
+    assert target.n_bytes == 2 * 2 * 2 * 20 * 2 * (8 + 4)

@@ -1,0 +1,185 @@
+"""Tests that every KV policy of tests/support/policies.py passes, on ragged rows."""
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
+from engine.drafters import RowUpdate
+from kv_cache.base import EMPTY
+from kv_cache.policy import policies, registered
+from tests.support.policies import (
+    BY_POSITION,
+    POLICIES,
+    SELF_DRAFT_POLICIES,
+    Size,
+    SmallestKeys,
+    generate_selecting,
+    new_cache,
+)
+from tests.support.recorded_graph import RecordedGraphs
+from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
+
+SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
+GAMMA = 3
+LENGTHS, LIMITS = [40, 7, 23, 1, 31], [25, 9, 18, 30, 12]
+DRAFTS = [*(("self", name) for name in SELF_DRAFT_POLICIES), *(("standalone", name) for name in POLICIES)]
+
+
+def make_drafter(kind: str, policy: str, runner: ModelRunner):
+    cache = POLICIES[policy].make(TINY, SIZE)
+    if kind == "self":
+        return SelfSpeculation(runner, cache, GAMMA)
+    return StandaloneDraft(ModelRunner(tiny_model(seed=3), cache), GAMMA)
+
+
+@pytest.mark.parametrize("kind,policy", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_output_is_that_of_the_target_alone(kind, policy, temperature):
+    """Greedy and coupled; five requests through three rows, called and with captured rounds."""
+    model, prompts = tiny_model(), random_prompts(LENGTHS)
+    sampling = SamplingParams(temperature, seed=2)
+    how = {"sampling": sampling, "verification": "coupled" if temperature else "greedy"}
+    expected, counts = recomputed(model, prompts, LIMITS, sampling), []
+    for new_graphs in (None, RecordedGraphs):
+        runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
+        drafter = make_drafter(kind, policy, runner)
+        out = generate_selecting(runner, prompts, drafter, max_new_tokens=LIMITS, **how)
+        assert out.tokens == expected
+        counts.append(out.stats.counts)
+    assert counts[0] == counts[1]
+    assert not POLICIES[policy].is_exact or (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
+
+
+@pytest.mark.parametrize("n_missed", [4, 20])
+@pytest.mark.parametrize("policy", SELF_DRAFT_POLICIES)
+def test_a_draft_catches_up_with_tokens_that_it_missed(policy, n_missed):
+    """Ragged rows that missed fewer or more tokens than the window hold what a fresh fill gives, selections aside."""
+    prompts, n_known = random_prompts([40, 7, 23]), [35, 4, 20]
+    runner, cache, anew = tiny_runner(3), *(POLICIES[policy].make(TINY, SIZE) for _ in "12")
+    drafter, again = SelfSpeculation(runner, cache, GAMMA), SelfSpeculation(runner, anew, GAMMA)
+    texts = [prompt + random_prompts([n_missed], seed=len(prompt))[0] for prompt in prompts]
+    for row, (text, known) in enumerate(zip(texts, n_known, strict=True)):
+        runner.prefill_row(row, text)
+        drafter.follow([RowUpdate(row, row, text[:known], 0)])
+        drafter.follow([RowUpdate(row, row, text, known)])
+        again.follow([RowUpdate(row, row, text, 0)])
+        assert torch.equal(cache.positions[row], anew.positions[row])
+        chosen = cache.n_sink if cache.selects and len(text) > cache.capacity else 0
+        assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
+        if policy == "retrieval":
+            n_whole = len(text) // cache.chunk
+            assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
+        if policy == "quantized":
+            packed = max(0, len(text) - SIZE.window) // SIZE.window * SIZE.window
+            assert torch.equal(cache._value_codes[:, row, :, :packed], anew._value_codes[:, row, :, :packed])
+
+
+def test_entries_are_selected_when_a_text_outgrew_the_budget_unseen():
+    """The result is that of a fill at once: nothing was selected while the whole text was kept."""
+    text = random_prompts([90])[0]
+    for policy in (name for name in SELF_DRAFT_POLICIES if POLICIES[name].sample.selects):
+        runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
+        runner.prefill_row(0, text)
+        for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
+            for n, known in parts:
+                SelfSpeculation(runner, cache, GAMMA).follow([RowUpdate(0, 0, text[:n], known)])
+        assert torch.equal(caches[0].keys[:, 0], caches[1].keys[:, 0])
+
+
+@pytest.mark.parametrize("policy", SELF_DRAFT_POLICIES)
+def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(policy):
+    """Rows are filled twice, with longer prompts or shorter ones."""
+    prompts = random_prompts([40, 7, 23, 9, 35, 2])
+    runner, cache = tiny_runner(3), POLICIES[policy].make(TINY, SIZE)
+    drafter = SelfSpeculation(runner, cache, GAMMA)
+    for row, prompt in zip([0, 1, 2] * 2, prompts, strict=True):
+        runner.prefill_row(row, prompt)
+        before = cache.keys.clone(), cache.positions.clone()
+        drafter.follow([RowUpdate(row, row, prompt, 0)])
+        others = [i for i in range(3) if i != row]
+        assert torch.equal(cache.keys[:, others], before[0][:, others])
+        assert torch.equal(cache.positions[others], before[1][others])
+        filled = cache.positions[row] != EMPTY
+        kept = cache.positions[row][filled].tolist()
+        assert len(set(kept)) == len(kept) == len(cache.retained_positions(len(prompt)))
+        assert max(kept) == len(prompt) - 1
+        if not POLICIES[policy].is_exact:
+            continue
+        # Each entry equals an entry of the target's row, in the same layer and head.
+        for draft, whole in ((cache.keys, runner.cache.keys), (cache.entries[:, 1], runner.cache.entries[:, 1])):
+            mine, theirs = draft[:, row][:, :, filled], whole[:, row, :, : len(prompt)]
+            same = (mine[:, :, :, None] == theirs[:, :, None]).all(-1)
+            assert bool(same.any(-1).all())
+            assert policy not in BY_POSITION or torch.equal(mine, theirs[:, :, kept])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slots_hold_the_retained_positions(policy):
+    """Tokens that come one at a time leave `retained_positions`; a block has a slot for each of its tokens.
+
+    No slot lies beyond its token's position: attention reads slots below the longest row only.
+    """
+    cache = POLICIES[policy].make(TINY, SIZE)
+    positions = torch.arange(100)
+    slots = cache.slots(positions)
+    assert bool((slots <= positions).all()), "slots(p) <= p"
+    for length in positions.tolist():
+        cache.begin(torch.full((SIZE.n_rows, 1), length))
+        positions_now = sorted(p for p in cache.positions[0].tolist() if p != EMPTY)
+        assert positions_now == sorted(cache.retained_positions(length + 1).tolist())
+        block = cache.slots(torch.arange(length, length + min(cache.max_block, SIZE.longest - length)))
+        assert len(set(block.tolist())) == len(block)
+
+
+@pytest.mark.parametrize("score", [lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]])
+def test_scores_of_another_shape_are_refused(score):
+    class OtherShape(SmallestKeys):
+        def score(self, keys, queries):
+            return score(keys)
+
+    source = full_cache(tiny_model(), 1)
+    with pytest.raises(ConfigError, match="not one for each entry"):
+        new_cache(OtherShape(24, 8), TINY, SIZE).fill_row(0, source, 30)
+
+
+def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
+    class ManyQueries(SmallestKeys):
+        n_queries = 25
+
+    assert ManyQueries(25, 8).selects
+    with pytest.raises(ConfigError, match="draft_budget"):
+        ManyQueries(24, 8).check()
+
+
+def test_two_classes_of_a_name_are_refused(tmp_path):
+    kind = type("Kind", (), {})
+    kinds = [type(name, (kind,), {"name": "same"}) for name in ("First", "Second")]
+    with pytest.raises(ValueError, match="same name"):
+        registered("", tmp_path, kind)
+    assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])
+def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
+    found = kind(draft_budget="auto", n_sink=96).alternatives(2000)
+    for policy in found:
+        policy.check()
+    assert 1 < len(found) < len(kind.AUTO_BUDGETS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
+    cache = POLICIES[policy].make(TINY, SIZE)
+    starts = torch.tensor([30, 2, 17])
+    for row, length in enumerate(starts.tolist()):
+        cache.positions[row, cache.slots(cache.retained_positions(length))] = cache.retained_positions(length)
+    cache.begin(starts[:, None] + torch.arange(GAMMA + 1))
+    lengths = starts + torch.tensor([0, 4, 2])
+    cache.rollback(lengths)
+    for row, length in enumerate(lengths.tolist()):
+        left = sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
+        assert left[-1] == length - 1 and len(left) == len(set(left))
+        kept = set(cache.retained_positions(length).tolist())
+        # Entries that the rolled-back block evicted do not come back.
+        assert set(left) <= kept and len(kept - set(left)) <= GAMMA + 1

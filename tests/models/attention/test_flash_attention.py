@@ -1,0 +1,204 @@
+"""The flash backend over stand-ins for its three packages, and the backend that each machine gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, PropertyMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from models.attention import AttentionSpec, select_backend
+from models.attention.base import MAX_BLOCK
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
+from models.attention.torch_backend import TorchAttention
+from tests.support import attention_cases
+from tests.support.recorded_graph import NoHostReads
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, window: tuple[int, int]) -> Tensor:
+    """Return the output `[B, T, H, D]`; 0 for queries that see nothing."""
+    n_row, n_slot, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    if lengths is None:
+        lengths = torch.full(q.shape[:1], n_slot)
+    k, v = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q.double(), k) * q.shape[-1] ** -0.5
+    slot, length = torch.arange(n_slot), lengths.long()[:, None, None]
+    # Aligned to the bottom right: the last query is that of the last key.
+    at = torch.arange(n_row)[:, None] + length - n_row
+    left, right = window if not causal else (window[0], 0)
+    visible = (slot < length) & ((slot >= at - left) | (left < 0)) & ((slot <= at + right) | (right < 0))
+    scores = scores.masked_fill(~visible.expand(-1, n_row, -1)[:, None], float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).nan_to_num(), v).to(q.dtype)
+
+
+def fake_package(package: Package) -> ModuleType:
+    """Return a module with the package's kernel, whose `calls` counts its calls."""
+    module, is_fa2 = ModuleType(package.module), package.module == FA2.module
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens=None, cache_batch_idx=None, causal=False, window_size=(-1, -1), **more
+    ):
+        assert more.keys() <= ({"num_splits"} if is_fa2 else {"num_splits", "pack_gqa"}), more
+        assert q.dtype in package.dtypes and k_cache.dtype == v_cache.dtype == q.dtype
+        assert q.shape[3] % 8 == 0 and all(x.stride(-1) == 1 for x in (q, k_cache, v_cache))
+        for index in (cache_seqlens, cache_batch_idx):
+            assert index is None or index.dtype == torch.int32
+        assert package.has_windows or not 0 <= window_size[0] < k_cache.shape[1] - 1, "no windows in this build"
+        if cache_batch_idx is not None:
+            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+        module.calls += 1
+        return attention(q, k_cache, v_cache, cache_seqlens, causal, window_size)
+
+    module.calls = 0
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+CAPACITY, HEAD_DIM = 40, 16
+PACKAGES = (FA3, FA3_FWD, FA2)
+with_each_package = pytest.mark.parametrize("package", PACKAGES, ids=("fa3", "fa3_fwd", "fa2"))
+
+
+def make_case(n_token, group, starts=(0, 9, 17, 1), block_ends_view=False, **settings):
+    """Ragged rows over a head-major cache whose invisible slots hold leftovers."""
+    settings = {"capacity": CAPACITY, "head_dim": HEAD_DIM} | settings
+    case = attention_cases.make_case([start + n_token for start in starts], n_token, group=group, **settings)
+    return replace(case, slots=replace(case.slots, block_ends_view=block_ends_view))
+
+
+def make_backend(package):
+    """Return the backend over a stand-in that takes float32, its fallback, and the stand-in."""
+    package = package._replace(dtypes=(torch.float32,))
+    module, fallback = fake_package(package), Mock(wraps=TorchAttention())
+    return FlashAttention(Flavour(package, module.flash_attn_with_kvcache, 132), fallback), fallback, module
+
+
+def assert_runs_on_flash(case, package):
+    backend, fallback, module = make_backend(package)
+    with NoHostReads():
+        out = case.run(backend)
+    torch.testing.assert_close(out, case.run(TorchAttention()), rtol=1e-5, atol=2e-6)
+    assert torch.equal(case.among_other_rows().run(backend), out)
+    if case.q.shape[1] <= MAX_BLOCK:
+        case.among_other_rows().assert_notes(backend)
+    assert module.calls >= 2 and fallback.method_calls == []
+
+
+@with_each_package
+@pytest.mark.parametrize("n_token,group", [(1, 1), (1, 3), (4, 1), (4, 3), (MAX_BLOCK, 4)])
+def test_equals_the_reference_on_ragged_rows(package, n_token, group):
+    if package is FA2 and group > 1 < n_token:
+        return
+    for window in (None, 1, 12, 100) if package is FA3 else (None,):
+        assert_runs_on_flash(make_case(n_token, group, sliding_window=window), package)
+
+
+@with_each_package
+def test_a_chunk_that_ends_its_view_runs_on_flash(package):
+    assert_runs_on_flash(make_case(24, 3, starts=(CAPACITY - 24,) * 2, block_ends_view=True), package)
+
+
+@with_each_package
+def test_an_idle_row_is_finite_and_leaves_the_others_alone(package):
+    """A row that was never admitted has all its queries at position 0."""
+    case = make_case(2, 3, starts=(0, 0, 0), capacity=2)
+    case.queries[1] = 0
+    out, wanted = case.run(make_backend(package)[0]), case.run(TorchAttention())
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[[0, 2]], wanted[[0, 2]], rtol=1e-5, atol=2e-6)
+
+
+FALLBACKS = {
+    "ring": (PACKAGES, make_case(4, 3, ring=True)),
+    "int8": (PACKAGES, make_case(4, 3, storage=torch.int8)),
+    "4 bits": (PACKAGES, attention_cases.packed_case(1, HEAD_DIM, 4)),
+    "ragged chunk": (PACKAGES, make_case(MAX_BLOCK + 1, 3)),
+    "head_dim": (PACKAGES, make_case(4, 3, head_dim=12)),
+    "dtype": (PACKAGES, make_case(4, 3, dtype=torch.float64)),
+    "group": ((FA2,), make_case(4, 3)),
+    "window": ((FA2, FA3_FWD), make_case(4, 3, sliding_window=5)),
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_cases_that_flash_cannot_express_go_to_the_fallback(reason):
+    packages, case = FALLBACKS[reason]
+    for package in packages:
+        backend, _, module = make_backend(package)
+        torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=1e-5, atol=1e-5)
+        assert module.calls == 0
+
+
+SPEC = AttentionSpec(32, 8, 128, None, torch.bfloat16)
+WITHOUT_TRITON = {"has_triton": False}
+NO_COMPILER = {"launch_error": subprocess.CalledProcessError(1, ["gcc", "main.c"])}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Function that pretends to be a GPU with some flash packages, and with Triton, whose launcher may fail."""
+
+    def pretend(capability=(9, 0), packages=(), has_triton=True, launch_error=None, refused=None):
+        refused = refused or {}
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("models.attention.select.refusal", lambda name, device: refused.get(name))
+        for package in PACKAGES:
+            # None in sys.modules is what importing an absent module looks like, wherever the tests run.
+            monkeypatch.setitem(sys.modules, package.module, fake_package(package) if package in packages else None)
+        if has_triton:
+            pytest.importorskip("triton")
+            active = PropertyMock(return_value=SimpleNamespace(utils="a launcher"), side_effect=launch_error)
+            monkeypatch.setattr("triton.runtime.driver", type("Driver", (), {"active": active})())
+        else:
+            monkeypatch.setitem(sys.modules, "triton", None)
+            monkeypatch.delitem(sys.modules, "models.attention.triton_backend", raising=False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "name,model,on,chosen,reason",
+    [
+        ("auto", {}, {}, "triton", "Triton"),
+        ("triton", {"head_dim": 80}, {}, "torch", "head_dim"),
+        ("auto", {}, WITHOUT_TRITON, "torch", "triton"),
+        ("auto", {}, NO_COMPILER, "torch", "gcc"),
+        ("auto", {}, {"refused": {"triton": "wrong results"}}, "torch", "wrong results"),
+        ("flash", {}, {"packages": PACKAGES, "refused": {"flash": "it crashes"}}, "triton", "it crashes"),
+        ("flash", {}, {"packages": PACKAGES}, "flash", FA3.title),
+        ("flash", {}, {"packages": (FA2,)}, "flash", FA2.title),
+        ("flash", {}, {"capability": (8, 0), "packages": PACKAGES}, "flash", FA2.title),
+        ("flash", {"dtype": torch.float32}, {"packages": (FA3,)}, "torch", "float32"),
+        ("flash", {"sliding_window": 7}, {"packages": (FA2,)}, "triton", "sliding window"),
+    ],
+)
+def test_the_best_backend_is_taken_with_a_reason(machine, name, model, on, chosen, reason):
+    machine(**on)
+    backend, why = select_backend(name, "cuda", replace(SPEC, **model))
+    assert backend.name == chosen and "\n" not in why and reason in why
+
+
+@pytest.mark.parametrize(
+    "name,device,on",
+    [
+        ("triton", "cuda", WITHOUT_TRITON),
+        ("triton", "cpu", {}),
+        ("cpp", "cuda", {}),
+        ("flash", "cpu", {"packages": PACKAGES}),
+        ("flash", "cuda", {"capability": (7, 5), "packages": PACKAGES}),
+        ("xformers", "cpu", {}),
+    ],
+)
+def test_a_backend_that_is_not_there_is_refused(machine, name, device, on):
+    machine(**on)
+    with pytest.raises(ConfigError, match="--attention"):
+        select_backend(name, device, SPEC)

@@ -1,0 +1,31 @@
+"""The Triton backend: its results in Triton's interpreter, and its kernels compiled for Hopper."""
+
+import pytest
+import torch
+
+from tests.support.programs import ROOT, python
+
+pytest.importorskip("triton")
+
+from reproduce.gpu_parts import kernels
+
+CASES = ROOT / "tests/support/triton_cases.py"
+
+
+def test_equals_the_torch_backend():
+    """Run triton_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+@pytest.mark.parametrize(
+    "entries,cache,n_split",
+    [(torch.bfloat16, "in order", 1), (torch.int8, "positions", 1), (torch.bfloat16, "4 bits", 2)],
+)
+def test_kernels_compile_for_hopper_without_spilling(entries, cache, n_split):
+    launches = kernels.launches(torch.bfloat16, entries, 128, 16, cache)
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["split_kv"] * n_split + ["combine"]
+    for launch in launches:
+        compiled = kernels.compile_launch("tested", launch, 90)
+        assert compiled["registers"] > 16 and compiled["shared"] > 0
+        assert kernels.problem_of(compiled) is None

@@ -1,0 +1,197 @@
+"""Checkpoints: conversion from every Hugging Face format, layers dropped, and files that stay beside the weights."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+
+import convert_hf_checkpoint
+from common import cli
+from common.errors import CheckpointError
+from common.say import dtype_name
+from convert_hf_checkpoint import convert
+from models.checkpoints.convert import source_parts
+from models.checkpoints.hf_config import config_from_hf
+from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint
+from models.checkpoints.model_source import find_model
+from models.checkpoints.tokenizer import load_tokenizer
+from models.config import ModelConfig, RopeScaling
+from models.names import parse_layers
+from models.rope import inverse_frequencies
+from tests.support.checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_source, write_weights
+from tests.support.gguf_files import convert_tiny_gguf, write_tiny_gguf
+from tests.support.hf_tiny import llama3_rope
+
+UNTIED = HF_CONFIG | {"num_hidden_layers": 3, "tie_word_embeddings": False}
+CONFIG = config_from_hf(UNTIED)
+KINDS = {"llama": UNTIED, "tied": HF_CONFIG, "qwen2": UNTIED | {"architectures": ["Qwen2ForCausalLM"]}}
+
+
+def stacked(weights: dict[str, torch.Tensor], config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([weights[part] for part, _ in parts]) for name, parts in source_parts(config).items()}
+
+
+def assert_same(seen: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == wanted.keys()
+    assert all(torch.equal(seen[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_source(tmp_path, UNTIED, "sharded safetensors")
+    return tmp_path
+
+
+LAYOUTS = {"safetensors": torch.float32, "sharded safetensors": torch.bfloat16}
+LAYOUTS |= {"bin": torch.float16, "sharded bin": torch.float32, "old bin": torch.bfloat16}
+
+
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_parts_of_a_tensor_with_different_dtypes_keep_their_values(tmp_path: Path, first: torch.dtype) -> None:
+    config = write_side_files(tmp_path, UNTIED)
+    weights = {
+        name: tensor.to(first if "q_proj" in name or "gate_proj" in name else torch.float32)
+        for name, tensor in hf_weights(config).items()
+    }
+    write_weights(tmp_path, weights, "safetensors")
+    convert(tmp_path, tmp_path)
+    assert_same(read_checkpoint(tmp_path)[1], stacked(weights, config))
+
+
+@pytest.mark.parametrize("layout, kind", [*zip(LAYOUTS, cycle(KINDS), strict=False)])
+def test_a_converted_checkpoint_has_the_weights_of_its_source(tmp_path: Path, layout: str, kind: str) -> None:
+    config = write_side_files(tmp_path, KINDS[kind])
+    weights = {name: tensor.to(LAYOUTS[layout]) for name, tensor in hf_weights(config).items()}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    if config.tie_embeddings:
+        extra["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    write_weights(tmp_path, weights | extra, layout)
+    convert(tmp_path, tmp_path)
+
+    read_config, state_dict = read_checkpoint(tmp_path, verify=True)
+    assert read_config == config
+    assert {name: tuple(tensor.shape) for name, tensor in state_dict.items()} == expected_shapes(config)
+    assert_same(state_dict, stacked(weights, config))
+    assert find_model(str(tmp_path), "pth", None, "--model").published == [dtype_name(LAYOUTS[layout])]
+    model = load_model(tmp_path / "model.pth", prepack=False)
+    assert_same(dict(model.state_dict()), stacked(weights, config))
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+
+
+def test_weights_are_stored_and_loaded_in_a_given_dtype(source: Path) -> None:
+    convert(source, source, dtype="bfloat16")
+    assert {tensor.dtype for tensor in read_checkpoint(source)[1].values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in load_model(source, dtype=torch.float64).parameters()} == {torch.float64}
+
+
+def test_layers_are_dropped_while_converting(source: Path, tmp_path: Path) -> None:
+    out_dir, whole = tmp_path / "shallow", stacked(hf_weights(CONFIG))
+    flags = ["--checkpoint_dir", str(source), "--out_dir", str(out_dir), "--drop_layers", "1"]
+    convert_hf_checkpoint.main(cli.read(convert_hf_checkpoint.Flags, flags, "convert_hf_checkpoint.py"))
+    config, state_dict = read_checkpoint(out_dir, verify=True)
+    assert config.n_layer == load_model(out_dir).config.n_layer == 2
+    assert_same(state_dict, drop_layers(whole, CONFIG, [1])[0])
+    assert not (source / "model.pth").exists()
+
+
+@pytest.mark.parametrize("text, layers", [("1", [1]), ("3,7,13-15", [3, 7, 13, 14, 15]), (" 2 , 2-3", [2, 3])])
+def test_layers_are_read_from_lists_and_ranges(text: str, layers: list[int]) -> None:
+    assert parse_layers(text) == layers
+
+
+def test_only_the_same_conversion_is_reused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = source / "model.pth"
+    convert(source, source)
+    before = weights.stat().st_mtime_ns
+    os.utime(source / "model-00001-of-00002.safetensors")  # another time of change is no other source
+    convert(source, source)
+    assert "up to date" in capsys.readouterr().out
+    assert weights.stat().st_mtime_ns == before
+    weights.write_bytes(weights.read_bytes()[:-1])
+    convert(source, source)
+    read_checkpoint(source, verify=True)
+    convert(source, source, dtype="float16")
+    assert read_checkpoint(source, verify=True)[1]["norm.weight"].dtype == torch.float16
+
+
+TEXT = "the 1234"
+SCALED = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+
+
+def contents(folder: Path) -> tuple[object, ...]:
+    config, weights = read_checkpoint(folder)
+    return config, weights["norm.weight"].sum(), load_tokenizer(folder).encode(TEXT)
+
+
+@pytest.mark.parametrize("how", ["in place", "under another name", "elsewhere"])
+def test_a_replaced_gguf_brings_its_config_and_tokenizer(tmp_path: Path, how: str) -> None:
+    folder, fresh = tmp_path / "model", tmp_path / "fresh"
+    out = tmp_path / "out" if how == "elsewhere" else folder
+    write_tiny_gguf(folder)
+    convert(folder, out)
+    first = contents(out)
+    convert_tiny_gguf(fresh, pre="gpt-2", tied=False, metadata=SCALED)
+    assert first[0] != contents(fresh)[0] and first[2] != contents(fresh)[2]
+    (folder / "tiny.gguf").unlink()
+    shutil.copyfile(fresh / "tiny.gguf", folder / ("other.gguf" if how == "under another name" else "tiny.gguf"))
+    convert(folder, out)
+    assert contents(out) == contents(fresh)
+
+
+def test_a_users_files_beside_a_gguf_are_used_and_kept(tmp_path: Path) -> None:
+    convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
+    folder = tmp_path / "beside"
+    beside = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
+    config = config_from_hf(beside)
+    slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
+    factors = {"extra_tensor": "rope_freqs.weight", "extra_values": slowed.tolist()}
+    write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)
+    (folder / "config.json").write_text(json.dumps(beside))
+    shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
+    before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    convert(folder, folder)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, original_context=64)
+
+
+def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
+    convert_tiny_gguf(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("50000.0", "60000.0"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        convert(tmp_path, tmp_path)
+    assert "60000.0" in path.read_text()
+    path.unlink()
+    convert(tmp_path, tmp_path, force=True)
+    assert "50000.0" in path.read_text()
+
+
+@pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])
+def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, there: str) -> None:
+    """These are weights of another checkpoint, or a file that somebody put beside weights."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_source(source)
+    out.mkdir()
+    (out / there).write_text("{}")
+    with pytest.raises(CheckpointError, match=there):
+        convert(source, out, force=True)
+    assert [path.name for path in out.iterdir()] == [there]
+    (out / there).unlink()
+    convert(source, out)
+    (out / "special_tokens_map.json").write_text("{}")
+    convert(source, out, force=True)
+    assert (out / "special_tokens_map.json").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    n_ids = HF_CONFIG["vocab_size"]
+    for name, n_model in (("equal", n_ids), ("larger", n_ids - 2)):
+        write_source(tmp_path / name, HF_CONFIG | {"vocab_size": n_model})
+        convert(tmp_path / name, tmp_path / name)
+        said = capsys.readouterr().out
+        assert (f"{n_model} to {n_ids - 1}" in said) == (name == "larger")

@@ -1,0 +1,267 @@
+"""Checkpoints: a typed error for every kind of damage to source files and to converted files."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import DEFAULT, Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import CheckpointError, ConfigError, UserError
+from convert_hf_checkpoint import convert
+from models.checkpoints import loading, manifest
+from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
+from models.config import ModelConfig
+from models.tensor_parallel import Shard
+from tests.support.checkpoint_folders import HF_CONFIG, VOCABULARY, write_source
+
+Damage = dict[str, tuple[Callable[[Path], object], str]]
+SHARD, SECOND, INDEX = *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), "model.safetensors.index.json"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_source(tmp_path, layout="sharded safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def converted(source: Path) -> Path:
+    convert(source, source)
+    return source
+
+
+def truncate(path: Path, fraction: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * fraction)])
+
+
+def edit(path: Path, key: str, value: object) -> None:
+    """Set a value of a JSON file; "/" in the key separates levels."""
+    whole = json.loads(path.read_text())
+    *parents, last = key.split("/")
+    inner = whole
+    for parent in parents:
+        inner = inner[parent]
+    inner[last] = value
+    path.write_text(json.dumps(whole))
+
+
+def copy_tensor(folder: Path) -> None:
+    """Copy a tensor of the first shard to the second, where the index does not see it."""
+    name, tensor = next(iter(load_file(folder / SHARD).items()))
+    save_file(load_file(folder / SECOND) | {name: tensor}, folder / SECOND)
+
+
+SOURCE_DAMAGE: Damage = {
+    "shard cut in its data": (lambda d: truncate(d / SHARD, 0.9), SHARD),
+    "shard is other content": (lambda d: (d / SHARD).write_bytes(b"<html>not found</html>" * 9), SHARD),
+    "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
+    "index missing": (lambda d: (d / INDEX).unlink(), SHARD),
+    "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
+    "a single file beside the index": (lambda d: shutil.copy(d / SHARD, d / "model.safetensors"), "model.safetensors"),
+    "a shard of other shards": (lambda d: shutil.copy(d / SHARD, d / f"{SHARD[:-13]}3.safetensors"), "of-00003"),
+    "a tensor in two shards": (copy_tensor, SECOND),
+    "a tensor in no shard": (lambda d: edit(d / INDEX, "weight_map/model.extra.weight", SECOND), SECOND),
+    "config missing": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "config with more layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
+    "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
+    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
+    "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json"),
+    "no folder": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("damage", SOURCE_DAMAGE)
+def test_damaged_source_is_refused_and_nothing_written(source: Path, damage: str) -> None:
+    apply, named = SOURCE_DAMAGE[damage]
+    apply(source)
+    before = sorted(source.iterdir()) if source.exists() else []
+    with pytest.raises((CheckpointError, ConfigError)) as refusal:
+        convert(source, source)
+    assert named in str(refusal.value)
+    assert (sorted(source.iterdir()) if source.exists() else []) == before
+
+
+def test_weights_that_were_saved_again_are_converted_again(source: Path) -> None:
+    weights = convert(source, source)
+    (source / SHARD).write_bytes((source / SHARD).read_bytes())
+    read_checkpoint(weights)  # nothing changed
+    tensors = load_file(source / SHARD)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, source / SHARD, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=SHARD):
+        read_checkpoint(weights)
+    assert read_checkpoint(convert(source, source, force=True))
+
+
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_a_quantised_checkpoint_is_refused_by_its_scheme(tmp_path: Path, scheme: str) -> None:
+    """Whatever the dtypes of its weights are."""
+    packed = torch.ones(16, dtype=torch.float8_e4m3fn if scheme == "fp8" else torch.int32)
+    write_source(tmp_path, HF_CONFIG | {"quantization_config": None}, **{"model.norm.weight": packed})
+    edit(tmp_path / "config.json", "quantization_config", QUANTISED[scheme])
+    with pytest.raises(ConfigError, match=f"quantised by {scheme}"):
+        convert(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    "name, tensor",
+    [
+        ("model.norm.weight", torch.ones(16, dtype=torch.int64)),
+        ("model.norm.weight", torch.ones(17)),
+        ("lm_head.weight", torch.ones(len(VOCABULARY), 16)),  # embeddings are tied
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(4)),
+    ],
+)
+def test_a_tensor_unlike_the_config_is_refused(tmp_path: Path, layout: str, name: str, tensor: torch.Tensor) -> None:
+    write_source(tmp_path, layout=layout, **{name: tensor})
+    with pytest.raises(CheckpointError, match=name):
+        convert(tmp_path, tmp_path)
+    assert not (tmp_path / "model.pth").exists()
+
+
+def test_a_failed_write_leaves_the_old_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(loading.torch, "save", full_disk)
+    before = sorted(converted.iterdir())
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
+        convert(converted, converted, force=True)
+    assert sorted(converted.iterdir()) == before
+    read_checkpoint(converted, verify=True)
+
+
+def without_manifest(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    return folder / "model.pth"
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Write another model.pth, and remove the manifest; None drops a tensor."""
+    path = without_manifest(folder)
+    config, state_dict = read_checkpoint(folder)
+    state_dict = {name: tensor.clone() for name, tensor in state_dict.items()} | changes
+    save_checkpoint(path, config, {name: tensor for name, tensor in state_dict.items() if tensor is not None})
+
+
+def of_another_config(folder: Path) -> None:
+    path = without_manifest(folder)
+    config, state_dict = read_checkpoint(folder)
+    save_checkpoint(path, ModelConfig.from_dict({**asdict(config), "rope_theta": 5e5}), state_dict)
+
+
+MODEL_DAMAGE: Damage = {
+    "missing": (lambda d: (d / "model.pth").unlink(), r"model\.pth"),
+    "cut": (lambda d: truncate(d / "model.pth", 0.7), r"model\.pth"),
+    "cut, no manifest": (lambda d: truncate(without_manifest(d), 0.7), r"model\.pth"),
+    "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "another config beside it": (of_another_config, "rope_theta 500000.0"),
+    "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight', \(15,\)"),
+    "a tensor missing": (lambda d: rewrite(d, **{"layers.1.ffn_norm.weight": None}), "layers.1.ffn_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("damage", MODEL_DAMAGE)
+def test_damaged_model_is_refused_before_any_parameter_exists(converted, damage, monkeypatch):
+    apply, named = MODEL_DAMAGE[damage]
+    apply(converted)
+    built: list[ModelConfig] = []
+    monkeypatch.setattr(loading, "Transformer", built.append)
+    with pytest.raises(UserError, match=named):
+        load_model(converted / "model.pth", verify=True)
+    assert built == []
+
+
+@pytest.fixture
+def read(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read for their sums; every file is large enough to be remembered."""
+    names: list[str] = []
+    counting = Mock(wraps=manifest.sha256_of, side_effect=lambda path: names.append(path.name) or DEFAULT)
+    monkeypatch.setattr(manifest, "sha256_of", counting)
+    monkeypatch.setattr(manifest, "REMEMBERED_FROM", 0)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return names
+
+
+def zero(path: Path) -> None:
+    """Write zeros inside a tensor's data, in the same inode, and put the time of change back."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    start = content.index(bytes(read_checkpoint(path.parent)[1]["layers.1.attention.wo.weight"].numpy().data))
+    content[start : start + 64] = bytes(64)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("cache", [None, {"return_value": Path("/dev/null/cache")}, {"side_effect": RuntimeError()}])
+def test_zeroed_weights_are_refused(converted: Path, read: list[str], monkeypatch, cache) -> None:
+    """A cache that cannot be used is no error, and no reason to trust."""
+    if cache:
+        monkeypatch.setattr(manifest, "cache_folder", Mock(**cache))
+    load_model(converted)
+    zero(converted / "model.pth")
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
+        load_model(converted)
+
+
+def test_a_file_is_read_once_for_each_version_but_always_to_verify(converted: Path, read: list[str]) -> None:
+    load_model(converted)
+    read.clear()
+    load_model(converted)
+    assert read == []
+    (converted / "model.pth").write_bytes((converted / "model.pth").read_bytes())
+    for _ in "12":
+        load_model(converted)
+    assert read == ["model.pth"]
+    load_model(converted, verify=True)
+    assert sorted(read[1:]) == ["config.json", "model.pth", "tokenizer.json"]
+
+
+def test_a_garbled_sum_is_computed_again_and_once(converted: Path, read: list[str], monkeypatch) -> None:
+    path = converted / "model.pth"
+    expected = manifest.remembered_sha256(path)
+    (note,) = (manifest.cache_folder() / "sha256").iterdir()
+    note.write_bytes(b"\xff" * 64)
+    assert [manifest.remembered_sha256(path) for _ in "12"] == [expected] * 2 and len(read) == 2
+    monkeypatch.setattr(manifest, "cache_folder", lambda: Path("/dev/null/cache"))
+    assert manifest.remembered_sha256(path) == expected and len(read) == 3
+
+
+def test_other_formats_and_more_ranks_than_heads_are_refused(converted: Path) -> None:
+    with pytest.raises(ConfigError, match="dumy"):
+        load_model(converted, load_format="dumy")
+    exchange: Any = SimpleNamespace(shard=Shard(0, 99))
+    with pytest.raises(ConfigError, match="99 ranks"):
+        load_model(converted, exchange=exchange)
+
+
+@pytest.mark.parametrize("value, dtype", [(float("nan"), "float32"), (1e6, "float16")])
+def test_weights_that_are_not_finite_in_the_dtype_are_refused(
+    converted: Path, tmp_path: Path, value: float, dtype: str
+) -> None:
+    """They are refused both when they are converted and when they are loaded."""
+    (path,) = write_source(tmp_path / "bad", **{"model.norm.weight": torch.full((16,), value)})
+    with pytest.raises(CheckpointError, match=rf"{path.name}\n.*norm\.weight"):
+        convert(path.parent, path.parent, dtype=dtype)
+    assert not (path.parent / "model.pth").exists()
+    rewrite(converted, **{"norm.weight": torch.full((16,), value)})
+    with pytest.raises(CheckpointError, match=rf"norm\.weight in torch\.{dtype}"):
+        load_model(converted, dtype=getattr(torch, dtype))

@@ -1,0 +1,351 @@
+"""Medusa and EAGLE heads: published weights against plain code, refused files, and programs that draft with heads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from bench.config import RunConfig, Sizes, Target
+from bench.memory import memory_plan
+from bench.plan import resolve
+from bench.session import Session
+from common.errors import UserError
+from engine.drafters.eagle import EagleConfig
+from engine.drafters.medusa import MedusaConfig
+from kv_cache import FullKVCache
+from kv_cache.full import Full
+from kv_cache.views import NoCache
+from models import load_model
+from models.checkpoints.hf_config import config_from_json
+from models.heads.loading import find_head, published
+from tests.support.programs import Ended, benchmark, run
+from tests.support.published_heads import (
+    PlainEagle,
+    dflash_config,
+    dflash_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    plain_medusa,
+    save_head,
+)
+from tests.support.rank_jobs import N_PROMPTS, SIZES, Models
+from tests.support.tiny import TINY, tiny_model
+
+DEEP = replace(TINY, n_layer=7)
+FLOAT64 = {"device": "cpu", "dtype": torch.float64}
+EAGLES = {
+    "EAGLE-1": (1, 1, {"bias": True}),
+    "EAGLE-1, no bias, two layers": (1, 2, {"attention_bias": True}),
+    "EAGLE-3": (3, 1, {}),
+    "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
+    "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
+    "EAGLE-3, a smaller vocabulary": (3, 1, {"n_draft": 20}),
+    "EAGLE-3, keys of its target": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
+}
+SHALLOW = replace(TINY, n_layer=4)  # EAGLE-3 would read its layer 2 twice
+
+
+def drop(name):
+    return lambda tensors: {key: x for key, x in tensors.items() if key != name}
+
+
+def put(name, value):
+    return lambda tensors: tensors | {name: value}
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_the_inputs_of_layers_are_those_of_transformers(checkpoint):
+    tokens, positions = torch.randint(200, (2, 19)), torch.arange(19).expand(2, -1)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    first, second, normed = reference(tokens, output_hidden_states=True).hidden_states
+    model = load_model(checkpoint, dtype=torch.float64)
+    last, inputs = model.hidden_states(
+        tokens, positions, FullKVCache(model.config, 2, 19, dtype=torch.float64), (0, 1, 2)
+    )
+    before, between, behind = inputs.split(model.config.dim, dim=-1)
+    for ours, theirs in ((before, first), (between, second), (model.norm(behind), normed), (last, normed)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_a_medusa_head_equals_plain_code(tmp_path, file):
+    tensors = medusa_tensors(TINY, n_head=3)
+    path = save_head(tmp_path, tensors, {"medusa_num_heads": 2, "medusa_num_layers": 2}, file)
+    hidden = torch.randn(4, TINY.dim, dtype=torch.float64)
+    for where in (path, f"{path}/{file}"):
+        heads = find_head(where, "medusa", TINY).load(**FLOAT64)
+        assert len(heads) == 3, "all that the file has"
+        for i, head in enumerate(heads):
+            for ours, given in zip(head(hidden), hidden, strict=True):
+                close(ours, plain_medusa(tensors, i, given))
+        assert published(heads).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("kind", EAGLES)
+def test_an_eagle_head_equals_plain_code(tmp_path, kind):
+    """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
+    version, n_layer, options = EAGLES[kind]
+    tensors = eagle_tensors(DEEP, version, n_layer, **options)
+    n_draft = options.get("n_draft")
+    config = eagle_config(DEEP, version, n_layer, **({"draft_vocab_size": n_draft} if n_draft else options))
+    head = find_head(save_head(tmp_path, tensors, config), "eagle", DEEP).load(**FLOAT64)
+    head.borrow(target := tiny_model(DEEP))
+    length, n_ahead = 21, 3  # longer than a block
+    states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
+    tokens = torch.randint(DEEP.vocab_size, (2, length + n_ahead))
+    positions = torch.arange(length + n_ahead).expand(2, -1)
+
+    expected, logits = [], []
+    for given, row in zip(states, tokens.tolist(), strict=True):
+        plain = PlainEagle(tensors, version, n_layer, **options)
+        out = [plain.step(plain.fused(state), token) for state, token in zip(given, row, strict=False)]
+        for token in row[length:]:
+            out.append(plain.step(out[-1], token))
+        expected.append(torch.stack(out))
+        logits.append(torch.stack([plain.logits(x) if version == 3 else target.logits(x) for x in out]))
+
+    cache = FullKVCache(head.body.config, 2, 40, dtype=torch.float64)
+    fused, ours = head.fused(states), []
+    for start, end in ((0, 4), (4, length)):
+        ours.append(head.advance(fused[:, start:end], tokens[:, start:end], positions[:, start:end], cache))
+    for i in range(length, length + n_ahead):
+        ours.append(head.advance(ours[-1][:, -1:], tokens[:, i : i + 1], positions[:, i : i + 1], cache))
+    close(torch.cat(ours, dim=1), torch.stack(expected))
+    close(head.draft_logits(torch.cat(ours, dim=1)), torch.stack(logits))
+    alone = head.advance(fused, tokens[:, :length], positions[:, :length], NoCache(positions[:, :length]))
+    close(alone, torch.stack(expected)[:, :length])
+    for name, x in published(head).items():
+        torch.testing.assert_close(x, tensors[name.replace("layers.0.", "midlayer.") if name not in tensors else name])
+
+
+def test_a_head_borrows_from_the_target_what_it_lacks(tmp_path):
+    target, tensors, config = tiny_model(DEEP), eagle_tensors(DEEP, 1), eagle_config(DEEP, 1)
+    tensors["embed_tokens.weight"] = target.tok_embeddings.weight.data.clone()
+    same = find_head(save_head(tmp_path / "same", tensors, config), "eagle", DEEP).load(**FLOAT64)
+    less = find_head(save_head(tmp_path / "less", drop("embed_tokens.weight")(tensors), config), "eagle", DEEP)
+    assert less.borrowed == ("embedding", "output layer")
+    less = less.load(**FLOAT64)
+    less.borrow(target)
+    states, positions = torch.randn(1, 3, DEEP.dim, dtype=torch.float64), torch.arange(3)[None]
+    alone = NoCache(positions)
+    assert torch.equal(*(head.advance(states, torch.tensor([[5, 0, 7]]), positions, alone) for head in (same, less)))
+    assert len([*less.parameters()]) == len([*same.parameters()]) - 1, "what is borrowed stays the target's"
+
+
+def as_they_are(tensors):
+    return tensors
+
+
+def layers(**options):
+    return {"transformer_layer_config": eagle_config(DEEP) | {"model_type": "qwen3"} | options}
+
+
+P_EAGLE = {"speculators_model_type": "peagle"}
+BAD = {
+    "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
+    "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
+    "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
+    "another layout": (3, DEEP, put("layers.0.self_attn.sinks", torch.ones(4)), {}, "sinks"),
+    "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
+    "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
+    "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
+    "layers in no list": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": 3}, "layer_ids"),
+    "layers in a list": (3, DEEP, as_they_are, {"transformer_layer_config": [3]}, "transformer_layer_config"),
+    "options in a list": (3, DEEP, as_they_are, {"eagle_config": [3]}, "eagle_config"),
+    "a truth in words": (3, DEEP, as_they_are, {"norm_before_fc": "false"}, "norm_before_fc"),
+    "no map": (3, DEEP, drop("d2t"), {"draft_vocab_size": 20}, "d2t"),
+    "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
+    "an embedding of another width": (3, replace(DEEP, dim=48), drop("embed_tokens.weight"), {}, "embed_tokens.weight"),
+    "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
+    "a width that is no number": (3, DEEP, as_they_are, {"target_hidden_size": "32"}, "target_hidden_size"),
+    "layers that are not causal": (3, DEEP, as_they_are, {"is_causal": False}, "is_causal"),
+    "two norms of inputs": (3, DEEP, as_they_are, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "a DFlash head": (3, DEEP, as_they_are, {"dflash_config": {}}, "dflash_config"),
+    "another kind": (3, DEEP, as_they_are, {"speculators_model_type": "mtp"}, "mtp"),
+    "layers of another family": (3, DEEP, as_they_are, layers(model_type="gemma3"), "gemma3"),
+    "layers in chunks": (3, DEEP, as_they_are, layers(layer_types=["chunked_attention"]), "chunked_attention"),
+    "a window without a size": (3, DEEP, as_they_are, layers(layer_types=["sliding_attention"]), "sliding_window"),
+    "P-EAGLE without its states": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 3}, "mask_hidden"),
+    "P-EAGLE without its token": (3, DEEP, put("mask_hidden", torch.ones(1, 1, 96)), {}, "mask_token_id"),
+    "P-EAGLE with another token": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 61}, "61"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
+    version, target, damage, config, named = BAD[bad]
+    tensors = damage(eagle_tensors(DEEP, version, n_draft=config.get("draft_vocab_size")))
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, version, **config))
+    with pytest.raises(UserError) as refused:
+        find_head(path, "eagle", target).load(**FLOAT64)
+    assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+BAD_DFLASH = {
+    "DFlash-2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    "convolutions": ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 2}}, "conv_kernel_size"),
+    "capped logits": ({"final_logit_softcapping": 20.0}, "final_logit_softcapping"),
+    "scaled logits": ({"dflash_config": {"mask_token_id": 3, "output_multiplier": 0.2}}, "output_multiplier"),
+    "scaled embeddings": ({"input_embedding_scale": 2}, "input_embedding_scale"),
+    "full layers that are causal": ({"is_causal": True}, "is_causal"),
+    "windows that are not causal": (SLIDING | {"is_causal": False}, "is_causal"),
+    "no window": (SLIDING | {"use_sliding_window": False}, "use_sliding_window"),
+    "derived windows": ({"use_sliding_window": True}, "use_sliding_window"),
+    "another depth": ({"num_target_layers": 8}, "num_target_layers"),
+    "the last layer": ({"target_layer_ids": [0, 2, 6]}, "[0, 2, 6]"),
+    "layers out of order": ({"target_layer_ids": [2, 0, 4]}, "[2, 0, 4]"),
+    "too many layers": ({"target_layer_ids": [0, 1, 2, 4]}, "fc.weight"),
+    "no mask": ({"mask_token_id": None}, "mask_token_id"),
+    "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
+    "a block of one token": ({"block_size": 1}, "block_size"),
+    "another vocabulary": ({"vocab_size": 62}, "vocab_size"),
+    "another family": ({"model_type": "llama"}, "model_type"),
+    "no options": ({"dflash_config": None}, "layout"),
+    "options of both layouts": ({"speculators_model_type": "dflash"}, "dflash_config"),
+    "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
+    "layers of the other layout": ({"aux_hidden_state_layer_ids": [1, 2, 3]}, "aux_hidden_state_layer_ids"),
+    **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "dflash2", "mtp", "xpress", "eagle3")},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DFLASH)
+def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, bad):
+    """Without the change, the head is taken, also with a copy of the target's embedding, which is not read."""
+    changes, named = BAD_DFLASH[bad]
+    tensors = dflash_tensors(DEEP) | {"embed_tokens.weight": torch.zeros(DEEP.vocab_size, DEEP.dim)}
+    good = find_head(save_head(tmp_path / "good", tensors, dflash_config(DEEP)), "dflash", DEEP)
+    assert (good.most_drafts, good.borrowed) == (7, ("embedding", "output layer"))
+    with pytest.raises(UserError) as refused:
+        find_head(save_head(tmp_path / "bad", tensors, dflash_config(DEEP, **changes)), "dflash", DEEP)
+    assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+def test_a_dflash_head_reads_evenly_spread_layers_by_default(tmp_path):
+    for n_layer, inputs_of in ((1, (4,)), (2, (2, 5)), (3, (2, 3, 5))):
+        tensors, width = dflash_tensors(DEEP, n_layer), DEEP.dim * n_layer
+        tensors["fc.weight"] = torch.zeros(DEEP.dim, width)
+        path = save_head(tmp_path / str(n_layer), tensors, dflash_config(DEEP, n_layer, target_layer_ids=None))
+        assert find_head(path, "dflash", DEEP).shape.inputs_of == inputs_of
+
+
+@pytest.mark.parametrize(
+    "damage,config,named",
+    [
+        (as_they_are, {"medusa_num_heads": 5}, "4.0.linear"),
+        (drop("2.1.linear.bias"), {}, "2.1.linear.bias"),
+        (put("0.2.weight", torch.zeros(60, 32)), {}, "0.2.weight (60, 32)"),
+    ],
+)
+def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, named):
+    values = {"medusa_num_heads": 4, "medusa_num_layers": 2} | config
+    path = save_head(tmp_path, damage(medusa_tensors(TINY)), values, "medusa_lm_head.pt")
+    with pytest.raises(UserError) as refused:
+        find_head(path, "medusa", TINY)
+    assert named in str(refused.value)
+
+
+def test_a_folder_without_a_head_is_told_from_none(tmp_path):
+    for path, what in ((tmp_path, "has no weights"), (tmp_path / "none", "no such head")):
+        with pytest.raises(UserError, match=what):
+            find_head(str(path), "eagle", DEEP)
+
+
+def test_a_head_of_the_other_kind_is_refused(tmp_path):
+    medusa = save_head(tmp_path / "m", medusa_tensors(DEEP), {"medusa_num_heads": 4}, "medusa_lm_head.pt")
+    eagle = save_head(tmp_path / "e", eagle_tensors(DEEP), eagle_config(DEEP))
+    for path, kind in ((medusa, "eagle"), (eagle, "medusa"), (eagle, "dflash"), (medusa, "dflash")):
+        with pytest.raises(UserError, match="layout"):
+            find_head(path, kind, DEEP)
+
+
+def test_the_ids_of_a_smaller_vocabulary_are_mapped_to_the_targets(tmp_path):
+    tensors = eagle_tensors(DEEP, n_draft=20)
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, draft_vocab_size=20))
+    head = find_head(path, "eagle", DEEP).load(**FLOAT64)
+    states = torch.randn(3, 2, head.body.config.dim, dtype=torch.float64)
+    logits, known = head.logits(states), head.draft_logits(states)
+    assert logits.shape == (3, 2, DEEP.vocab_size)
+    ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
+    assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)
+
+
+EAGLE = "--draft eagle --draft_dtype same --draft_budget 24"
+COUPLED = "--verification coupled --temperature 2.5 --seed 3"
+
+
+@pytest.fixture(scope="module")
+def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with heads `medusa`, `eagle-1` and `eagle-3` for the target, which lack what they can borrow."""
+    folder, target = tmp_path_factory.mktemp("heads"), config_from_json(models.target / "config.json")
+    save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
+    first = eagle_tensors(target, 1)
+    del first["embed_tokens.weight"]
+    save_head(folder / "eagle-1", first, eagle_config(target, 1), "pytorch_model.bin")
+    options = {"draft_vocab_size": 90, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    save_head(folder / "eagle-3", eagle_tensors(target, n_draft=90), eagle_config(target, **options))
+    return folder
+
+
+def arguments(models: Models, head: Path, flags: str) -> list[str]:
+    paths = ["--target", str(models.target), "--model", str(head), "--dataset", str(models.books)]
+    return [*paths, *SIZES.split(), *flags.split()]
+
+
+@pytest.mark.parametrize(
+    "head,flags,capacity",
+    [
+        ("medusa/medusa_lm_head.pt", f"--draft medusa --gamma auto {COUPLED}", None),
+        ("eagle-3", f"{EAGLE} --gamma 2 {COUPLED}", 24),
+        ("eagle-3", "--draft eagle --draft_policy full --gamma 3 --draft_kv_dtype int8", 76),
+        ("eagle-1", f"{EAGLE} --gamma auto --draft_positions cache", 24),
+    ],
+)
+def test_the_benchmark_drafts_with_heads(models, heads, head, flags, capacity):
+    ended = benchmark("longspec", arguments(models, heads / head, flags))
+    assert ended.code == 0, ended.err
+    record = ended.record
+    assert record["identical_sequences"] == record["sequences"] == N_PROMPTS
+    assert (record["draft"], record["draft_budget"]) == (flags.split()[1], capacity)
+    assert record["draft_model"] == Path(head).parts[0] and record["drafted"] >= 0
+    assert record["draft_borrows"] == (["embedding", "output layer"] if head == "eagle-1" else [])
+
+
+@pytest.mark.parametrize("draft", [EagleConfig, MedusaConfig])
+def test_the_memory_plan_counts_the_head(models, heads, draft):
+    path = heads / ("eagle-3" if draft is EagleConfig else "medusa")
+    given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
+    config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
+    plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
+    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    without = memory_plan(replace(plan, draft=None)).fixed["weights"]
+    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
+
+
+def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads):
+    draft = EagleConfig(gamma=3, draft_model=str(heads / "eagle-3"), policy=Full(), draft_dtype="same")
+    target = Target(model=str(models.target), dtype="float64", device="cpu", rope_scaling="yarn:4")
+    config = RunConfig(target, draft=draft, sizes=Sizes(2, None, 12))
+    session = Session.open(config, [[1, 2, 3] * 100, [4, 5] * 170])
+    (head,) = session.models.values()
+    assert head.body.config.rope_scaling == session.runner.model.config.rope_scaling is not None
+    out = session.generate(session.drafter())
+    assert out.tokens == session.generate().tokens and out.stats.drafted > 0
+    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.values()
+    assert short.body.config.rope_scaling is None
+
+
+def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
+    for kind, head in (("eagle", "eagle-3"), ("medusa", "medusa")):
+        words = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
+        ended: Ended = run("foretoken.py compare", [*words, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
+        assert ended.code == 0, ended.err
+        assert "3 of 3" in ended.out

@@ -1,0 +1,102 @@
+"""Kernels are checked before they are used: a wrong build is found, and the next right build takes its place."""
+
+import ctypes
+import subprocess
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.attention import gpu_check
+from models.kernels import build as cpp_build
+from models.kernels import pointwise_cpp
+from tests.support.machine import needs_cpp_compiler
+
+pytestmark = needs_cpp_compiler
+# Kernel, an expression of its source, and what a bug makes of it.
+BUGS = [
+    ("attention", "positions[s] > sees[m].newest", "positions[s] >= sees[m].newest"),
+    ("pointwise", "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"),
+    ("noise", "id / 2 + lane", "id / 2 + lane % 4"),
+]
+
+
+def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
+    """Write a kernel's source with a bug that -DBUG=0 turns off."""
+    text = cpp_build.KERNELS[name][0].read_text()
+    assert right in text
+    source = folder / f"{name}.cpp"
+    source.write_text(
+        "#ifndef BUG\n#define BUG 1\n#endif\n" + text.replace(right, f"(BUG == 1 ? ({wrong}) : ({right}))")
+    )
+    return source
+
+
+def errors(name: str, library: Path | str) -> list[str]:
+    suite: Any = import_module(cpp_build.KERNELS[name][1])
+    candidate = suite.candidate(ctypes.CDLL(str(library)))
+    return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
+
+
+@pytest.mark.parametrize("name,right,wrong", BUGS)
+def test_a_bug_is_found(name, right, wrong, tmp_path):
+    library = tmp_path / "wrong.so"
+    flags = *cpp_build.COMPILE, *cpp_build.BUILDS["native"], "-O0", "-shared"
+    subprocess.run(["g++", *flags, wrong_source(name, right, wrong, tmp_path), "-o", library], check=True)
+    assert errors(name, library)
+
+
+@pytest.mark.parametrize("name,build", [("attention", "AVX2"), *((name, "plain") for name, *_ in BUGS)])
+def test_builds_for_other_cpus_are_right(name, build):
+    assert errors(name, cpp_build.build_library(name, build)) == []
+
+
+@pytest.fixture
+def builds(monkeypatch, tmp_path) -> partial:
+    """Choose among builds of a wrong pointwise kernel, in an empty cache folder: `builds({name: flags})`."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    name, right, wrong = BUGS[1]
+    monkeypatch.setitem(
+        cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
+    )
+    monkeypatch.setattr(cpp_build, "speedup", lambda rows: 1.0)
+    pointwise_cpp.load_kernel.cache_clear()
+    yield partial(monkeypatch.setattr, cpp_build, "BUILDS")
+    pointwise_cpp.load_kernel.cache_clear()
+
+
+def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
+    """A later process loads the build that was chosen, without checks."""
+    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("right", 0))})
+    pointwise_cpp.load_kernel()
+    note = capfd.readouterr().err.strip().splitlines()[-1]
+    assert all(word in note for word in ("wrong: ", "the right build"))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
+    cpp_build.load_library("pointwise")
+
+
+@pytest.mark.parametrize("stored", ["", '{"build": "na', "[]", "{}"])
+def test_a_damaged_choice_is_made_again(tmp_path, stored):
+    memory, choices = tmp_path / "kernel.json", [cpp_build.BuildChoice("right", [], {})]
+    memory.write_text(stored)
+    assert cpp_build.remembered(memory, "", choices.pop) == cpp_build.remembered(memory, "", choices.pop)
+
+
+ROW = {"what": "", "error": 0.0, "allowed": 1.0}
+
+
+@pytest.mark.parametrize(
+    "found,said,n_checks",
+    [(([ROW], "wrong results"), "wrong results", 2), (([], "it crashes (SIGABRT)"), "it crashes (SIGABRT)", 3)],
+)
+def test_kernels_are_checked_once_on_each_gpu(monkeypatch, tmp_path, found, said, n_checks):
+    """A check that crashed is repeated."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    gpus, checked = iter(["H100", "H100", "A100"]), []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(gpus))
+    monkeypatch.setattr(gpu_check, "check", lambda *given: checked.append(given) or found)
+    assert [gpu_check.refusal("triton", torch.device("cuda")) for _ in range(3)] == [said] * 3
+    assert checked == [("models.attention.gpu_check", "triton")] * n_checks

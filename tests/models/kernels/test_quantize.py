@@ -1,0 +1,140 @@
+"""Quantised linear layers against the arithmetic they stand for, written out."""
+
+import pytest
+import torch
+
+from kv_cache import FullKVCache
+from kv_cache.entries import quantize as quantize_rows
+from models import load_model
+from models.config import ModelConfig
+from models.kernels import linear_cpp, quantize
+from models.kernels.packed_linear import PackedLinear
+from models.kernels.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
+from tests.support.fake_cuda_linear import cuda_linears
+from tests.support.machine import needs_vnni
+from tests.support.programs import ROOT, python
+
+
+def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of very different magnitudes, which need a scale each."""
+    generator = torch.Generator().manual_seed(d_out + n_row)
+    weight = torch.randn(d_out, d_in, generator=generator) * torch.logspace(-2, 2, d_out)[:, None]
+    x = torch.randn(n_row, d_in, generator=generator) * torch.logspace(2, -2, n_row)[:, None]
+    return weight, x.to(dtype)
+
+
+def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the product of factors rounded to 8 bits, `[N, d_out]` float64."""
+    q, scale = quantize_rows(weight, torch.int8)
+    x_scale = x.float().abs().amax(1, keepdim=True) / 127
+    x_q = (x.float() / x_scale + 128).round() - 128
+    return (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
+
+
+def grid_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values that 4 bits stand for, and the scales."""
+    q, scale, low = quantize_groups(weight)
+    return (q.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1), scale
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_row,with_bias", [(1, False), (17, True)])
+def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
+    weight, x = weight_and_input(128, 192, n_row, dtype)
+    bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
+    exact = rounded_product(x, weight)
+    assert relative_error(exact, x.double() @ weight.double().T) < 0.03
+    wanted = (exact + (bias if with_bias else 0)).to(dtype)
+    got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
+    rounding = 1e-6 if dtype == torch.float32 else 1e-2  # the bias is added before or behind rounding to bfloat16
+    torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_is_the_product_with_its_grid(dtype):
+    weight, x = weight_and_input(128, 192, 5, dtype)
+    grid, scale = grid_of(weight)
+    assert (grid - weight).abs().amax() <= 0.51 * scale.amax()
+    bias = torch.linspace(-1, 1, 128).to(dtype)
+    wanted = (x.double() @ grid.double().T).to(dtype) + bias
+    assert relative_error(Int4Linear(weight, bias)(x), wanted) < 1.5e-2  # scales and activations are rounded
+
+
+def test_the_triton_kernels_equal_pytorch():
+    """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
+    pytest.importorskip("triton")
+    cases = ROOT / "tests/support/triton_quantize_cases.py"
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
+
+
+def test_the_triton_kernels_compile_for_hopper_without_spilling():
+    pytest.importorskip("triton")
+    from models.kernels import triton_quantize
+    from reproduce.gpu_parts import kernels
+
+    ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]
+    assert len(ours) == 3
+    assert not any(kernels.problem_of(kernels.compile_launch(*each, 90)) for each in ours)
+
+
+@pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
+def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
+    """Few rows use the kernel, many rows the dequantised weights, which are those of the kernel."""
+    weight, x = weight_and_input(64, d_in, MOST_TINYGEMM_ROWS + 1, torch.float32)
+    bias = torch.linspace(-1, 1, 64)
+    with cuda_linears(monkeypatch) as kernel_rows:
+        layer = Int4Linear(weight, bias)
+        assert layer.weight.shape == (8, d_in // (16 * tiles), 32, tiles // 2)
+        few, many = layer(x[:-1]), layer(x)
+        identity = torch.eye(d_in, dtype=torch.bfloat16)
+        by_kernel = torch.ops.aten._weight_int4pack_mm(identity, layer.weight, GROUP, layer.scale_and_zero)
+    assert kernel_rows == [MOST_TINYGEMM_ROWS, d_in]
+    assert torch.equal(by_kernel.T, quantize.dequantize(layer.weight, layer.scale_and_zero))
+    torch.testing.assert_close(many[:-1], few, rtol=1e-2, atol=1e-2)
+    assert relative_error(many, x.double() @ grid_of(weight)[0].double().T + bias) < 1e-2
+    assert relative_error(many, Int4Linear(weight, bias)(x)) < 2.5e-2, "a CPU may round activations to 8 bits"
+
+
+CONFIG = ModelConfig(
+    vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
+)
+both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
+
+
+def model_and_logits(dtype, scheme=None):
+    """Return a model of random weights, and its logits of five tokens in two rows at different positions."""
+    model = load_model("none", load_format="dummy", config=CONFIG, dtype=dtype, quantize=scheme)
+    tokens = torch.randint(256, (2, 5), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0], [9]]) + torch.arange(5)
+    return model, model(tokens, positions, FullKVCache(CONFIG, 2, 256, dtype=dtype)).float()
+
+
+@both_schemes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_model_is_close(scheme, dtype):
+    """Every linear layer was replaced, the head in int8."""
+    model, got = model_and_logits(dtype, scheme)
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert kinds.count("Int8Linear") == (9 if scheme == "int8" else 1)
+    assert kinds.count("Int4Linear") == (0 if scheme == "int8" else 8)
+    assert "Linear" not in kinds and "PackedLinear" not in kinds
+    _, wanted = model_and_logits(dtype)
+    assert 1e-4 < (got - wanted).norm() / wanted.norm() < (0.05 if scheme == "int8" else 0.25)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, PackedLinear])
+def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
+    weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
+    if not linear_cpp.takes(weight):
+        pytest.skip("the CPU lacks the instructions of linear_cpp")
+    layer, others = new_layer(weight.bfloat16(), None), torch.tensor([0, 2])
+    before = layer(x)[others]
+    x[1, 77] = value
+    assert not layer(x)[1].isfinite().any() and torch.equal(layer(x)[others], before)

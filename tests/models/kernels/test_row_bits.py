@@ -1,0 +1,149 @@
+"""On a CPU a row's bits depend neither on the other rows nor on their number, so speculation changes no token."""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation
+from kv_cache import FullKVCache, StreamingKVCache
+from models import ModelConfig, load_model
+from models.kernels import row_bits
+from models.kernels.packed_linear import PackedLinear, can_pack
+from models.kernels.pointwise import EAGER
+from models.kernels.quantize import Int4Linear, Int8Linear
+from models.kernels.row_bits import CHUNK, MOST_TESTED, multiply_rows
+from tests.support.machine import needs_cpp_compiler, needs_vnni
+from tests.support.tiny import decode, random_prompts
+
+COUNTS = (*range(1, 65), 100, 112)
+
+
+def counts_that_differ(multiply: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
+    """Return how many rows together, the first or the last of `x`, have other bits than each alone."""
+    alone = torch.cat([multiply(row[None]) for row in x])
+    parts = [(n, slice(start, start + n)) for n in COUNTS for start in {0, len(x) - n}]
+    return [n for n, part in parts if not torch.equal(multiply(x[part]), alone[part])]
+
+
+@pytest.mark.parametrize("most", [1, 5, 32, 200])
+@pytest.mark.parametrize("lone_row_differs", [False, True])
+@pytest.mark.parametrize("last_row_differs", [False, True])
+def test_a_kernel_whose_bits_change_runs_in_blocks(most, lone_row_differs, last_row_differs):
+    """The last row differs beyond `most` rows, or all rows do, and a row alone as well."""
+    calls = []
+
+    def kernel(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        y = x * 3
+        changes = len(x) > most or (lone_row_differs and len(x) == 1)
+        y[-1 if last_row_differs else 0 :, 7] *= 1 + 1e-6 * changes
+        return y
+
+    name = "kernel", most, lone_row_differs, last_row_differs
+    x = torch.randn(112, 1024, generator=torch.Generator().manual_seed(1))
+    assert not counts_that_differ(lambda part: multiply_rows(kernel, part, name), x)
+    for n in COUNTS:
+        calls.clear()
+        multiply_rows(kernel, x[:n], name)
+        if most > 1:
+            limit = min(most, MOST_TESTED)
+            assert max(calls) <= limit and len(calls) < 2 * max(n / limit, 1) + 1, "no more blocks than are needed"
+    calls.clear()
+    multiply_rows(kernel, x.repeat(5, 1)[:CHUNK], name)
+    assert calls == [CHUNK]
+
+
+def packed(weight: Tensor, bias: Tensor) -> PackedLinear:
+    return PackedLinear(weight, bias, in_pytorch=True)
+
+
+LAYERS = [
+    pytest.param(packed, torch.float32, id="float32"),
+    pytest.param(packed, torch.bfloat16, id="bfloat16"),
+    *(
+        pytest.param(Int8Linear, dtype, marks=needs_vnni, id=f"int8 by {dtype}")
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    pytest.param(Int4Linear, torch.bfloat16, id="int4 by bfloat16"),
+]
+
+
+@pytest.mark.parametrize("new_layer,dtype", LAYERS)
+def test_a_row_has_the_bits_that_it_has_alone(new_layer, dtype, d_out=960, d_in=320):
+    if new_layer is packed and not can_pack("cpu", dtype):
+        pytest.skip(f"PyTorch packs no weights in {dtype} for this CPU")
+    normal = torch.Generator().manual_seed(d_out)
+    weight, bias, x = (
+        torch.randn(*shape, generator=normal).to(dtype) for shape in ((d_out, d_in), (d_out,), (112, d_in))
+    )
+    with torch.inference_mode():
+        assert not counts_that_differ(new_layer(weight, bias), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_bits_that_it_has_alone_beside_tokens_of_its_experts(dtype):
+    config = replace(CONFIG, n_layer=1, n_expert=4, n_expert_per_token=2)
+    layer = load_model("none", load_format="dummy", config=config, dtype=dtype).layers[0].feed_forward
+    x = torch.randn(112, CONFIG.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert not counts_that_differ(lambda x: layer(x, Namespace(pointwise=EAGER)), x)
+
+
+CONFIG = ModelConfig(
+    vocab_size=512, n_layer=2, dim=192, n_head=3, n_kv_head=1, head_dim=64, ffn_dim=320, max_context=256
+)
+PROMPTS = random_prompts([40, 90, 77, 2, 17, 64, 8, 25, 33, 5, 50, 12, 29, 70, 36, 3], CONFIG.vocab_size)
+STORAGES = [
+    ("float32", None, torch.float32),
+    ("float32", None, torch.int8),
+    ("bfloat16", None, torch.bfloat16),
+    ("bfloat16", None, torch.int8),
+    ("bfloat16", "int4", torch.int8),
+    pytest.param("bfloat16", "int8", torch.int8, marks=needs_vnni),
+]
+
+
+def tokens_of(model, entries: torch.dtype, n_row: int, gamma: int, **how: Any) -> list[list[int]]:
+    """Return the tokens of all prompts, half of them greedy, in `n_row` rows, by a self-draft unless `gamma` is 0."""
+    runner = ModelRunner(model, FullKVCache(CONFIG, n_row, 128, dtype=entries))
+    cache = StreamingKVCache(CONFIG, n_row, budget=24, dtype=entries)
+    drafter = SelfSpeculation(runner, cache, gamma) if gamma else None
+    requests = [
+        Request(prompt, 3 + i % 8, sampling=SamplingParams(temperature=0.6 * (i % 2), seed=5), id=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    decode(Decoder(runner, drafter=drafter, verification="coupled", **how), *requests)
+    counts = [request.counts for request in requests]
+    assert not gamma or 0 < sum(row.accepted for row in counts) < sum(row.verified for row in counts)
+    return [request.tokens for request in requests]
+
+
+@needs_cpp_compiler
+@pytest.mark.parametrize("dtype,quantize,entries", STORAGES)
+def test_speculation_emits_the_tokens_of_plain_decoding(dtype, quantize, entries):
+    """Plain decoding in one row, and speculation in 2 to 16; also prompts in parts, in rows that held others."""
+    model = load_model("none", load_format="dummy", config=CONFIG, dtype=getattr(torch, dtype), quantize=quantize)
+    plain = tokens_of(model, entries, 1, 0)
+    for gamma, n_row in ((1, 2), (2, 16), (3, 5), (4, 8), (5, 12), (6, 16)):
+        assert tokens_of(model, entries, n_row, gamma) == plain, gamma
+    assert tokens_of(model, entries, 3, 3, prefill_tokens=30, reuses="prefixes") == plain
+
+
+@needs_cpp_compiler
+@pytest.mark.parametrize("dtype,quantize", [("float32", None), ("bfloat16", "int4")])
+def test_kernels_that_change_with_the_number_of_rows_change_no_token(monkeypatch, dtype, quantize):
+    """They stand for those of CPUs with AMX: other bits for a row alone, and for more than 32."""
+    monkeypatch.setattr(row_bits, "_verdicts", functools.cache(lambda kernel: {}))
+    monkeypatch.setattr(row_bits, "N_COMPARED", {4: 1, 2: 1})
+    for layer in (PackedLinear, Int4Linear, Int8Linear):
+
+        def changing(self, x: Tensor, *arguments, multiply=layer.multiply, **named) -> Tensor:
+            return multiply(self, x, *arguments, **named) * (1 if 1 < len(x) <= 32 else 1.02)
+
+        monkeypatch.setattr(layer, "multiply", changing)
+    test_speculation_emits_the_tokens_of_plain_decoding(dtype, quantize, torch.int8)

@@ -1,0 +1,265 @@
+"""Attention, random numbers, quantised layers and graphs are right on this machine's device: a GPU, or else the CPU.
+
+`reproduce/gpu.py` runs these tests as its steps. Errors are the largest |out - exact| / (1 + |exact|), exact in
+float64 over the same entries.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from common.errors import ConfigError
+from common.say import dtype_name
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.drafters.ngram import NGram
+from engine.graphs import CudaGraphs
+from engine.sampling.noise import Stream, gumbel, uniform
+from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache.entries import KV, SCORE_CHUNK, Packed, quantize
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import SelectionOps
+from kv_cache.verify_topk import VerifyTopK
+from models import ModelConfig, Transformer, load_model
+from models.attention import AttentionSpec, TorchAttention, select_backend
+from models.kernels.pointwise import EAGER, compiled, use_pointwise
+from models.kernels.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
+from tests.support.attention_cases import Case, make_case, packed_case
+from tests.support.recorded_graph import RecordedGraphs
+from tests.support.tiny import random_prompts, tiny_model
+
+ON_CUDA = torch.cuda.is_available()
+if ON_CUDA:
+    from kv_cache import triton_packing
+    from kv_cache.triton_choosing import TritonSelectionOps
+DEVICE, GRAPHS = ("cuda", CudaGraphs) if ON_CUDA else ("cpu", RecordedGraphs)
+pytestmark = [pytest.mark.slow] if ON_CUDA else []  # kernels are compiled for minutes
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ROUNDED_QUERIES = 2e-4  # to 15 bits, as the CPU kernel does before it multiplies int8 entries
+# Relative error of a layer's output: activations are rounded to 8 bits, or scales and activations to bfloat16.
+QUANTISED_TOLERANCE = 2e-2
+BACKENDS = ("triton", "flash", "torch") if ON_CUDA else ("cpp", "torch")
+DTYPES = (torch.bfloat16, torch.float16) if ON_CUDA else (torch.float32, torch.bfloat16)
+STORAGES = (None, torch.int8, torch.float8_e4m3fn)
+# Tokens, query heads of a KV head, head_dim: every size of the kernels' tiles, and each head_dim.
+BLOCKS = [(1, 3, 64), (1, 4, 128), (4, 4, 128), (8, 4, 128), (16, 8, 64)] if ON_CUDA else [(1, 1, 64), (4, 3, 64)]
+LENGTHS = [4500, 2100, 130, 16] if ON_CUDA else [300, 41, 16]
+
+
+@pytest.mark.parametrize("order", ["in order", "ring", "4 bits beside a ring"])
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: dtype_name(storage) if storage else "same")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention(backend, dtype, storage, order, record_property):
+    if dtype == torch.float16 and storage is not None:
+        pytest.skip("the same code as in bfloat16")
+    tolerance = max(TOLERANCE[dtype], ROUNDED_QUERIES if (backend, storage) == ("cpp", torch.int8) else 0)
+    errors = {}
+    for n_token, group, head_dim in BLOCKS:
+        kind = {"group": group, "head_dim": head_dim, "storage": storage or dtype, "dtype": dtype}
+        if order.startswith("4 bits"):
+            each = [packed_case(n_token, quant_group=16, sliding_window=window, **kind) for window in (None, 100)]
+        else:
+            case = make_case(LENGTHS, n_token, capacity=max(LENGTHS), ring=order == "ring", **kind)
+            each = [case, case.among_other_rows()]
+        errors[n_token, group, head_dim] = max(error_of(opened(backend, case.spec), case) for case in each)
+    record_property(f"{backend}, {dtype_name(dtype)}, {dtype_name(storage or dtype)} KV, {order}", max(errors.values()))
+    assert max(errors.values()) <= tolerance, errors
+
+
+def opened(backend: str, spec: AttentionSpec):
+    try:
+        found, why = select_backend(backend, DEVICE, spec)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if found.name != backend:
+        pytest.skip(f"{backend} does not take this: {why}")
+    return found
+
+
+def error_of(backend, case: Case) -> float:
+    """Return the case's largest error, infinite where a result is not finite."""
+    out, exact = on_device(case).run(backend).cpu().double(), case.reference()
+    return ((out - exact).abs() / (1 + exact.abs())).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+
+
+def on_device(case: Case) -> Case:
+    """Return the case with its tensors on the device, in the same layout."""
+    packed = case.kv.packed and Packed(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in case.kv.packed))
+    kv = KV(*(None if x is None else x.to(DEVICE) for x in case.kv[:-1]), packed=packed)
+    slots = replace(case.slots, positions=case.slots.positions.to(DEVICE), rows=kv.rows)
+    return replace(case, q=case.q.to(DEVICE), kv=kv, queries=case.queries.to(DEVICE), slots=slots)
+
+
+def test_numbers_are_those_of_the_cpu():
+    """Uniform numbers are equal bit for bit, Gumbel numbers except where two logarithms round apart."""
+    keys = [torch.tensor(x)[:, None] for x in ([0, 7, 2**40 + 3, -5], [0, 1, 2**31, 2**32 - 1])]
+    given, n_ids = [*keys, torch.tensor([[0, 1, 8191, 131071]])], 49152 if ON_CUDA else 501
+    there = [x.to(DEVICE) for x in given]
+    for stream in Stream:
+        assert torch.equal(uniform(*there, stream, n_ids).cpu(), uniform(*given, stream, n_ids))
+        drawn, wanted = gumbel(*there, stream, n_ids).cpu(), gumbel(*given, stream, n_ids)
+        assert (drawn != wanted).float().mean() < 1e-3
+        torch.testing.assert_close(drawn, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers_of_quantised_layers(scheme, record_property):
+    """Layers equal the product with their dequantised weights, for few rows and for many."""
+    if not ON_CUDA and scheme == "int8" and not torch.cpu._is_vnni_supported():
+        pytest.skip("no VNNI")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(1024, 576, generator=generator), torch.randn(1024, generator=generator)
+    if scheme == "int8":
+        q, scale = quantize(weight, torch.int8)
+        grid = q * scale[:, None]
+    else:
+        levels, scale, low = quantize_groups(weight)
+        grid = (levels.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
+    layer, errors = quantized_linear(weight.to(DEVICE), bias.to(DEVICE), scheme), []
+    for n_row in (1, 16, 17, 300):
+        x = torch.randn(n_row, 576, generator=generator)
+        wanted = x.double() @ grid.double().T + bias
+        errors.append(((layer(x.to(DEVICE)).cpu() - wanted).norm() / wanted.norm()).item())
+    record_property(f"error, {scheme} layers", max(errors))
+    assert all(error <= QUANTISED_TOLERANCE for error in errors), errors
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="Triton's interpreter runs triton_cases.py instead")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=dtype_name)
+@pytest.mark.parametrize("n_slot", [3000, 20000])
+def test_selection_kernel(dtype, n_slot):
+    """Entries are chosen as in PyTorch, again and again: programs must not race."""
+    config, generator = ModelConfig(8, 1, 64, 8, 2, 128, 8, 99999), torch.Generator().manual_seed(n_slot)
+    full = FullKVCache(config, 6, n_slot, DEVICE, dtype)
+    values = torch.randn(6, n_slot, 2, 2, 128, generator=generator).to(DEVICE)
+    full.write(0, torch.arange(n_slot, device=DEVICE).expand(6, -1), values)
+    rows, n_chunk = torch.tensor([3, 0, 5, 1], device=DEVICE), -(-n_slot // SCORE_CHUNK)
+    cache = VerifyTopK(512, 96).new_cache(config, 6, 0, DEVICE, dtype)
+    for step in range(25):
+        shares = torch.randint(9, (4, 2, n_chunk), generator=generator) / 8
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step % 3]
+        ends = n_slot - 40 + step - torch.tensor([0, 1700, 900, 33])
+        shares, ends = shares.to(DEVICE), ends.to(DEVICE)
+        TritonSelectionOps().choose(cache.view(rows), 0, full.view(rows), 0, shares, ends)
+        slots = cache.source_slots[0, rows]
+        best = SelectionOps().best_chunks(shares, cache.chunk, ends, cache.n_first, cache.n_sink)
+        assert torch.equal(slots.sort().values, best.sort().values)
+        entries = full.entries[0][:, rows[:, None, None], torch.arange(2, device=DEVICE)[:, None], slots]
+        copied = cache.entries[0][:, rows, :, : cache.n_sink]
+        assert torch.equal(copied.view(torch.uint8), entries.view(torch.uint8))
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="Triton's interpreter runs triton_cases.py instead")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=dtype_name)
+@pytest.mark.parametrize("group", [16, 64])
+def test_packing_kernel(stored, group, monkeypatch):
+    """Bits in 4-bit entries equal PyTorch's, for rows that go on in blocks."""
+    config, generator = ModelConfig(8, 1, 64, 8, 2, 128, 8, 9999), torch.Generator().manual_seed(group)
+    full = FullKVCache(config, 4, 6 * group + 99, DEVICE, stored)
+    new = (torch.randn(4, full.capacity, 2, 2, 128, generator=generator) * 4 + 1).to(DEVICE)
+    full.write(0, torch.arange(full.capacity, device=DEVICE).expand(4, -1), new)
+    found = []
+    for kernel in (None, triton_packing):
+        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
+        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, DEVICE, stored)
+        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
+            cache.fill_row(row, full, length)
+        view = cache.view(torch.tensor([3, 0, 1], device=DEVICE))
+        starts = torch.tensor([3 * group + 9, 4 * group + 5, 3], device=DEVICE)
+        for n_token in (1, 3, group, 5, 7):
+            at = starts[:, None] + torch.arange(n_token, device=DEVICE)
+            view.write(0, view.begin(at), new[view.rows[:, None], at])
+            starts += n_token
+        found.append([x.clone() for x in cache.tensors])
+    assert all(map(torch.equal, *found))
+
+
+def test_numbers_of_a_chunk_come_from_a_flash_kernel():
+    """A chunk of a prompt attends without a mask in memory."""
+    n_token, n_slot, dtype = (2048, 8192, torch.bfloat16) if ON_CUDA else (64, 256, torch.float32)
+    case = make_case([n_slot], n_token, n_kv_head=8, group=4, head_dim=128, capacity=n_slot, dtype=dtype)
+    case, backend = on_device(replace(case, slots=replace(case.slots, block_ends_view=True))), TorchAttention()
+    with profile(activities=[ProfilerActivity.CUDA if ON_CUDA else ProfilerActivity.CPU]) as profiler:
+        case.run(backend)
+    names = {event.name for event in profiler.events()}
+    assert any("flash" in name.lower() for name in names), names
+
+
+class CapturedShapes(ModelRunner):
+    """Runner whose called rounds have the rows and slots of captured ones, so that kernels split sums alike."""
+
+    narrows = False
+
+
+# The budget is below every prompt: the draft's cache then has the same shape in every round, called or captured.
+BUDGET, LIMITS = 64, [12, 8, 16, 11, 5, 14] if ON_CUDA else [9, 4, 12, 7, 6, 10]
+MODES = ["greedy", "coupled", "rejection"]
+
+
+def model_and_prompts() -> tuple[Transformer, list[list[int]]]:
+    """Return a model, of the default model's shape on a GPU, and six ragged prompts."""
+    if not ON_CUDA:
+        return tiny_model(), random_prompts([70, 66, 90, 80, 65, 77])
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = load_model(name, load_format="dummy", device=DEVICE, dtype=torch.bfloat16)
+    return model, random_prompts([700, 96, 333, 80, 480, 129], 49152)
+
+
+def new_runner(model: Transformer, kind=ModelRunner, **how) -> ModelRunner:
+    return kind(model, FullKVCache(model.config, 4, 1024 if ON_CUDA else 128, DEVICE, model.dtype), **how)
+
+
+def draft_cache(model: Transformer) -> StreamingKVCache:
+    return StreamingKVCache(model.config, 4, BUDGET, device=DEVICE, dtype=model.dtype)
+
+
+@torch.inference_mode()
+def tokens_of(runner: ModelRunner, prompts: list[list[int]], mode: str) -> list[list[list[int]]]:
+    """Generate with every drafter, twice over: graphs of one drafter have to survive the others."""
+    model, sampling = runner.model, None if mode == "greedy" else SamplingParams(temperature=0.6, seed=5)
+    drafters = [None, SelfSpeculation(runner, draft_cache(model), gamma=3), NGram(runner, gamma=3)]
+    drafters.append(StandaloneDraft(ModelRunner(model, draft_cache(model)), gamma=3))
+    how = {"max_new_tokens": LIMITS, "sampling": sampling, "verification": mode}
+    return [generate(runner, prompts, drafter=drafter, **how).tokens for drafter in drafters * 2]
+
+
+def are_identical(mode: str, pointwise=EAGER) -> bool:
+    """Six prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
+    model, prompts = model_and_prompts()
+    use_pointwise(model, pointwise)
+    called = tokens_of(new_runner(model, CapturedShapes), prompts, mode)
+    runner = new_runner(model, new_graphs=GRAPHS)
+    replayed = tokens_of(runner, prompts, mode)
+    runner.drop_graphs()
+    return called == replayed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_identity_eager(mode):
+    assert are_identical(mode)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="nothing is compiled on a CPU")
+@pytest.mark.parametrize("mode", MODES)
+def test_identity_compiled(mode):
+    assert are_identical(mode, pointwise=compiled())
+
+
+@torch.inference_mode()
+def test_owners_of_graphs_go_apart():
+    """A runner's graphs give the same tokens after another runner's graphs and memory are gone."""
+    model, prompts = model_and_prompts()
+
+    def owner():
+        runner = new_runner(model, new_graphs=GRAPHS)
+        drafter = SelfSpeculation(runner, draft_cache(model), gamma=3)
+        return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
+
+    stays, goes = owner(), owner()
+    before = [stays(), goes()]
+    del goes
+    rubbish = torch.full((2**26 if ON_CUDA else 16,), float("nan"), device=DEVICE)
+    assert before[0] == before[1] == stays() and rubbish.isnan().all()

@@ -1,0 +1,82 @@
+"""Records, drawn: what is on which axis, which points make a line, and what is left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reproduce.helpers.records import Record
+from reproduce.plot import choose_x, points_of
+from tests.support.programs import Ended, run
+
+
+def record(B: int, speedup: float | None, **changes: object) -> Record:
+    run = {"benchmark": "selfspec", "model": "M", "B": B, "prefix_len": 1000, "gamma": 3, "speedup": speedup}
+    return run | {"decode_tokens_per_second": 10.0 * B} | changes
+
+
+@pytest.fixture
+def draw(tmp_path: Path):
+    """Runs the command on lines of JSON."""
+
+    def draw(lines: list[object], *flags: str) -> Ended:
+        file = tmp_path / "own.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run("reproduce/plot.py", [str(file), "--figures", str(tmp_path / "figures"), *flags])
+
+    return draw
+
+
+def test_a_line_for_each_combination_of_what_else_varies():
+    """Repeats are drawn as their median."""
+    records = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (4, 1, 2)]
+    records += [record(1, 9.0), record(1, 2.5)]
+    assert choose_x(records) == "B"
+    assert points_of(records, "B", "speedup") == {
+        "prefix_len 1000": [(1, 2.5), (2, 3.0), (4, 5.0)],
+        "prefix_len 4000": [(1, 2.0), (2, 3.0), (4, 5.0)],
+    }
+
+
+def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
+    """A row of a sweep is its record; a failed cell has none."""
+    lines = [record(8, None), {"status": "ok", "record": record(1, 1.5)}, {"status": "failed", "record": None}]
+    ended = draw([*lines, record(2, 2.0)])
+    assert ended.code == 0, ended.err
+    assert "speedup over B: 2 of 3 records" in ended.out and "per_second over B: 3 of 3" in ended.out
+    for kind in ("png", "svg"):
+        assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
+
+
+def test_stretches_of_a_run_are_points_over_the_generated_tokens(draw):
+    runs = [record(8, 1.5, draft_policy=policy) for policy in ("streaming", "snapkv")]
+    for run_ in runs:
+        run_["by_length"] = [{"generated": [250 * i, 250 * i + 250], "speedup": 1 + i / 8} for i in range(4)]
+    ended = draw([*runs, record(2, 2.0)], "--x", "generated_tokens", "--y", "speedup")
+    assert ended.code == 0 and "speedup over generated_tokens: 8 of 8" in ended.out, ended.err
+
+
+def acceptance(policy: str, text: str, rate: float, budget: int = 64) -> Record:
+    option = {"n_sink": 4} if policy == "streaming" else {"snapkv_window": 32}
+    row = {"text": text, "draft_policy": policy, "draft_budget": budget, "acceptance_rate": rate, **option}
+    return record(2, None) | row
+
+
+def test_policies_and_texts_are_lines_over_the_budget(draw):
+    kinds = [(policy, text) for policy in ("streaming", "snapkv") for text in ("book", "sampled")]
+    rows = [acceptance(*kind, rate=0.5 + place / 10) for place, kind in enumerate(kinds)]
+    rows += [acceptance(*kind, rate=0.9, budget=128) for kind in kinds]
+    assert choose_x(rows) == "draft_budget"
+    lines = points_of(rows, "draft_budget", "acceptance_rate")
+    [streaming] = [line for label, line in lines.items() if "streaming" in label and "book" in label]
+    assert len(lines) == 4 and streaming == [(64, 0.5), (128, 0.9)]
+    ended = draw([{"benchmark": "acceptance", "rows": rows}])
+    assert ended.code == 0 and "8 of 8 records" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags"),
+    [([record(1, 1.1), record(1, 1.2)], ""), ([record(1, None), record(2, None)], "--y speedup"), ([[1]], "")],
+)
+def test_what_cannot_be_drawn_is_refused(draw, lines: list[object], flags: str):
+    assert "own.jsonl" in draw(lines, *flags.split()).refusal

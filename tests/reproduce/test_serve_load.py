@@ -1,0 +1,127 @@
+"""reproduce/serve_load.py: the requests that it sends, and the figures that it makes of the answers."""
+
+import asyncio
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import DataError
+from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
+from reproduce.helpers.prompts import stretches
+from reproduce.serve_load import spread
+from tests.support.programs import Ended, run
+from tests.support.serving_cases import FLAGS, Served
+
+
+def answer(asked: float, times: list[float], n_tokens: int, text: str = "", **said: dict[str, Any]) -> Answer:
+    return Answer(asked, times, n_tokens, text, said)
+
+
+def counts(prompt_n: int, cache_n: int, predicted_n: int, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
+    timings = {"prompt_n": prompt_n, "cache_n": cache_n, "predicted_n": predicted_n}
+    return {"timings": timings, "speculation": {"rounds": rounds, "drafted": drafted, "accepted": accepted}}
+
+
+COUNTERS = {
+    "foretoken_decode_tokens_total": 14.0,
+    "foretoken_rounds_total": 5.0,
+    "foretoken_round_seconds_total": 2.0,
+    "foretoken_between_seconds_total": 0.5,
+}
+LONG = answer(1.0, [2.0, 4.0, 5.0], 10, "long", **counts(6, 2, 10, 4, 12, 5))
+BRIEF = answer(0.0, [4.0], 1, "brief", **counts(3, 0, 1, 0, 0, 0))
+LATE = answer(3.0, [4.0, 4.5], 3, "late", **counts(2, 9, 3, 1, 3, 1))
+LOST = Answer(2.0, [3.0], 0, "", {}, "ReadError: gone")
+
+
+def test_rates_and_percentiles_are_of_all_phases_requests():
+    found = summary([Phase([LONG, BRIEF], 6.0, COUNTERS), Phase([LATE, LOST], 2.0, {})])
+    assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (4, 1, 14, 8.0)
+    assert found["output_tokens_per_second"] == 14 / 8 and found["requests_per_second"] == 3 / 8
+    assert found["ttft_ms_p50"] == 1000 and found["ttft_ms_p99"] == pytest.approx(3940)  # of 1, 1 and 4 s
+    assert found["tpot_ms_p50"] == pytest.approx(1e3 * (3 / 9 + 0.5 / 2) / 2)  # the brief one has none
+    assert (found["prompt_tokens"], found["reused_prompt_tokens"]) == (22, 11)
+    assert found["accepted_share"] == 6 / 15 and found["tokens_per_round"] == 11 / 5
+    # A request's first token comes with its prefill, not out of a round.
+    assert found["decode_tokens_per_second"] == 11 / 2.0
+    assert found["round_ms"] == 400 and found["between_share"] == 0.2
+
+
+def test_a_server_that_says_nothing_of_rounds_has_times_alone():
+    silent = summary([Phase([answer(0.0, [1.0, 3.0], 5)], 4.0, {})])
+    assert silent["tpot_ms_p50"] == 500 and silent["output_tokens_per_second"] == 1.25
+    unknown = ("prompt_tokens", "reused_prompt_tokens", "accepted_share", "tokens_per_round", "between_share")
+    assert {silent[name] for name in (*unknown, "decode_tokens_per_second", "round_ms")} == {None}
+    assert beside([Phase([LONG], 4.0, COUNTERS)], [Phase([BRIEF], 4.0, {})])["decode_speedup"] is None
+
+
+def test_what_is_beside_plain_rounds_is_of_the_same_requests():
+    plain = [Phase([LONG, LATE], 6.0, COUNTERS), Phase([BRIEF, LATE], 2.0, {})]
+    other = LATE._replace(text="later")
+    own = [Phase([LONG, other], 3.0, COUNTERS), Phase([LOST, LATE], 1.0, {})]
+    row = beside(plain, own)
+    assert row["identical_answers"] == 2 and row["errors"] == 1
+    assert row["speedup"] == pytest.approx(16 / 4 / (17 / 8))
+    assert beside(plain, plain)["speedup"] == 1 and beside(plain, plain)["identical_answers"] == 4
+
+
+def test_stretches_begin_differently_and_lengths_are_spread():
+    ids = [*range(20)] * 5
+    found = list(stretches(ids, 8, 10))
+    assert [len(one) for one in found] == [10] * 8 and len({one[0] for one in found}) == 8
+    assert all(one == [(one[0] + i) % 20 for i in range(10)] for one in found)
+    with pytest.raises(DataError, match="21 stretches of 10"):
+        list(stretches(ids, 21, 10))
+    with pytest.raises(DataError, match="100 tokens"):
+        list(stretches(ids, 1, 101))
+    lengths = list(islice(spread(1000, 4000), 8))
+    assert 1000 <= min(lengths) < 1400 and 3600 < max(lengths) <= 4000 and len(set(lengths)) == 8
+
+
+@pytest.fixture
+def measured(chat_checkpoint: Path, tmp_path: Path):
+    """Runs the program on a text whose stretches begin in many ways, with a server of its own."""
+    (tmp_path / "book.txt").write_text("".join(chr(33 + (7 * i + i // 90) % 90) for i in range(1200)))
+
+    def call(flags: str) -> Ended:
+        given = iter(f"--model {chat_checkpoint} {FLAGS} --device cpu".split())
+        server = [f"{name.removeprefix('--')}={value}" for name, value in zip(given, given, strict=True)]
+        words = f"--dataset {tmp_path / 'book.txt'} --shortest 20 --longest 60 {flags}".split()
+        return run("reproduce/serve_load.py", [*words, "--server", *server])
+
+    return call
+
+
+def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_path: Path):
+    """Speculation answers as plain rounds do, and as another server with the same model: arithmetic is exact."""
+    out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other"
+    ended = measured(f"--clients 1 5 --requests 3 --repeats 1 --gen_len 30 {peer} --output {out}")
+    record = ended.record
+    assert json.loads(out.read_text()) == record and "git_commit" in record
+    rows = {(row["clients"], row["mode"]): row for row in record["rows"]}
+    assert list(rows) == [(n, mode) for n in (1, 5) for mode in ("plain", "speculation", "other")]
+    for (n, mode), row in rows.items():
+        assert row["requests"] == row["identical_answers"] == max(3, n) and row["errors"] == 0
+        assert row["output_tokens"] == rows[n, "plain"]["output_tokens"] > 3
+        assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+        assert row["reused_prompt_tokens"] <= row["requests"]  # no more than the BOS of each
+        if mode == "plain":
+            assert row["tokens_per_round"] == 1 and row["accepted_share"] is None and row["speedup"] == 1
+    spoken = rows[5, "speculation"]
+    assert spoken["tokens_per_round"] > 1 and 0 < spoken["accepted_share"] <= 1 and 0 < spoken["between_share"] < 1
+    assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
+
+
+def test_requests_to_a_server_that_is_not_there_count_as_failed():
+    phase = asyncio.run(load(Endpoint("http://127.0.0.1:9", {}), ["a", "b"], 2))
+    assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
+
+
+def test_a_conversation_goes_on_behind_what_its_row_holds(served: Served):
+    endpoint = Endpoint(served.url, {"max_tokens": 9, "temperature": 0.6})
+    phase = asyncio.run(load(endpoint, ["a" * 90, "b" * 99], 2, 2))
+    assert failed(phase.answers) == [] and len(phase.answers) == 4
+    assert summary([phase])["reused_prompt_tokens"] >= 180  # the prompts of two first turns

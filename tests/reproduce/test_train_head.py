@@ -1,0 +1,183 @@
+"""reproduce/train_head.py: examples, losses, resuming, saved heads, and a whole run."""
+
+import math
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ModelRunner
+from kv_cache import FullKVCache
+from models.heads.loading import find_head
+from reproduce.heads import examples, training
+from reproduce.heads.forwards import dflash_logits, eagle_logits
+from reproduce.heads.training import N_SINK, Recipe, TrainedHead
+from tests.support.programs import run
+from tests.support.tiny import TINY, full_cache, tiny_model
+
+LAYERS = training.inputs_of(TINY.n_layer)
+RECIPE = Recipe(steps=6, window=24, windows=2, lr=0.01, draft_vocab_size=20, layers=2, block_size=4, blocks=5)
+TEXT = [(7 * i + i // 5) % TINY.vocab_size for i in range(150)]
+
+
+def prompts(batch: int) -> Tensor:
+    return examples.prompts_of(TEXT, [1], batch, longest=96, n_rows=4, n_new=25)
+
+
+@pytest.fixture
+def model():
+    return tiny_model(dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    """A folder of four batches."""
+    examples.write_examples(ModelRunner(model, full_cache(model, 1)), prompts, 25, LAYERS, tmp_path, 4)
+    return tmp_path
+
+
+def new_head(kind: str, model, folder: Path) -> tuple[TrainedHead, Tensor]:
+    """Return a head with some noise, and the target's output layer for its tokens."""
+    torch.manual_seed(0)
+    counts, sample = examples.token_counts(folder, TINY.vocab_size), torch.randn(30, 3 * TINY.dim)
+    head = training.new_head(kind, model, counts, RECIPE, sample)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    return head, training.output_rows(model, head.target_ids)
+
+
+def a_batch(folder: Path, n: int = 2) -> examples.Examples:
+    windows, _ = examples.windows_of(folder, RECIPE.window, N_SINK)
+    batch = examples.stacked(examples.chosen(windows, n, 0), RECIPE.window, N_SINK)
+    return batch | {name: batch[name].float() for name in ("last", "inputs")}
+
+
+def test_examples_hold_the_targets_states(model, folder):
+    """Examples equal a pass over the whole text. Batches of longer prompts have fewer rows."""
+    files = sorted(folder.iterdir())
+    shapes = [tuple(examples.load_file(file)["tokens"].shape) for file in files]
+    assert shapes == [(4, 31), (2, 49), (3, 37), (4, 31)]
+    for number, file in enumerate(files):
+        made, prompt = examples.load_file(file), prompts(number)
+        tokens = made["tokens"]
+        assert torch.equal(tokens[:, : prompt.shape[1]], prompt) and len({*map(tuple, tokens.tolist())}) == len(tokens)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        last, inputs = model.hidden_states(tokens, positions, full_cache(model, len(tokens)), LAYERS)
+        torch.testing.assert_close(made["last"].float(), last, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(made["inputs"].float(), inputs, rtol=0.02, atol=0.02)
+
+
+def test_windows_are_stretches_behind_the_first_tokens(folder):
+    """Rows that are held out are in no training window, and the last token of a row follows its last window."""
+    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
+    assert len(windows) == 12 and [row for _, row, _ in held_out] == [0]
+    file, row, start = windows[3]
+    batch, tokens = examples.stacked([windows[3]], RECIPE.window, N_SINK), file["tokens"][row]
+    assert start == 24 and batch["positions"][0].tolist() == [0, 1, 2, 3, *range(24, 48)]
+    assert torch.equal(batch["tokens"][0], tokens[batch["positions"][0]]) and batch["next"][0, -1] == tokens[-1]
+    assert torch.equal(batch["last"][0], file["last"][row, batch["positions"][0]])
+
+
+@torch.no_grad()
+def test_eagle_is_trained_as_it_drafts(model, folder):
+    """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
+    states."""
+    (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
+    logits, state_of = eagle_logits(eagle, batch, depth, N_SINK)
+    eagle.body.backend = tiny_model().backend
+    length = RECIPE.window - depth
+    assert state_of[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
+    for at in range(length):
+        cache, n = FullKVCache(eagle.body.config, 1, 128), N_SINK + at + 1
+        positions, states = batch["positions"][:, :n], eagle.fused(batch["inputs"][:, :n])
+        states = eagle.advance(states, batch["next"][:, :n], positions, cache)[:, -1:]
+        for i in range(depth):
+            if i:
+                states = eagle.advance(states, batch["next"][:, n - 1 + i, None], positions[:, -1:] + i, cache)
+            torch.testing.assert_close(eagle.draft_logits(states)[0, 0], logits[i, at], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_dflash_is_trained_as_it_drafts(model, folder):
+    """All blocks of a window equal a block over a cache of the text before it."""
+    (dflash, _), batch, size = new_head("dflash", model, folder), a_batch(folder), RECIPE.block_size
+    logits, state_of = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
+    dflash.body.backend = tiny_model().backend
+    assert logits.shape == (size, 2 * RECIPE.blocks, RECIPE.draft_vocab_size)
+    assert len({*state_of[0].tolist()}) > 5
+    for number, anchor in enumerate(state_of[0].tolist()):
+        window, at = divmod(anchor, N_SINK + RECIPE.window)
+        cache, positions = FullKVCache(dflash.body.config, 1, 128), batch["positions"][window, None]
+        dflash.remember(dflash.fused(batch["inputs"][window, None, :at]), positions[:, :at], cache)
+        states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
+        torch.testing.assert_close(dflash.draft_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
+        assert state_of[:, number].tolist() == [*range(anchor, anchor + size)]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tmp_path, monkeypatch):
+    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
+
+    def trained(name: str, steps: float = math.inf) -> tuple[dict[str, Tensor], list[int]]:
+        """Return the weights after training that ends behind `steps` steps, and the steps of the curve."""
+        (head, rows), calls = new_head(kind, model, folder), count(1)
+        monkeypatch.setattr(training, "is_over", lambda seconds, limit: next(calls) >= steps)
+        (tmp_path / name).mkdir(exist_ok=True)
+        _, curve = training.train(head, rows, windows, held_out, RECIPE, tmp_path / name, limit=math.inf)
+        return head.state_dict(), [line["step"] for line in curve]
+
+    (whole, _), (first, _), (resumed, steps) = trained("whole"), trained("parts", steps=4), trained("parts")
+    assert any(not torch.equal(first[name], whole[name]) for name in whole)
+    for name, weights in whole.items():
+        assert torch.equal(resumed[name], weights), name
+    assert steps == [1, 4, 5, 6], "the first and the last of each run"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_does_not_depend_on_defaults_of_its_target(kind, model, folder, tmp_path):
+    head, _ = new_head(kind, model, folder)
+    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
+    values |= {"vocab_size": TINY.vocab_size, "rope_theta": TINY.rope_theta}
+    training.save_head(head, tmp_path, values)
+    loaded = find_head(str(tmp_path), kind, TINY).load(device="cpu", dtype=torch.float32, prepack=False)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
+    assert loaded.body.config.norm_eps == TINY.norm_eps
+
+
+SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"
+
+
+def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
+    """The whole command on a tiny model; run again, it trains nothing. Another run's folder is refused."""
+    changed = "--rope_scaling linear:2"
+    sizes = f"{SIZES} --steps 4 --draft_vocab_size 30 --depth 2"
+    flags = f"{sizes} {changed} --batches 2 --out {tmp_path / 'out'}"
+    record = call("reproduce/train_head.py", flags).record
+    assert record["head"] == "dflash" and record["steps"] == 4 and record["curve"][-1]["step"] == 4
+    again = call("reproduce/train_head.py", flags).record
+    assert again["curve"] == record["curve"]
+    for kind in ("eagle", "dflash"):
+        trained, half = tmp_path / "out" / kind, tmp_path / "out/held_back.txt"
+        assert '"linear"' in (trained / "config.json").read_text()
+        models = f"--target {checkpoint / 'model.pth'} {changed} --model {trained} --dataset {half}"
+        how = f"--draft {kind} --gamma 2 --B 2 --prefix_len 24 --gen_len 8 --draft_budget 24"
+        drafted = run("tests/longspec_benchmark.py", f"{models} {how}".split()).record
+        assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
+    for other in ("lr 0.5", "batches 3"):
+        assert other.split()[0] in call("reproduce/train_head.py", f"{flags} --{other}").refusal
+    assert call("reproduce/train_head.py", flags).record["example_tokens"] == record["example_tokens"], (
+        "of 2 of 3 files"
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path):
+    head, _ = new_head(kind, model, folder)
+    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
+    values |= {"num_key_value_heads": TINY.n_kv_head, "head_dim": TINY.head_dim, "vocab_size": TINY.vocab_size}
+    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
+    training.save_head(head, tmp_path / kind, values)
+    found = find_head(str(tmp_path / kind), kind, TINY)
+    assert not any(found.shape.windows) and found.config.sliding_window is None

@@ -1,0 +1,214 @@
+"""Two replicas behind HAProxy with docs/haproxy.cfg: where requests go, and what clients see when a replica dies."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import IncompleteRead
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.serving.test_ranks import serving_process
+from tests.support.programs import ROOT
+from tests.support.serving_cases import Alone, Answer, Served, serving, slow
+
+HAPROXY = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin")
+pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs HAProxy")
+TGI, STREAM, V1, CHATS = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
+SESSION = "X-Session-Id"
+NOBODY = "http://127.0.0.1:9"
+
+
+@contextmanager
+def proxied(folder: Path, *replicas: str) -> Iterator[Served]:
+    """Run HAProxy over two replicas, which it names a and b."""
+    text = (ROOT / "docs/haproxy.cfg").read_text()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
+        places = ("bind :8080", "10.0.0.1:8000", "10.0.0.2:8000")
+        urls = (url.removeprefix("http://") for url in replicas)
+        for place, value in zip(places, (f"bind fd@{sock.fileno()}", *urls), strict=True):
+            assert text.count(place) == 1
+            text = text.replace(place, value)
+        (folder / "haproxy.cfg").write_text(text)
+        with (folder / "haproxy.log").open("wb") as log:
+            command = [str(HAPROXY), "-db", "-f", str(folder / "haproxy.cfg")]
+            process = subprocess.Popen(command, pass_fds=[sock.fileno()], stdout=log, stderr=log)
+        try:
+            yield Served(SimpleNamespace(url="http://{}:{}".format(*sock.getsockname())), None, [])  # type: ignore[arg-type]
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def second(chat_checkpoint: Path) -> Iterator[Served]:
+    """A replica beside `served`."""
+    with serving(chat_checkpoint) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy(served: Served, second: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with proxied(tmp_path_factory.mktemp("proxy"), served.url, second.url) as server:
+        yield server
+
+
+def sessions(proxy: Served) -> dict[str, dict[str, str]]:
+    """Return the header of a session for each replica."""
+    found: dict[str, dict[str, str]] = {}
+    for number in count():
+        header = {SESSION: f"session {number}"}
+        found.setdefault(proxy.get("/info", **header).headers["x-replica"], header)
+        if len(found) == 2:
+            return found
+    raise AssertionError
+
+
+def test_the_next_turn_of_a_conversation_is_fast(proxy: Served, served: Served, second: Served):
+    """Conversations that begin with the same message of the system are spread over the replicas."""
+    both = {"a": served, "b": second}
+    reused = {name: server.metrics()["foretoken_reused_prompt_tokens_total"] for name, server in both.items()}
+    system = {"role": "system", "content": "Be\tbrief."}
+    texts = [[system, {"role": "user", "content": f'"{i}" é why?' * 5}] for i in range(5)]
+    used: list[list[str]] = [[] for _ in texts]
+    for turn in range(3):
+        for text, names in zip(texts, used, strict=True):
+            answer = proxy.ask(CHATS, {"messages": text, "max_tokens": 4, "temperature": 0})
+            assert answer.status == 200, answer.body
+            names.append(answer.headers["x-replica"])
+            cached = answer.json["timings"]["cache_n"]
+            assert turn == 0 or cached > answer.json["usage"]["prompt_tokens"] / 2
+            reused[names[-1]] += cached
+            text += [answer.json["choices"][0]["message"], {"role": "user", "content": "and?"}]
+    assert all(len({*names}) == 1 for names in used) and {names[0] for names in used} == {"a", "b"}
+    for name, server in both.items():
+        assert server.metrics()["foretoken_reused_prompt_tokens_total"] == reused[name]
+
+
+def of_user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+LONG = 'a "long" text\n' * 9000  # longer than the proxy's buffer
+# A path, and pairs of bodies and headers that belong together.
+KEYS: dict[str, tuple[str, Any, Any]] = {
+    "inputs": (TGI, lambda i: ({"inputs": f"{i}" * 100}, {}), lambda i: ({"inputs": f"{i}" * 100 + "more"}, {})),
+    "prompt": (V1, lambda i: ({"prompt": f"{i}é" * 50}, {}), lambda i: ({"n": 1, "prompt": f"{i}é" * 50 + LONG}, {})),
+    "messages": (
+        CHATS,
+        lambda i: ({"messages": of_user(f"\\{i}€\n")}, {}),
+        lambda i: ({"model": "m", "messages": [*of_user(f"\\{i}€\n"), *of_user(LONG)]}, {}),
+    ),
+    "parts": (
+        CHATS,
+        lambda i: ({"messages": of_user([{"type": "text", "text": f"{i}{LONG}"}])}, {}),
+        lambda i: ({"messages": [*of_user([{"text": f"{i}{LONG}", "type": "text"}]), *of_user("and")]}, {}),
+    ),
+    "prompt_cache_key": (
+        V1,
+        lambda i: ({"prompt": "a", "prompt_cache_key": f"{i}"}, {}),
+        lambda i: ({"prompt": f"b{i}", "prompt_cache_key": f"{i}"}, {}),
+    ),
+    SESSION: (TGI, lambda i: ({"inputs": "a"}, {SESSION: f"{i}"}), lambda i: ({"inputs": f"{i} b"}, {SESSION: f"{i}"})),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_requests_with_a_key_stay_together(proxy: Served, kind):
+    """Requests ask for nothing possible, so that they are refused at once."""
+    path, first, later = KEYS[kind]
+
+    def replica(body: dict[str, Any], headers: dict[str, str]) -> str:
+        stop = ["a"] * 99
+        answer = proxy.ask(path, body | ({"parameters": {"stop": stop}} if path == TGI else {"stop": stop}), headers)
+        assert answer.status in (400, 422)
+        return answer.headers["x-replica"]
+
+    chosen = [(replica(*first(i)), replica(*later(i))) for i in range(8)]
+    assert {*chosen} == {("a", "a"), ("b", "b")}
+
+
+def test_streams_come_as_they_are_made_and_clients_leave(proxy: Served, served: Served):
+    header = sessions(proxy)["a"]
+    for path in (STREAM, TGI):
+        with slow(served):
+            connection = proxy.connect()
+            body = json.dumps({"inputs": "a b c", "parameters": {"max_new_tokens": 250}})
+            connection.request("POST", path, body, {"Content-Type": "application/json", **header})
+            served.until(lambda: bool(served.answers), "a request")
+            if path == STREAM:
+                assert connection.getresponse().readline().startswith(b"data: ") and served.answers
+            connection.close()
+            served.until(lambda: not served.answers, "its end", 1)
+
+
+def test_a_replica_dies_under_load(served: Served, chat_checkpoint, alone: Alone, tmp_path):
+    """Only requests that it runs fail, and OpenAI's client repeats its request: a seed has the same answer anywhere."""
+
+    def ask(path: str, header: dict[str, str], n_new: int = 300) -> Answer:
+        plain = {"speculate": False, "temperature": 0}
+        of_tgi = {"inputs": "a b c", "parameters": {"max_new_tokens": n_new, **plain}}
+        return proxy.ask(path, {"prompt": "a b c", "max_tokens": n_new, **plain} if path == V1 else of_tgi, header)
+
+    def client(header: dict[str, str]) -> str:
+        openai = OpenAI(base_url=f"{proxy.url}/v1", api_key="any")
+        how = {"max_tokens": 300, "temperature": 0, "extra_headers": header}
+        return openai.completions.create(model="m", prompt="a b c", **how).choices[0].text
+
+    text = alone.text("a b c", 300)
+    with (
+        serving_process(tmp_path, chat_checkpoint, 1) as (job, dying),
+        proxied(tmp_path, dying.url, served.url) as proxy,
+        ThreadPoolExecutor(8) as pool,
+        slow(served, 0.003),
+    ):
+        at = sessions(proxy)
+        running = {
+            name: [*(pool.submit(ask, path, header) for path in (STREAM, TGI, V1)), pool.submit(client, header)]
+            for name, header in at.items()
+        }
+        served.until(lambda: len(served.answers) == 4, "requests")
+        dying.until(lambda: dying.metrics()["tgi_batch_current_size"] == 4, "requests")
+        os.kill(job.launcher.pid, signal.SIGKILL)
+        later = [ask(path, header, 5) for path in (STREAM, TGI, V1) for header in at.values()]
+        assert {(answer.status, answer.headers["x-replica"]) for answer in later} == {(200, "b")}
+        stream, whole, completion, repeated = running["b"]
+        assert stream.result().events[-1]["generated_text"] == whole.result().json["generated_text"] == text
+        assert completion.result().json["choices"][0]["text"] == repeated.result() == text
+        stream, whole, completion, repeated = running["a"]
+        assert repeated.result() == text
+        with pytest.raises(IncompleteRead):
+            stream.result()
+        for lost in (whole.result(), completion.result()):
+            assert (lost.status, lost.headers["retry-after"]) == (503, "1")
+        assert whole.result().json["error_type"] == completion.result().json["error"]["code"] == "unavailable"
+        assert proxy.get("/health").status == 200 and proxy.get("/metrics").status == 404
+
+
+def test_a_replica_that_hangs_gets_no_requests(proxy: Served, second: Served):
+    def replica() -> str:
+        return proxy.get("/info", **header).headers["x-replica"]
+
+    header = sessions(proxy)["b"]
+    second.server.service.scheduler.step_began = 0.0
+    proxy.until(lambda: replica() == "a", "health checks")
+    second.server.service.scheduler.step_began = None
+    proxy.until(lambda: replica() == "b", "health checks")
+
+
+def test_no_replica_is_left(tmp_path):
+    with proxied(tmp_path, NOBODY, NOBODY) as proxy:
+        assert proxy.ask(TGI, {"inputs": "a"}).json["error_type"] == "unavailable"
+        proxy.until(lambda: proxy.get("/health").status == 503, "health checks")
+        refused = proxy.ask(V1, {"prompt": "a"})
+        assert (refused.status, refused.json["error"]["type"]) == (503, "server_error")

@@ -1,0 +1,218 @@
+"""The routes of text-generation-inference and OpenAI, by unmodified clients and as bytes on the wire."""
+
+import shutil
+
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import ValidationError
+from openai import BadRequestError, OpenAI
+
+from engine.sampling.distribution import SamplingParams
+from tests.support.serving_cases import END, PLAIN, Alone, Served, serving
+
+PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def hub(served: Served) -> InferenceClient:
+    return InferenceClient(model=served.url)
+
+
+@pytest.fixture
+def openai(served: Served) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+
+
+def test_greedy_text_is_that_of_plain_decoding(hub, alone: Alone):
+    for prompt in PROMPTS:
+        expected = alone.text(prompt, 20)
+        assert hub.text_generation(prompt, max_new_tokens=20) == expected
+        assert "".join(hub.text_generation(prompt, max_new_tokens=20, stream=True)) == expected
+
+
+def test_details_name_every_token(hub, alone: Alone):
+    prompt, how = PROMPTS[1], {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 11}
+    answer = hub.text_generation(prompt, max_new_tokens=30, details=True, do_sample=True, **how)
+    expected, details = alone.tokens(prompt, 30, SamplingParams(**how)), answer.details
+    assert [token.id for token in details.tokens] == expected
+    assert answer.generated_text == alone.tokenizer.decode(expected)
+    assert (details.generated_tokens, details.seed, details.finish_reason) == (len(expected), 11, "length")
+    assert details.timings["prompt_n"] + details.timings["cache_n"] == len(alone.tokenizer.encode(prompt))
+
+
+def test_every_event_says_where_its_token_came_from(served: Served):
+    events = served.ask("/generate_stream", {"inputs": PROMPTS[3], "parameters": {"max_new_tokens": 40}}).events
+    assert [event["index"] for event in events] == [*range(1, 41)]
+    assert all(event["generated_text"] is event["details"] is None for event in events[:-1])
+    rounds = [event["speculation"]["round"] for event in events]
+    drafted = [event["speculation"]["drafted"] for event in events]
+    assert rounds[0] == 0 and not drafted[0] and rounds == sorted(rounds) and {*rounds} == {*range(rounds[-1] + 1)}
+    speculation, timings = events[-1]["details"]["speculation"], events[-1]["details"]["timings"]
+    assert sum(drafted) == speculation["accepted"] == timings["draft_n_accepted"] > 0
+    assert speculation["drafted"] == timings["draft_n"] == 3 * rounds[-1] > speculation["verified"]
+    rate = speculation["accepted"] / speculation["verified"]
+    assert events[-1]["speculation"]["acceptance_rate"] == pytest.approx(rate, abs=1e-4)
+    assert speculation["mean_accepted_length"] == pytest.approx(39 / rounds[-1], abs=1e-4)
+    for number in range(1, rounds[-1] + 1):  # drafts come first, then the target's token
+        origins = [is_draft for is_draft, of in zip(drafted, rounds, strict=True) if of == number]
+        assert origins == sorted(origins, reverse=True) and origins.count(False) <= 1
+
+
+def test_plain_rounds_on_demand_give_the_same_tokens(served: Served):
+    how = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "seed": 5}
+    fast, plain = (served.generate(PROMPTS[3], speculate=flag, **how) for flag in (True, False))
+    assert fast["details"]["speculation"]["drafted"] > 0
+    assert plain["details"]["speculation"]["drafted"] == 0 and plain["details"]["speculation"]["rounds"] == 29
+    assert plain["generated_text"] == fast["generated_text"]
+
+
+def test_the_root_answers_a_list_or_a_stream(served: Served):
+    body = {"inputs": "abc", "parameters": {"max_new_tokens": 4, "return_full_text": True}}
+    (whole,) = served.ask("/", body).json
+    assert whole["generated_text"].startswith("abc")
+    assert served.ask("/", body | {"stream": True}).events[-1]["generated_text"] == whole["generated_text"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "samples"),
+    [
+        ({"temperature": 1.0, "top_p": 1.0}, False),
+        ({"do_sample": False, "temperature": 0.5}, False),
+        ({"do_sample": True}, True),
+        ({"top_k": 9}, True),
+    ],
+)
+def test_sampling_parameters_turn_sampling_on(served: Served, alone: Alone, parameters, samples):
+    details = served.generate("sample", max_new_tokens=12, seed=21, **parameters)["details"]
+    params = {"temperature": 1.0, "seed": 21} | {key: value for key, value in parameters.items() if key != "do_sample"}
+    sampling = SamplingParams(**params) if samples else SamplingParams()
+    assert [token["id"] for token in details["tokens"]] == alone.tokens("sample", 12, sampling)
+    assert details["seed"] == 21
+
+
+def test_an_end_token_ends_an_answer(served: Served, alone: Alone):
+    seed = next(seed for seed in range(99) if len(alone.tokens("q", 60, SamplingParams(1.0, seed=seed))) < 40)
+    expected = alone.tokens("q", 60, SamplingParams(1.0, seed=seed))
+    answer = served.generate("q", max_new_tokens=60, do_sample=True, seed=seed)
+    assert [token["id"] for token in answer["details"]["tokens"]] == expected
+    assert answer["details"]["finish_reason"] == "eos_token"
+    completion = served.ask("/v1/completions", {"prompt": "q", "max_tokens": 60, "seed": seed}).json
+    assert completion["choices"][0]["finish_reason"] == "stop"
+    assert completion["usage"]["completion_tokens"] == len(expected)
+
+
+def test_completions(openai, served: Served, alone: Alone):
+    answer = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=9, seed=4, temperature=0.7, logprobs=0)
+    (choice,), usage = answer.choices, answer.usage
+    assert choice.text == alone.text(PROMPTS[1], 9, SamplingParams(temperature=0.7, seed=4))
+    assert choice.finish_reason == "length" and len(choice.logprobs.tokens) == 9
+    expected = alone.logprobs(PROMPTS[1], 9, SamplingParams(temperature=0.7, seed=4))
+    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-5)
+    assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+    assert (usage.completion_tokens, usage.total_tokens) == (9, usage.prompt_tokens + 9)
+    assert answer.timings["draft_n"] == answer.speculation["drafted"]
+    ids = alone.tokenizer.encode(PROMPTS[1])
+    for prompt in (PROMPTS[1], [PROMPTS[1]], ids, [ids]):
+        answer = openai.completions.create(model="m", prompt=prompt, temperature=0)
+        assert answer.choices[0].text == alone.text(PROMPTS[1], 16)
+    stream = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=30, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == alone.text(PROMPTS[1], 30)
+    short = served.ask("/v1/completions", {"prompt": "a" * 310, "temperature": 0.0}).json
+    assert short["usage"]["completion_tokens"] == 5  # room of the row
+
+
+def test_chat(openai, served: Served, alone: Alone):
+    prompt = alone.tokenizer.encode("[user]hello\n[a]", add_bos=False)
+    expected = alone.tokenizer.decode(alone.tokens(prompt, 15))
+    ask = openai.chat.completions.create
+    how = {"model": "m", "max_completion_tokens": 15, "temperature": 0}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    for messages in (MESSAGES, parts):
+        answer = ask(messages=messages, logprobs=True, **how)
+        assert answer.choices[0].message.content == expected and answer.choices[0].message.role == "assistant"
+        assert answer.usage.prompt_tokens == len(prompt)
+    assert len(answer.choices[0].logprobs.content) == 15
+    *some, last, usage = ask(messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **how)
+    assert [chunk.choices[0].delta.role for chunk in some] == ["assistant", *[None] * (len(some) - 1)]
+    assert "".join(chunk.choices[0].delta.content for chunk in some) == expected
+    assert last.choices[0].finish_reason == "length" and last.speculation["rounds"] > 0
+    assert usage.choices == [] and usage.usage.completion_tokens == 15
+    spoken = [*MESSAGES, {"role": "assistant", "content": None}, {"role": "assistant"}, *MESSAGES]
+    raw = served.ask("/v1/chat/completions", {"messages": spoken, "max_tokens": 3, "stream": True})
+    assert raw.body.endswith(b"data: [DONE]\n\n") and raw.headers["content-type"].startswith("text/event-stream")
+    answer = served.generate("hello", max_new_tokens=15, chat=True)
+    assert answer["generated_text"] == expected
+
+
+def test_edits_and_filters_are_those_of_plain_decoding(hub, openai, served: Served, alone: Alone):
+    prompt, seed = PROMPTS[3], {"temperature": 0.9, "seed": 3}
+    expected = alone.text(prompt, 20, SamplingParams(**seed, repetition_penalty=1.5, typical_p=0.9))
+    assert hub.text_generation(prompt, max_new_tokens=20, **seed, repetition_penalty=1.5, typical_p=0.9) == expected
+    expected = alone.text(prompt, 20, SamplingParams(frequency_penalty=1.5))
+    assert hub.text_generation(prompt, max_new_tokens=20, do_sample=False, frequency_penalty=1.5) == expected
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {"70": 4.0, "71": -100}}
+    filters = {"min_p": 0.05, "min_tokens": 9, "bad_words": ["a", "bc"]}
+    bans = [alone.tokenizer.encode(word, add_bos=False) for word in ("a", " a", "bc", " bc")]
+    rules = penalties | filters | {"logit_bias": {70: 4.0, 71: -100.0}, "bad_words": bans}
+    for speculate in (True, False):
+        extra = filters | {"speculate": speculate}
+        how = {"model": "m", "prompt": prompt, "max_tokens": 30, "extra_body": extra}
+        answer = openai.completions.create(**how, **seed, **penalties)
+        assert answer.choices[0].text == alone.text(prompt, 30, SamplingParams(**seed, **rules))
+    likes_to_end = {"max_new_tokens": 12, "logit_bias": {END: 100}}
+    lengths = ({}, 1), ({"min_tokens": 5}, 6), ({"ignore_eos": True}, 12)
+    for fields, n_tokens in lengths:
+        assert served.generate(prompt, **likes_to_end, **fields)["details"]["generated_tokens"] == n_tokens
+
+
+def test_clients_raise_what_is_refused(hub, openai):
+    with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: "):
+        hub.text_generation("a", repetition_penalty=-1.2)
+    with pytest.raises(BadRequestError) as caught:
+        openai.chat.completions.create(model="m", messages=MESSAGES, n=69)
+    assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize(
+    ("how", "param"),
+    [
+        ({"prompt": [5] * 400}, "prompt"),
+        ({"prompt": "a" * 299, "max_tokens": 17}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "a" * 400}]}, "messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_knows_a_prompt_that_is_too_long(openai, stream, how, param):
+    """A prompt that leaves too little room for the length that is asked for is too long, too."""
+    create = openai.completions.create if "prompt" in how else openai.chat.completions.create
+    with pytest.raises(BadRequestError) as caught:
+        create(model="m", stream=stream, **how)
+    assert (caught.value.status_code, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_model_without_a_chat_template_or_a_draft(chat_checkpoint, alone: Alone, tmp_path):
+    shutil.copytree(chat_checkpoint, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").unlink()
+    with serving(tmp_path / "model", "--gamma 0", PLAIN) as server:
+        assert server.ask("/v1/chat/completions", {"messages": MESSAGES}).json["error"]["param"] == "messages"
+        assert server.ask("/generate_stream", {"inputs": "abc", "parameters": {"chat": True}}).status == 422
+        info, details = server.get("/info").json, server.generate("abc", max_new_tokens=9)["details"]
+        assert info["chat"] is False and info["speculation"] is None
+        assert details["speculation"]["drafted"] == 0
+        assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)
+
+
+def test_a_server_describes_itself(served: Served, openai):
+    info = served.get("/info").json
+    assert (info["max_total_tokens"], info["max_batch_size"], info["max_concurrent_requests"]) == (316, 4, 68)
+    assert info["speculation"] == {"draft": "self", "gamma": 3, "auto": False}
+    assert info["chat"] is True and info["verification"] == "coupled"
+    (model,) = openai.models.list().data
+    assert openai.models.retrieve(model.id) == model and model.id == info["model_id"]
+    assert served.get("/v1/models/another").json["error"]["code"] == "model_not_found"
+    assert served.ask("/health", b"", method="HEAD").status == served.ask("/", b"", method="HEAD").status == 200
+    assert served.get("/health").status == 200 and b"<html" in served.get("/").body.lower()
+    assert served.get("/nothing").json["error_type"] == "not_found"
+    assert {"/", "/generate", "/v1/chat/completions"} <= served.get("/openapi.json").json["paths"].keys()

@@ -1,0 +1,269 @@
+"""Tiny runs that a sharded model repeats token for token, and the program that torchrun starts for them."""
+
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
+from engine.drafters.combined import Combined
+from engine.drafters.medusa import Medusa
+from engine.drafters.ngram import NGram
+from engine.drafters.ngram_cache import NGramCache
+from engine.drafters.speculated import Speculated
+from engine.drafters.suffix import Suffix
+from engine.pacing import PLAIN, Choice
+from engine.parallel.all_reduce import with_symmetric_memory
+from engine.parallel.launch import run_on_ranks
+from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
+from engine.runner import RemoteRunner
+from kv_cache import FullKVCache, KVCache
+from models import ModelConfig, load_model
+from models.checkpoints.loading import save_checkpoint
+from models.llama import select_layers
+from tests.support.block_heads import HEADS, with_head
+from tests.support.pacings import SCHEDULES, Scripted, scheduled
+from tests.support.policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting
+from tests.support.published_heads import random_medusa
+from tests.support.recorded_graph import RecordedGraphs
+from tests.support.tiny import TINY, tiny_model
+
+GROUP_SIZES = (1, 3, 4, 7)
+MODES = ("greedy", "coupled", "rejection")
+STANDALONE = ("streaming, positions in the cache", "snapkv", "quantized")
+CACHE_DRAFTS = (
+    *(f"self, {name}" for name in SELF_DRAFT_POLICIES if name != "full"),
+    *(f"standalone, {x}" for x in STANDALONE),
+)
+HEAD_DRAFTS = ("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming")
+TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
+DRAFTS = ("none", *TEXTS, *CACHE_DRAFTS, *HEAD_DRAFTS, "self, some layers", "combined", "changing")
+DRAFTS += ("speculated, ngram", "speculated, streaming", "speculated, model")
+SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
+N_ROWS, GAMMA = 3, 3
+SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
+# 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
+DRAFT_CONFIG = replace(TINY, n_layer=1, n_head=8, n_kv_head=4, head_dim=4, vocab_size=64)
+
+
+STEPS = ("empty", "rendezvous", "one-shot", "two-shot")
+
+
+class FakeSymmetricMemory:
+    """PyTorch's symmetric memory without a GPU: a workspace that sums over all ranks by the process group.
+
+    `fails` is the step that raises; `error` is added to every sum.
+    """
+
+    def __init__(self, error: float = 0.0, fails: str = "") -> None:
+        self.error, self.fails = error, fails
+        self.joined: list[tuple[torch.Tensor, str]] = []
+        self.calls: list[str] = []
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._call("empty")
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: torch.Tensor, group_name: str) -> None:
+        self._call("rendezvous")
+        self.joined.append((tensor, group_name))
+
+    def one_shot_all_reduce(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        return self._sum("one-shot", x.clone(), x, op, group_name)
+
+    def two_shot_all_reduce_(self, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        return self._sum("two-shot", x, x, op, group_name)
+
+    def _sum(self, name: str, into: torch.Tensor, x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+        (workspace, joined_under), *_ = self.joined
+        assert (op, group_name) == ("sum", joined_under)
+        assert x.untyped_storage().data_ptr() == workspace.untyped_storage().data_ptr(), "not in symmetric memory"
+        dist.all_reduce(into)
+        self._call(name)
+        return into.add_(self.error)
+
+    def _call(self, step: str) -> None:
+        self.calls.append(step)
+        if step == self.fails:
+            raise RuntimeError("no multicast support")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. `subset` picks the ranks that hold a standalone draft; `reverse` numbers the shards backwards.
+
+    is_captured: rounds and their collectives are recorded and replayed on several ranks, and on a single rank where
+    called rounds may draft less.
+    """
+
+    group_size: int
+    mode: str
+    draft: str
+    subset: int
+    reverse: bool
+    is_captured: bool = False
+    schedule: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, groups of {self.group_size}, draft {self.draft}"
+
+    def draft_ranks(self, n_ranks: int) -> tuple[int, ...]:
+        """Return all ranks, the leader alone, or some ranks without the leader."""
+        subsets = (range(n_ranks), (0,), (n_ranks - 1,), range(1, n_ranks))
+        return tuple(subsets[self.subset]) or (0,)
+
+    def config(self) -> ModelConfig:
+        n_head = 5 * self.group_size
+        varied = {"tie_embeddings": self.group_size == 3, "qkv_bias": self.group_size == 4}
+        if self.group_size == 7:
+            varied |= {"qk_norm": True, "wo_bias": True, "mlp_bias": True, "unrotated_layers": (0,)}
+        if self.group_size == 3:
+            varied |= {"n_expert": 4, "n_expert_per_token": 2, "normalise_experts": True}
+        return replace(TINY, n_head=n_head, n_kv_head=5, ffn_dim=50, **varied)
+
+
+def cases_of(selection: str) -> list[Case]:
+    """Return "every case", or "every drafter" with modes and group sizes in turn."""
+    cases = {(case.group_size, case.mode, case.draft): case for case in all_cases()}
+    if selection == "every case":
+        return list(cases.values())
+    return [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
+
+
+def all_cases() -> list[Case]:
+    """Return every group size in every mode with every drafter, captured in some modes and called in others; subsets
+    and orders of ranks are random."""
+    rng = random.Random(0)
+
+    def case(group_size: int, mode: str, draft: str) -> Case:
+        subset, reverse = rng.randrange(4), rng.random() < 0.3
+        is_captured = (MODES.index(mode) + DRAFTS.index(draft)) % 2 == 0
+        # A captured model beside text drafts always drafts, and so counts more drafts than a single process. Experts on
+        # a CPU read counts on the host, which a recorded round cannot.
+        is_captured = is_captured and draft != "combined" and group_size != 3
+        return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
+
+    return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Write a random model for each group size, and the draft, as model.pth files."""
+    configs = {str(size): Case(size, "", "", 0, False).config() for size in GROUP_SIZES} | {"draft": DRAFT_CONFIG}
+    for seed, (name, config) in enumerate(configs.items()):
+        (folder / name).mkdir()
+        state_dict = tiny_model(config, seed=seed).state_dict()
+        save_checkpoint(folder / name / "model.pth", config, state_dict)
+
+
+def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
+    """Return the tokens and counts of a case, run by all ranks together."""
+    order = tuple(range(ranks.size))
+    holders = model_ranks(ranks, order[::-1] if case.reverse else order)
+    model = _load(folder / str(case.group_size), case.config(), holders)
+    new_graphs = RecordedGraphs if case.is_captured and (ranks.size > 1 or case.schedule) else None
+    runner = ModelRunner(model, _cache(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
+    rng = random.Random(case.name)
+    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    temperature = 0.0 if case.mode == "greedy" else 0.8
+    changing = case.draft == "changing"
+    kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
+    drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
+    drafters = [drafter and scheduled(drafter, case.schedule, N_ROWS) for drafter in drafters]
+    drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
+    limits = [rng.randint(1, 14) for _ in prompts]
+    sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
+    settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
+    out = generate_selecting(runner, prompts, **settings, **drafts)
+    return {"tokens": out.tokens, "counts": [asdict(row) for row in out.stats.rows]}
+
+
+def _drafter(case: Case, folder: Path, runner: ModelRunner):
+    kind, _, policy = case.draft.partition(", ")
+    if kind == "none":
+        return None
+    if kind in TEXTS:
+        return TEXTS[kind](runner, GAMMA)
+    if kind == "combined":
+        model = _drafter(replace(case, draft="standalone, streaming"), folder, runner)
+        return Combined(runner, model, [Suffix(runner, GAMMA), NGramCache(runner, GAMMA)], 1)
+    if kind == "medusa":
+        return Medusa(runner, random_medusa(runner.model.config), GAMMA)
+    if kind in HEADS:
+        return with_head(kind, runner, lambda shape: _cache(shape, policy), GAMMA)
+    if policy == "some layers":
+        draft = select_layers(runner.model, [1])
+        return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
+    if kind == "speculated":
+        outer = _drafter(replace(case, draft="self, retrieval"), folder, runner)
+        if policy == "model":
+            return Speculated(outer, _drafter(replace(case, draft="standalone, streaming"), folder, runner))
+        inner = SelfSpeculation(runner, _cache(runner.model.config, "streaming"), 2)
+        return Speculated(outer, NGram(runner, 2) if policy == "ngram" else inner)
+    if kind == "self":
+        return SelfSpeculation(runner, _cache(runner.model.config, policy), GAMMA)
+    ranks = runner.ranks
+    holders = model_ranks(ranks, case.draft_ranks(ranks.size))
+    if not holders.holds:
+        return StandaloneDraft(RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders), GAMMA)
+    model = _load(folder / "draft", DRAFT_CONFIG, holders)
+    return StandaloneDraft(ModelRunner(model, _cache(model.config, policy), ranks=ranks), GAMMA)
+
+
+def _load(path: Path, config: ModelConfig, holders: ModelRanks):
+    exchange = holders if len(holders.ranks) > 1 or holders.gather_group is not None else None
+    return load_model(path, config=config, dtype=torch.float64, exchange=exchange)
+
+
+def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
+    return POLICIES[policy].make(config, SIZE)
+
+
+def main() -> None:
+    """`parallel_cases.py CHECKPOINTS OUTPUT SELECTION`: run the cases on each rank; the leader writes all results."""
+    folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), cases_of(sys.argv[3])
+    torch.set_num_threads(1)
+    ranks = start_ranks("cpu", timeout_seconds=120)
+    # Comparing digests takes longer than the rest of so small a round.
+    checked = replace(ranks, check=True)
+    here = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
+    by_rank = ranks.gathered(here)
+    results = {
+        "cases": {name: [theirs[name] for theirs in by_rank] for name in here},
+        "all_reduce": ranks.gathered(all_reduce_choices(ranks)),
+        "logits": {size: packed_logits(size, folder, model_ranks(ranks, range(ranks.size))) for size in GROUP_SIZES},
+    }
+    if ranks.leads:
+        output.write_text(json.dumps(results))
+
+
+def all_reduce_choices(ranks: Ranks) -> dict[str, str]:
+    """Return the all-reduce chosen if symmetric memory fails at each step on the last rank, and if it works."""
+    world = dist.group.WORLD
+    assert world is not None
+    chosen = {}
+    for step in ("", *STEPS):
+        fake = FakeSymmetricMemory(fails=step if ranks.rank == ranks.size - 1 else "")
+        chosen[step] = with_symmetric_memory(world, ranks.device, ops=fake, memory=fake).name
+    return chosen
+
+
+def packed_logits(group_size: int, folder: Path, holders: ModelRanks | None) -> list:
+    """Return logits of a float32 model, whose linear layers are packed where the processor can."""
+    config = Case(group_size, "", "", 0, False).config()
+    model = load_model(folder / str(group_size), config=config, exchange=holders)
+    tokens = torch.arange(18).view(2, 9)
+    cache = FullKVCache(model.config, 2, 9)
+    with torch.inference_mode():
+        return model(tokens, torch.arange(9).expand(2, -1), cache).tolist()
+
+
+if __name__ == "__main__":
+    run_on_ranks(main)

@@ -1,0 +1,197 @@
+"""Benchmarks on two ranks of torchrun, while they run and when they have ended; and the models that they run."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from convert_hf_checkpoint import convert
+from models.checkpoints.loading import read_checkpoint, save_checkpoint
+from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from tests.support.programs import ROOT, Ended, overriding
+
+LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+JOB = "FORETOKEN_TEST_JOB"
+LIMIT_SECONDS = 300  # of any command
+N_PADDED = N_TOKENS + 7
+N_PROMPTS = 3
+SIZES = f"--B 2 --num_prompts {N_PROMPTS} --prefix_len 60 --gen_len 12 --dtype float64"
+DRAFT = "--gamma 3 --streamingllm_budget 16 --n_sink 4 --draft_dtype same"
+# Heads, units and token ids do not divide by two.
+UNEVEN = {"hidden_size": 72, "intermediate_size": 101, "num_attention_heads": 9, "num_key_value_heads": 3}
+CONFIG = LlamaConfig(
+    **SHAPE | UNEVEN | {"num_hidden_layers": 3, "max_position_embeddings": 256}, bos_token_id=0, eos_token_id=2
+)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Converted checkpoints with one tokenizer, and books. `draft` is `target` without a layer that matters little;
+    `padded` is `draft` with more ids, which have the largest logits."""
+
+    target: Path
+    draft: Path
+    padded: Path
+    books: Path
+
+    def arguments(self, script: str, more: str = "", draft: str = "draft") -> list[str]:
+        """Return arguments with which the script runs, and more."""
+        paths = [f"--model={self.target / 'model.pth'}"]
+        if script == "longspec":
+            paths = [f"--target={self.target}", f"--model={getattr(self, draft)}"]
+        flags = SIZES if script == "baseline" else f"{SIZES} {DRAFT}"
+        return [*paths, f"--dataset={self.books}", *overriding(flags, more)]
+
+
+SAME_ON_ANY_RANKS = (
+    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences"),
+    *("drafted", "accepted", "acceptance_per_position"),
+)
+
+
+def results(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record[key] for key in SAME_ON_ANY_RANKS}
+
+
+def make_models(root: Path, books: Path) -> Models:
+    made = Models(*(root / name for name in ("target", "draft", "padded")), books)
+    made.target.mkdir()
+    model = random_model(CONFIG)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("layers.1.self_attn.o_proj.weight", "layers.1.mlp.down_proj.weight")):
+            parameter.mul_(0.3)
+    save_folder(model, made.target)
+    convert(made.target, made.target)
+    convert(made.target, made.draft, layers_to_drop=(1,))
+    copy_edited(made.draft, made.padded, "config.json", lambda config: config | {"vocab_size": N_PADDED})
+    small, state_dict = read_checkpoint(made.draft)
+    for name in ("tok_embeddings.weight", "output.weight"):
+        more = 2 * torch.randn(N_PADDED - N_TOKENS, small.dim, generator=torch.Generator().manual_seed(0))
+        state_dict[name] = torch.cat([state_dict[name], more])
+    save_checkpoint(made.padded / "model.pth", replace(small, vocab_size=N_PADDED), state_dict)
+    return made
+
+
+def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], dict]) -> None:
+    """Copy a checkpoint with a JSON file changed and the manifest removed."""
+    shutil.copytree(source, folder)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
+
+
+class EndedOnRanks(Ended):
+    """Exit code and output of a command under torchrun."""
+
+    @property
+    def ours(self) -> str:
+        """Stderr of the ranks before torchrun's summary; requires a failure."""
+        assert self.code != 0, self.out
+        return re.split(r"^[WE]\d{4} .*torch/distributed", self.err, maxsplit=1, flags=re.MULTILINE)[0]
+
+    @property
+    def first_to_fail(self) -> str:
+        """The first failure in torchrun's summary; requires a failure."""
+        assert self.code != 0, self.out
+        return self.err.partition("Root Cause (first observed failure):")[2]
+
+    def message(self, rank: str, exit_code: int) -> str:
+        """Return the ranks' stderr; requires no traceback, no output, and `rank` as the first to fail."""
+        assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
+        assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
+        return self.ours
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command on two ranks while it runs. `mark` is in the environment of all its processes."""
+
+    launcher: subprocess.Popen[bytes]
+    folder: Path
+    mark: str
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
+
+    def processes(self) -> dict[int, list[bytes]]:
+        """Return the environments of the job's processes that still run, by process id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # another user's, or gone meanwhile
+                continue
+            if self.mark.encode() in environment:
+                found[int(folder.name)] = environment
+        return found
+
+    def rank(self, rank: int) -> int | None:
+        """Return the process id of a rank, None if it has ended; its children have larger ids."""
+        pids = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
+        return min(pids, default=None)
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.err}"
+            time.sleep(0.02)
+
+    def end(self, seconds: float = LIMIT_SECONDS) -> EndedOnRanks:
+        self.until(lambda: self.launcher.poll() is not None, "the end", seconds)
+        return EndedOnRanks(self.launcher.wait(), (self.folder / "out").read_text(errors="replace"), self.err)
+
+
+@contextmanager
+def started(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Iterator[Job]:
+    """Start a benchmark on two ranks, and kill its processes at the end."""
+    path = str(ROOT / "tests" / f"{script}_benchmark.py")
+    command = [path] if fault is None else [str(ROOT / "tests/support/rank_script_cases.py"), fault, path]
+    with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if fault else {}) as job:
+        yield job
+
+
+@contextmanager
+def launched(folder: Path, command: list[str], environment: dict[str, str]) -> Iterator[Job]:
+    """Start a command that starts other processes, and kill all of them at the end."""
+    job_id = str(uuid.uuid4())
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        launcher = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
+    job = Job(launcher, folder, f"{JOB}={job_id}")
+    try:
+        yield job
+    finally:
+        for pid in job.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def on_two_ranks(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> EndedOnRanks:
+    with started(folder, script, arguments, fault) as job:
+        return job.end()
+
+
+def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the rows of a --save_rows file, and require whole lines."""
+    text = path.read_text() if path.exists() else ""
+    assert text == "" or text.endswith("\n")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len({row.pop("run") for row in rows}) == 1, "rows of different runs"
+    assert all(set(row) == {"pass", "row", "finish_reason", "tokens", "text"} for row in rows)
+    assert len({(row["pass"], row["row"]) for row in rows}) == len(rows), "a row twice"
+    return {(row["pass"], row["row"]): row for row in rows}

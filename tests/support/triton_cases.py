@@ -1,0 +1,202 @@
+"""The Triton backend against the torch backend, in Triton's interpreter; run by test_triton_attention.py.
+
+It runs in a separate process: TRITON_INTERPRET has to be set before anything imports triton, and must not be set while
+torch compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.launch import launch_on
+from kv_cache import FullKVCache, triton_packing
+from kv_cache.entries import KV, LARGEST, dequantize
+from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import SelectionOps
+from kv_cache.triton_choosing import TritonSelectionOps
+from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
+from models import ModelConfig
+from models.attention import MAX_BLOCK, TorchAttention, triton_backend
+from models.attention.triton_backend import TritonAttention, TritonPrepared, unsupported
+from tests.support.attention_cases import Case, make_case, packed_case
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+# Small enough for a few hundred slots to make several chunks; a multiple of every tile.
+CHUNK = 64
+over_both_caches = pytest.mark.parametrize("ring", [False, True], ids=["in order", "ring"])
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    for name, value in (("DEFAULT_SM_COUNT", 1000), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
+        monkeypatch.setattr(triton_backend, name, value)
+
+
+def check(case: Case) -> None:
+    """Require that the Triton backend equals attention in float64 over the same entries."""
+    backend = TritonAttention()
+    prepared = backend.prepare(case.spec, case.queries, case.slots)
+    assert isinstance(prepared, TritonPrepared)
+    as_in_a_model = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    out = backend.attend(as_in_a_model, case.kv, prepared)
+    assert out.is_contiguous() and out.dtype == case.spec.dtype
+    mapped = case.among_other_rows()
+    again = backend.attend(as_in_a_model, mapped.kv, backend.prepare(case.spec, case.queries, mapped.slots))
+    assert torch.equal(again, out)
+    tolerance = TOLERANCE[out.dtype]
+    if case.slots.in_order:
+        mapped.assert_notes(backend, tolerance)
+    torch.testing.assert_close(out.double(), case.reference(), rtol=tolerance, atol=tolerance)
+
+
+def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, **settings) -> Case:
+    """Return rows whose blocks follow `lengths` tokens."""
+    return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
+
+
+@pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
+def test_ragged_rows_in_order(n_token, group, head_dim):
+    # A row has only its queries, another ends at a chunk's border, the last at the last slot.
+    check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("dtype,ring,n_token,group", [(torch.float16, False, 5, 4), (torch.float32, True, 1, 1)])
+@pytest.mark.parametrize("storage", [None, *LARGEST])
+def test_entries_of_every_storage(storage, dtype, ring, n_token, group):
+    check(after([0, 129], n_token, 140, n_kv_head=2, group=group, dtype=dtype, storage=storage, ring=ring))
+
+
+@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 4, 4)])
+def test_ring_with_holes(capacity, n_token, group):
+    check(after([1, 40, 400], n_token, capacity, group=group, head_dim=128, ring=True))
+
+
+@over_both_caches
+@pytest.mark.parametrize("sliding_window", [1, 100])
+def test_sliding_window(sliding_window, ring):
+    check(after([0, 70, 200], 5, 210, group=2, sliding_window=sliding_window, ring=ring))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_queries_that_do_not_follow_each_other(in_order):
+    """An idle row repeats a position; nothing says that positions ascend."""
+    case = after([0, 130, 60], 3, 140, n_kv_head=2)
+    queries = torch.tensor([[0, 0, 0], [132, 70, 131], [62, 62, 3]])
+    check(replace(case, queries=queries, slots=replace(case.slots, in_order=in_order)))
+
+
+@pytest.mark.parametrize(
+    "head_dim,quant_group,storage,dtype",
+    [
+        (64, 7, torch.float32, torch.float32),
+        (64, 48, torch.int8, torch.float32),
+        (128, 16, torch.float16, torch.float16),
+    ],
+)
+def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group, storage, dtype):
+    """4 bits are read without unpacking, in rows by name: groups within a tile and larger ones; the longest block takes
+    two tiles of query rows."""
+    backend = TritonAttention()
+    for n_token, sliding_window in ((1, None), (2, 100), (min(MAX_BLOCK, quant_group), None)):
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 250}
+        case = packed_case(n_token, head_dim, quant_group, **kind)
+        expected = case.reference()
+        assert not backend.dequantizes(n_token, quant_group)
+        with monkeypatch.context() as patch:
+            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
+            found = case.run(backend)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "n_token,head_dim,dtype", [(MAX_BLOCK + 1, 64, torch.float32), (2, 80, torch.float32), (2, 64, torch.float64)]
+)
+def test_cases_that_the_kernel_does_not_take_run_on_torch(n_token, head_dim, dtype):
+    case = after([0, 40], n_token, 60, head_dim=head_dim, dtype=dtype)
+    assert torch.equal(case.run(TritonAttention()), case.run(TorchAttention()))
+    assert (unsupported(case.spec) is None) == (n_token > MAX_BLOCK)
+
+
+def chosen_of(cache: VerifyTopKCache) -> Tensor:
+    """Return the second layer's chosen entries as numbers, sorted."""
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
+    values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
+    return values.gather(0, order[..., None].expand_as(values))
+
+
+@pytest.mark.parametrize(
+    "source,target,by_name,chunk",
+    [
+        (torch.float32, torch.float32, True, 8),
+        (torch.int8, torch.int8, True, 8),
+        (torch.bfloat16, torch.bfloat16, False, 5),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, False, 5),
+        (torch.float32, torch.float16, True, 5),
+        (torch.int8, torch.float32, False, 8),
+    ],
+)
+def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
+    """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
+    monkeypatch.setattr("kv_cache.triton_choosing.TILE_CHUNKS", 16)
+    config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
+    ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    ours.chunk = expected.chunk = chunk
+    full = FullKVCache(config, 4, 200, dtype=source)
+    full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
+    rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
+    n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
+    for step in range(3):
+        shares = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
+        # So few chunks that their number matters, and the order of equal ones.
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
+        ends = (torch.tensor([191, 61, 100, 52]) + step) * torch.tensor([True, step != 1, True, step != 2])
+        before = ours.source_slots[1].clone()
+        for cache, ops in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
+            ops.choose(cache.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
+        stayed = (before[..., None] == ours.source_slots[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(ours.source_slots[1][stayed], before[stayed]), "entries that are chosen again stay"
+    if (source, target) != (torch.int8, torch.float32):  # which go to the reference
+        full.entries.zero_()
+        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
+
+
+@pytest.mark.parametrize(
+    "stored,group,head_dim",
+    [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
+)
+def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
+    """Bits are equal for a row that is filled and for rows by name that go on in blocks, with rollbacks."""
+    config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
+    full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
+    positions = torch.arange(full.capacity)
+    new = torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1
+    for layer in range(2):
+        full.write(layer, positions.expand(4, -1), new[layer])
+    found, n_launch = [], Mock(side_effect=launch_on)
+    monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
+    for kernel in (None, triton_packing):
+        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
+        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, dtype=stored)
+        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
+            cache.fill_row(row, full, length)
+        view, starts = cache.view(torch.tensor([3, 0, 1])), torch.tensor([3 * group + 9, 4 * group + 5, 3])
+        for step, n_token in enumerate((1, 3, group, 5, 7, group, 2)):
+            at = starts[:, None] + torch.arange(n_token)
+            slots = view.begin(at)
+            for layer in range(2):
+                view.write(layer, slots, new[layer][view.rows[:, None], at])
+            starts += n_token if step % 2 else n_token // 2
+            if step == 4:
+                starts[0] -= group  # further back than what is not in 4 bits
+            cache.rollback(starts[[1, 2, 2, 0]])
+        found.append([x.clone() for x in cache.tensors])
+    assert all(map(torch.equal, *found)) and found[0][3].any()
+    assert n_launch.call_count > 2 * 7

@@ -1,0 +1,170 @@
+"""foretoken.py compare: where tokens came from, what is drawn of two passes, what is said of them, and the page."""
+
+import fcntl
+import html
+import io
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import RunConfig, Session
+from bench.config import Sizes, Target
+from engine.counts import acceptance_text
+from engine.drafters.self_speculation import SelfConfig
+from engine.requests import Outcome, Progress, Request
+from kv_cache.streaming import Streaming
+from terminal.compare import first_difference
+from terminal.panes import Panes
+from terminal.track import Token, Track, printable
+from tests.support.programs import ROOT, run
+
+COMPARE = "foretoken.py compare"
+TEXTS = ["Call me <b>Ishmael</b> & co.", "It was the best of times, it was the worst of times", "No"]
+SIZES = "--gen_len 24 --dtype float64 --device cpu --draft_budget 16"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS))
+    return path
+
+
+class Recorder(Progress):
+    """A list per row of what its rounds decided and how many tokens were kept."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, list[tuple[Outcome, int]]] = {}
+
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
+        self.rounds.setdefault(request.index, []).append((outcome, n_kept))
+
+
+def test_origins_are_those_of_the_rounds(checkpoint: Path) -> None:
+    """Three prompts in two rows, each of which some token or the limit ends; rows that accept different numbers."""
+    draft = SelfConfig(gamma=3, policy=Streaming(16), draft_dtype="same")
+    target = Target(model=str(checkpoint), device="cpu", dtype="float64")
+    session = Session.open(RunConfig(target=target, sizes=Sizes(B=2, gen_len=40), draft=draft), TEXTS)
+    assert session.tokenizer is not None
+    recorder, drawn = Recorder(), list[float]()
+    track = Track(recorder, session.tokenizer, 3, lambda: drawn.append(track.seconds))
+    out = session.generate(session.drafter(), progress=track)
+    for index, (row, tokens) in enumerate(zip(track.rows, out.tokens, strict=True)):
+        expected = [(False, 0)]
+        for number, (outcome, n_kept) in enumerate(recorder.rounds[index], 1):
+            assert len(outcome.drafts) == 3
+            block = [place < len(outcome.block) - 1 for place in range(len(outcome.block))]
+            expected += [(drafted, number) for drafted in block[:n_kept]]
+        assert [(token.drafted, token.round) for token in row] == expected
+        assert "".join(token.text for token in row) == printable(session.tokenizer.decode(tokens))
+        assert [token.seconds for token in row] == sorted(token.seconds for token in row)
+    accepted = [sum(token.drafted for token in row) for row in track.rows]
+    assert accepted == [row.accepted for row in out.stats.rows] and len(set(accepted)) > 1 and min(accepted) > 0
+    assert track.seconds >= sum(one.seconds for one in out.stats.rounds) * 0.9 and drawn == sorted(drawn)
+
+
+def frame(rows: list[list[Token]], seconds: float, n_plain: int = 3, **how: Any) -> list[tuple[str, str]]:
+    """Lines of both columns, of a terminal of 80 x 24 characters, while the second pass runs."""
+    console = Console(width=80, file=io.StringIO())
+    panes = Panes(["prompt"] * len(rows), console)
+    tokenizer = SimpleNamespace(decode=lambda ids: "")
+    for name, own in (("baseline", [row[:n_plain] for row in rows]), ("speculation", rows)):
+        panes.tracks[name] = Track(Progress(), tokenizer, len(rows))
+        panes.tracks[name].rows, panes.tracks[name].seconds = own, seconds
+    panes.tracks["speculation"].rejected = ["nope" for _ in rows]
+    console.print(panes.frame(80, 24, **how))
+    lines = console.file.getvalue().splitlines()
+    return [(left.strip(), right.strip()) for left, _, right in (line.partition("│") for line in lines)]
+
+
+def test_the_first_pass_is_shown_again_at_its_own_pace() -> None:
+    rows = [[Token(f" {name}{i}", i % 2 == 1, i, float(i)) for i in range(6)] for name in "ab"]
+    lines = frame(rows, 2.5)
+    assert ("a0 a1 a2", "a0 a1 a2nope") in lines and ("b0 b1 b2", "b0 b1 b2nope") in lines
+    assert lines[0] == ("plain decoding", "speculation")
+    # Four tokens behind the prompts' own: of a pass that took 2 s, and of one that goes on.
+    assert lines[1] == ("4 tokens, 2.0 tokens/s", "4 tokens, 1.6 tokens/s")
+    assert ("a0", "a0nope") in frame(rows, 0.5)
+    assert ("a0 a1 a2", "a0 a1 a2 a3 a4 a5") in frame(rows, 2.5, is_running=False)
+
+
+def test_the_first_difference_is_found() -> None:
+    assert first_difference([[1, 2], [3]], [[1, 2], [3]]) is None
+    assert first_difference([[1, 2], [3, 4, 5], [0]], [[1, 2], [3, 4, 6], [1]]) == {"row": 1, "token": 2}
+    assert first_difference([[1, 2]], [[1]]) == {"row": 0, "token": 1}
+
+
+def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --output {tmp_path / 'out.jsonl'}".split())
+    record = ended.record
+    assert "\x1b" not in ended.out + ended.err and "has no chat template" in ended.err
+    assert "  identical: 3 of 3 rows" in ended.lines
+    [plain, drafted] = [line for line in ended.lines if "ms per token" in line]
+    assert plain.startswith("  plain decoding: ") and f"acceptance rate {acceptance_text(record)}, " in drafted
+    assert record["acceptance_standard_error"] > 0
+    asked = {"benchmark": "compare", "identical_sequences": 3, "first_difference": None, "prompts": str(prompts)}
+    assert {name: record[name] for name in asked} == asked and record["prefix_len"] == 1 + max(map(len, TEXTS))
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == record
+
+
+def test_samples_are_those_of_plain_decoding_by_default(checkpoint: Path, prompts: Path) -> None:
+    """With every draft, so that drafts are compared on one text."""
+    flags = f"{checkpoint} {{}} --prompts {prompts} --gen_len 24 --dtype float64 --device cpu --temperature 1 --seed 3"
+    records = [run(COMPARE, flags.format(draft).split()).record for draft in ("self --draft_budget 16", "ngram")]
+    assert [(one["verification"], one["identical_sequences"]) for one in records] == [("coupled", 3)] * 2
+    assert len({one["tokens_sha256"] for one in records}) == 1
+    assert len({one["acceptance_rate"] for one in records}) == 2, "the drafts are meant to differ"
+
+
+def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Every text is there, and nothing of a text is taken for HTML, or loaded."""
+    page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
+    ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --save {page} --save_rows {rows}".split())
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//|@import|url\(", text) and "&lt;b&gt;Ishmael&lt;/b&gt; &amp; co." in text
+    assert not re.search(r"<(script|link|img|b|iframe)\b|<[^>]*\b(src|href|onclick)=", text)
+    texts = [re.sub(r"<[^>]*>", "", each) for each in re.findall(r'class="text"[^>]*>(.*?)</p>', text, re.DOTALL)]
+    saved = {(one["pass"], one["row"]): one["text"] for one in map(json.loads, rows.read_text().splitlines())}
+    expected = [printable(saved[name, row]) for row in range(3) for name in ("baseline", "speculation")]
+    assert [*map(html.unescape, texts)] == expected
+    assert len(re.findall(r'<span class="draft"\s+title=', text)) == ended.record["accepted"] > 0
+
+
+def in_terminal(words: list[str], width: int, height: int) -> tuple[int, str]:
+    """Run in a terminal of that size; return the exit code, and all that the terminal is sent."""
+    terminal, own_end = pty.openpty()
+    fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    outside = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    outside |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+    ends: dict[str, Any] = {"stdin": own_end, "stdout": own_end, "stderr": own_end}
+    with subprocess.Popen([sys.executable, ROOT / "foretoken.py", *words], env=outside, **ends) as started:
+        os.close(own_end)
+        sent = b""
+        try:
+            while part := os.read(terminal, 1 << 16):
+                sent += part
+        except OSError:  # how Linux says that nobody is left who could write
+            pass
+    os.close(terminal)
+    return started.returncode, sent.decode(errors="replace").replace("\r\n", "\n")
+
+
+def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    words = f"compare {checkpoint} --prompts {prompts} --gen_len 150 --device cpu --draft_budget 16".split()
+    code, sent = in_terminal([*words, "--output", str(tmp_path / "out.jsonl")], 100, 30)
+    assert code == 0, sent
+    figures = re.findall(r"\d+ tokens\b", sent)
+    assert len({*figures}) > 4 and "\x1b[1A" in sent and "\x1b[32m" in sent
+    record = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE)
+    assert record and json.loads(record[0])["sequences"] == 3 and record.end() < sent.rindex("plain decoding:")
