@@ -12,7 +12,7 @@ from bench.config import AUTO, RunConfig, Sizes
 from bench.plan import resolve
 from bench.plan_types import Plan
 from bench.session import Session
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import refuse, require_at_least
 from common.say import say
 from engine.decoding import Decoder
 from engine.drafters import Drafter
@@ -78,10 +78,9 @@ def plan_of(config: RunConfig, context: int) -> Plan:
     plan = resolve(replace(config, sizes=Sizes(B=1)), max_length=context)
     assert plan.draft is not None
     if plan.draft.automatic:
-        what = "costs are measured on prompts, which are not known beforehand"
         name = "gamma" if plan.draft.auto_gamma else "draft_policy" if plan.draft.auto_policy else "draft_budget"
         required = "a policy" if name == "draft_policy" else "a number"
-        raise ConfigError(what, flag(name), AUTO, required, f"use {flag(name)} with {required}")
+        refuse(name, AUTO, required, "costs are measured on prompts, which are not known beforehand")
     return plan
 
 
