@@ -5,7 +5,7 @@ A list is checked up to its first wrong value, since checks run on the event loo
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +22,6 @@ from pydantic_core import from_json, to_json
 from common.errors import flag, refuse
 from engine.sampling.distribution import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 from models.checkpoints.model_source import ModelSource
-from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
@@ -112,6 +111,16 @@ class Body(BaseModel):
         return {k: v for k, v in given.items() if k in cls.model_fields or v not in NEUTRAL.get(k, ())}
 
 
+class Calls(NamedTuple):
+    """The tools of a conversation. variables: for the chat template. offered: the tools that it reads. required: the
+    functions of which the answer has to call one. most: the most calls of an answer; None for any number."""
+
+    variables: Mapping[str, Any] = {}
+    offered: Sequence[Mapping[str, Any]] = ()
+    required: Sequence["Function"] = ()
+    most: int | None = None
+
+
 class GenerationSpec(Body):
     """How to continue a prompt. PROMPT, LENGTH, GRAMMAR: names of fields in errors. WITHIN: prefix of all other fields.
     DEFAULT_LENGTH: the most new tokens if no length is given. KEEPS_STOP: the text ends with the stop string."""
@@ -151,17 +160,8 @@ class GenerationSpec(Body):
         missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return self.model_copy(update=missing)
 
-    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-        """Return variables and tools for the chat template."""
-        return {}, None
-
-    def required_tools(self) -> list["Tool"]:
-        """Return the tools of which the answer has to call one."""
-        return []
-
-    def tool_call_parser(self) -> ToolCallParser:
-        """Return a parser that finds calls of the request's tools in an answer."""
-        return ToolCallParser()
+    def calls(self) -> Calls:
+        return Calls()
 
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
@@ -327,18 +327,12 @@ class ChatCompletion(OpenAISpec):
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
-    @property
-    def _offered(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools
-
-    def required_tools(self) -> list[Tool]:
-        if isinstance(self.tool_choice, Tool):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return self.tools if self.tool_choice == "required" else []
-
-    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-        tools = [tool.model_dump(exclude_unset=True) for tool in self._offered]
-        return self.chat_template_kwargs, tools or None
-
-    def tool_call_parser(self) -> ToolCallParser:
-        return ToolCallParser([tool.function.name for tool in self._offered], None if self.parallel_tool_calls else 1)
+    def calls(self) -> Calls:
+        choice = self.tool_choice
+        required = [
+            tool.function
+            for tool in self.tools
+            if choice == "required" or (isinstance(choice, Tool) and choice.function.name == tool.function.name)
+        ]
+        offered = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return Calls(self.chat_template_kwargs, offered, required, None if self.parallel_tool_calls else 1)

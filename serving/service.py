@@ -28,10 +28,11 @@ from common.errors import UserError
 from engine.sampling.distribution import LONGEST_BAN
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
-from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
+from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
+from models.checkpoints.tool_calls import ToolCallParser
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens, require
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import GenerationSpec, Prediction, joined
+from serving.schemas import Calls, GenerationSpec, Prediction, joined
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
@@ -197,8 +198,9 @@ class Service(Collector):
             raise invalid(field, f"asks for {len(prompts)} x {n_samples} samples; {room_of}")
         if len(self.answers) + n_all > room:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
+        calls = spec.calls()
         for prompt in prompts:
-            self._check(spec, prompt)
+            self._check(spec, prompt, calls)
         ends = () if spec.ignore_eos else self._ends
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         # Log-probabilities rank the samples of best_of.
@@ -210,12 +212,12 @@ class Service(Collector):
             request.logprobs = [] if has_logprobs else None
             stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
             answer = Answer(request, self.tokenizer, self._specials, stops, counts, changed, n_top is not None)
-            answer.tool_calls = spec.tool_call_parser()
+            answer.tool_calls = ToolCallParser([tool["function"]["name"] for tool in calls.offered], calls.most)
             answers.append(answer)
             self.answers[request.index] = answer
         self._watch(http, answers)
         run = partial(self.loop.run_in_executor, self._thread)
-        grammar, bans, prediction = await run(self._shared, spec)
+        grammar, bans, prediction = await run(self._shared, spec, calls)
         for i, prompt in enumerate(prompts):
             if answers[0].finish is None:  # the client has not left
                 await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
@@ -227,10 +229,10 @@ class Service(Collector):
                 self.scheduler.submit(request)
         return answers
 
-    def _shared(self, spec: GenerationSpec) -> tuple[Grammar | None, list[list[int]], list[int]]:
+    def _shared(self, spec: GenerationSpec, calls: Calls) -> tuple[Grammar | None, list[list[int]], list[int]]:
         """Return what all samples of a request share: grammar, bans and the tokens of a prediction. Raises Failure."""
         grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
-        if tools := {tool.function.name: tool.function.parameters for tool in spec.required_tools()}:
+        if tools := {function.name: function.parameters for function in calls.required}:
             assert self.template is not None
             constraint = "lark", call_grammar(tools, self.template.is_hermes)
         if constraint is not None:
@@ -244,7 +246,7 @@ class Service(Collector):
         """Tokenise the prompt of some samples. Raises Failure."""
         run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
         try:
-            ids = await run(self._encode, prompt, *spec.for_template())
+            ids = await run(self._encode, prompt, spec.calls())
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
@@ -256,7 +258,7 @@ class Service(Collector):
         for sample in samples:
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 
-    def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
+    def _check(self, spec: GenerationSpec, prompt: Prompt, calls: Calls) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""
         limits, within, n_ids = self.limits, spec.WITHIN, self.plan.target.config.vocab_size
         n_new, n_stops, highest = spec.max_tokens or 0, len(spec.stop), max(spec.logit_bias, default=0)
@@ -266,19 +268,19 @@ class Service(Collector):
         is_allowed = spec.speculate or not limits.no_plain_requests
         require(is_allowed, f"{within}speculate", "is false; this server has no plain rounds on demand")
         require(highest < n_ids, f"{within}logit_bias", f"has the token id {highest}; the model has {n_ids}")
-        if spec.grammar is not None or spec.required_tools():
-            field = "tool_choice" if spec.required_tools() else spec.GRAMMAR
+        if spec.grammar is not None or calls.required:
+            field = "tool_choice" if calls.required else spec.GRAMMAR
             require(self.session.ranks.size == 1, field, "needs a server on a single rank")
             require(not spec.ignore_eos, f"{within}ignore_eos", "is true; an answer ends where its grammar does")
         require(len(prompt), spec.PROMPT, "is empty")
         has_template = self.template is not None or not isinstance(prompt[0], dict)
         require(has_template, spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
-    def _encode(self, prompt: Any, variables: dict[str, Any], tools: Tools) -> list[int]:
+    def _encode(self, prompt: Any, calls: Calls) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if self.template is not None and isinstance(prompt[0], dict):
-            return self.template.encode(prompt, variables, tools)
+            return self.template.encode(prompt, calls.variables, calls.offered or None)
         return list(prompt)
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:

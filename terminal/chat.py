@@ -21,7 +21,7 @@ from engine.runner import not_finite
 from models.checkpoints.text_stream import TextStream
 from terminal.in_turn import require_fixed_text
 from terminal.models import ModelFlags
-from terminal.track import printable
+from terminal.panes import printable
 
 RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
@@ -33,14 +33,10 @@ class Chat(ModelFlags):
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"max_length": "--context"}
 
-    system: str | None = None
-    """what the conversation begins with, before the first message"""
-    gen_len: int = 512
-    """the most new tokens of an answer"""
-    no_thinking: bool = False
-    """ask a model that thinks before it answers, such as Qwen3, not to"""
-    context: int = 4096
-    """the most tokens of a conversation, if the model's context has as many"""
+    system: str | None = None  # what the conversation begins with, before the first message
+    gen_len: int = 512  # the most new tokens of an answer
+    no_thinking: bool = False  # ask a model that thinks before it answers, such as Qwen3, not to
+    context: int = 4096  # the most tokens of a conversation, if the model's context has as many
 
     def run(self) -> None:
         """Answer what is typed, or each line that is piped in. Errors: UserError."""

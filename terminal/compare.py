@@ -22,8 +22,7 @@ from common.jsonl import publish
 from common.say import say
 from models.checkpoints.chat_template import NoChatTemplateError
 from terminal.models import ModelFlags
-from terminal.panes import TITLES, Panes
-from terminal.track import printable
+from terminal.panes import TITLES, Panes, printable
 
 FOLDER = Path(__file__).parent
 # The page loads nothing from elsewhere.
@@ -40,8 +39,7 @@ class Compare(ModelFlags):
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
     rows: Rows = field(default_factory=Rows)
     output: Output = field(default_factory=Output)
-    save: str | None = None
-    """write both texts of every row to this file, as a page for a browser"""
+    save: str | None = None  # write both texts of every row to this file, as a page for a browser
 
     def run(self) -> None:
         """Decode both ways, then publish. Errors: UserError, before anything is loaded where possible."""

@@ -29,12 +29,9 @@ class Eval(ModelFlags):
 
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6, seed=0))  # also draws the problems
     output: Output = field(default_factory=Output)
-    nb_prompts: int = 2000
-    """problems"""
-    B: BatchSize = 64
-    """problems decoded together"""
-    save: str = "eval/generations.jsonl"
-    """append every problem to this file, with what both ways answered"""
+    nb_prompts: int = 2000  # problems
+    B: BatchSize = 64  # problems decoded together
+    save: str = "eval/generations.jsonl"  # append every problem to this file, with what both ways answered
 
     def run(self) -> None:
         require_at_least("nb_prompts", self.nb_prompts, 1)

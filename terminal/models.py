@@ -26,8 +26,7 @@ class PositionalTarget(Target):
 class Draft(NamedDraft):
     """The draft."""
 
-    second: Positional[Annotated[str | None, SECOND]] = None
-    """the draft, as --draft"""
+    second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Return the configuration of the drafter. Errors: ConfigError, also for two drafts."""

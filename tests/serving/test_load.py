@@ -48,13 +48,16 @@ def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
     assert "auto" in flags or sum(accepted for _, accepted in fast) > 0 == sum(accepted for _, accepted in plain)
 
 
-@pytest.mark.parametrize("path", [TGI, STREAM])
-def test_a_client_that_leaves_frees_its_row(served: Served, path):
+@pytest.mark.parametrize("path", [TGI, STREAM, V1])
+def test_a_client_that_leaves_frees_its_rows(served: Served, path):
+    """Of all samples of a request, too."""
+    samples = {"prompt": "a", "n": 4, "max_tokens": 200, "stream": True}
     with slow(served):
-        gone = [served.begin(path, {"inputs": f"{i}", "parameters": LONG}) for i in range(4)]
+        bodies = [samples] if path == V1 else [{"inputs": f"{i}", "parameters": LONG} for i in range(4)]
+        gone = [served.begin(path, body) for body in bodies]
         served.until(lambda: n_rows(served) == 4, "rows in use")
         before = n_rounds(served)
-        if path == STREAM:
+        if path != TGI:
             assert gone[0].getresponse().readline().startswith(b"data: ")
         for connection in gone:
             connection.close()

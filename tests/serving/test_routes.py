@@ -31,16 +31,6 @@ def test_greedy_text_is_that_of_plain_decoding(hub, alone: Alone):
         assert "".join(hub.text_generation(prompt, max_new_tokens=20, stream=True)) == expected
 
 
-def test_details_name_every_token(hub, alone: Alone):
-    prompt, how = PROMPTS[1], {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 11}
-    answer = hub.text_generation(prompt, max_new_tokens=30, details=True, do_sample=True, **how)
-    expected, details = alone.tokens(prompt, 30, SamplingParams(**how)), answer.details
-    assert [token.id for token in details.tokens] == expected
-    assert answer.generated_text == alone.tokenizer.decode(expected)
-    assert (details.generated_tokens, details.seed, details.finish_reason) == (len(expected), 11, "length")
-    assert details.timings["prompt_n"] + details.timings["cache_n"] == len(alone.tokenizer.encode(prompt))
-
-
 def test_every_event_says_where_its_token_came_from(served: Served):
     events = served.ask("/generate_stream", {"inputs": PROMPTS[3], "parameters": {"max_new_tokens": 40}}).events
     assert [event["index"] for event in events] == [*range(1, 41)]

@@ -1,6 +1,5 @@
 """Several samples and prompts in a request, and log-probabilities of prompts and of the likeliest tokens."""
 
-from contextlib import closing
 from statistics import fmean
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import LlamaConfig
 from convert_hf_checkpoint import convert
 from engine.sampling.distribution import SamplingParams
 from tests.support.hf_tiny import SHAPE, random_model, save_folder
-from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Served, serving, slow
+from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Served, serving
 
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]
 WARM = {"temperature": 0.9, "top_p": 0.95, "seed": 40}
@@ -131,16 +130,6 @@ def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
     del how["decoder_input_details"]
     events = served.json(STREAM, {"inputs": prompt, "parameters": how})
     assert [[token["id"] for token in event["top_tokens"]] for event in events] == wanted
-
-
-def test_a_client_that_leaves_ends_all_its_samples(served: Served):
-    with slow(served):
-        body = {"prompt": PROMPTS, "n": 3, "max_tokens": 200, "stream": True, **WARM}
-        with closing(served.begin(V1, body)) as connection:
-            connection.getresponse().readline()
-            assert len(served.answers) == 9
-        served.until(lambda: not served.answers, "their end")
-    served.until_idle()
 
 
 def test_ids_without_a_token_have_names_of_their_own(tmp_path):

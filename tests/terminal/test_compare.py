@@ -25,8 +25,7 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.requests import Outcome, Progress, Request
 from kv_cache.streaming import Streaming
 from terminal.compare import first_difference
-from terminal.panes import Panes
-from terminal.track import Token, Track, printable
+from terminal.panes import Panes, Token, Track, printable
 from tests.support.programs import ROOT, run
 
 COMPARE = "foretoken.py compare"
@@ -160,7 +159,7 @@ def in_terminal(words: list[str], width: int, height: int) -> tuple[int, str]:
 
 
 def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
-    words = f"compare {checkpoint} --prompts {prompts} --gen_len 150 --device cpu --draft_budget 16".split()
+    words = f"compare {checkpoint} --prompts {prompts} --gen_len 60 --device cpu --draft_budget 16".split()
     code, sent = in_terminal([*words, "--output", str(tmp_path / "out.jsonl")], 100, 30)
     assert code == 0, sent
     figures = re.findall(r"\d+ tokens\b", sent)
