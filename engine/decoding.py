@@ -17,7 +17,7 @@ from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Outcome, Progress, Request, check_prompt
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
-from engine.runner import Chunks, ModelRunner
+from engine.runner import ModelRunner, Prefill
 from engine.sampling.distribution import Filters, Logprob, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats
 from engine.timing import synchronize
@@ -74,7 +74,7 @@ class Decoder:
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
-        self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
+        self._starting: tuple[int, Request, Prefill] | None = None
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
@@ -213,24 +213,17 @@ class Decoder:
         while self._waiting and None in self._rows.requests:
             if not self._starting and limit is not None and n_run and n_run + len(self._waiting[0].prompt) > limit:
                 return
-            row, request, chunks = self._starting = self._starting or self._begin(self._waiting[0])
-            try:
-                n_tokens = next(chunks)
-            except StopIteration as done:
+            row, request, prefill = self._starting = self._starting or self._begin(self._waiting[0])
+            if not prefill.n_left:
                 self._starting = None
-                self._start(row, request, done.value)
+                self._start(row, request, prefill.finish())
                 continue
-            self._progress.prefilled(n_tokens)
-            n_held, n_run = self._rows.advance(row, n_tokens), n_run + n_tokens
-            if limit is not None:
-                drafter = self._last_choice.drafter
-                if drafter is not None and self._following.in_parts(drafter):
-                    self._following.follow(drafter, [(row, request, n_held)], self._mode)
-                if n_held < len(request.prompt):
-                    return
+            n_run += self._run_chunk(row, request, prefill)
+            if limit is not None and prefill.n_left:
+                return
 
-    def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        """Give a request a row, and start its prefill behind the tokens that the row may reuse."""
+    def _begin(self, request: Request) -> tuple[int, Request, Prefill]:
+        """Give a request a row, and start its prefill after the tokens that the row may reuse."""
         reuses, group = self._reuses == "prefixes", request.group
         siblings = (row for row, other in self._rows.busy() if group is not None and other.group == group)
         sibling = next(siblings, None)
@@ -240,12 +233,23 @@ class Decoder:
             self._runner.cache.prefilled.pop(row, None)
         if sibling is not None and tap is None:
             self._runner.copy_prompt(sibling, row)
-        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses, tap)
+        prefill = Prefill(self._runner, row, request.prompt, self._prefill_tokens, reuses, tap)
+        request.n_reused = prefill.n_reused
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
         self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
-        return row, request, chunks
+        return row, request, prefill
+
+    def _run_chunk(self, row: int, request: Request, prefill: Prefill) -> int:
+        """Run a chunk of a prompt, and where rounds wait for chunks let the drafter follow it; return its tokens."""
+        n_tokens, drafter = prefill.run_chunk(), self._last_choice.drafter
+        self._progress.prefilled(n_tokens)
+        n_held = len(request.prompt) - prefill.n_left
+        self._rows.begin(row, n_held)
+        if self._prefill_tokens is not None and drafter is not None and self._following.in_parts(drafter):
+            self._following.follow(drafter, [(row, request, n_held)], self._mode)
+        return n_tokens
 
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""

@@ -172,7 +172,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
     logits = []
     for row, prompt in enumerate(prompts):
         runner.cache.reset_row(row)
-        logits.append(runner.prefill_row(row, prompt).logits)
+        logits.append(runner.prefill(row, prompt).logits)
     return torch.tensor([len(prompt) for prompt in prompts], device=runner.device), torch.stack(logits)
 
 

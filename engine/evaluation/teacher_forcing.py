@@ -45,7 +45,7 @@ def forced_acceptance(
     params = [sampling or SamplingParams()] * n_rows
     mode = resolve_mode(verification, params)
     for row, prompt in enumerate(prompts):
-        if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
+        if (bad := runner.prefill(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow([RowUpdate(row, row, prompt, 0)])
     if reads_current:

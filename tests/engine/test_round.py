@@ -40,7 +40,7 @@ def test_no_part_of_a_round_reads_a_value_back(mode):
         SavedText(runner, {0: [1, 2, 3], 1: [4]}, 3),
     ):
         for row, prompt in enumerate(random_prompts(LENGTHS)):
-            runner.prefill_row(row, prompt)
+            runner.prefill(row, prompt)
             drafter.follow([RowUpdate(row, row, prompt, 0)])
         batch = Batch(3, Filters.of(SAMPLINGS))
         batch.set_rows(SAMPLINGS, range(3))

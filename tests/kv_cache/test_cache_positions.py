@@ -107,12 +107,13 @@ class Both:
         return [row.length for row in self.rows]
 
     def prefill(self, row: int, prompt: list[int]) -> None:
-        hidden, finite = self.runner.fill_row(row, prompt)
+        self.cache.reset_row(row)
+        prefilled = self.runner.prefill(row, prompt)
         self.rows[row].forget(0)
         for start in range(0, len(prompt), self.runner.prefill_chunk):
             logits = self.rows[row].run(prompt[start : start + self.runner.prefill_chunk])
-        assert finite.all()
-        self._compare(self.model.logits(hidden), logits[-1], row)
+        assert prefilled.bad_position is None
+        self._compare(prefilled.logits, logits[-1], row)
 
     def step(self, blocks: list[list[int]], rewritten: int = 0) -> None:
         """Run a block a row, over its last `rewritten` tokens; the reference forgets those first."""

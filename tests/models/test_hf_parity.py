@@ -122,8 +122,8 @@ def test_prefill_and_cached_decoding_have_the_logits_of_transformers(
     for i, (row, theirs, length) in enumerate(zip(case.rows, case.logits, PREFILLED, strict=True)):
         cache = FullKVCache(model.config, 1, len(row))
         assert_close(model(row[None], torch.arange(len(row))[None], cache)[0], theirs)
-        assert_close(runner.prefill_row(i, row.tolist()).logits, theirs[-1])
-        assert_close(runner.prefill_row(i, row[:length].tolist()).logits, theirs[length - 1])
+        assert_close(runner.prefill(i, row.tolist()).logits, theirs[-1])
+        assert_close(runner.prefill(i, row[:length].tolist()).logits, theirs[length - 1])
     starts = torch.tensor(PREFILLED)
     for done in range(0, LENGTHS[0] - PREFILLED[0], block):
         positions = starts[:, None] + done + torch.arange(block)
