@@ -9,16 +9,16 @@ from typing import Literal
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import refuse
 from engine.drafters import Drafter
 from engine.following import Following
-from engine.modes import GREEDY, resolve_mode
+from engine.modes import GREEDY
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Outcome, Progress, Request, check_prompt
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
-from engine.sampling.distribution import Filters, Logprob, SamplingParams, logprobs_of
+from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats
 from engine.timing import synchronize
 from kv_cache import KVCache
@@ -68,17 +68,15 @@ class Decoder:
         assert pacing is None or drafter is None, "a pacing brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
-        resolve_mode(verification, [])
-        self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
-        self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
+        self._waiting, self._rows = deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
         self._starting: tuple[int, Request, Prefill] | None = None
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
-        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
+        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters, verification), PLAIN
         self._following = Following(self._pacing.drafters, runner.max_batch)
 
     @property
@@ -95,8 +93,8 @@ class Decoder:
         submitted before.
         """
         if request.text:
-            seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
-            raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
+            where, fix = f"prompt {request.index}", "make another Request of the same prompt"
+            refuse(where, f"it has {len(request.tokens)} tokens", "a new request", "a request is submitted once", fix)
         gamma = self._pacing.max_gamma
         limit = request.limit or int(request.prompt_logprobs is not None)
         check_prompt(self._runner, request.index, request.prompt, limit, gamma, request.sampling.ids)
@@ -108,8 +106,7 @@ class Decoder:
 
     def expect(self, sampling: SamplingParams) -> None:
         """Prepare captured rounds for requests that sample so. Errors: ConfigError if the mode cannot verify them."""
-        self._mode = self._mode if sampling.greedy else resolve_mode(self._verification, [sampling])
-        self._filters |= Filters.of([sampling])
+        self._rounds.expect(sampling)
 
     def cancel(self, request: Request) -> None:
         """Drop a waiting or running request; its row is free for the next one. A request that has ended stays as it is.
@@ -123,8 +120,8 @@ class Decoder:
         elif request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
         else:
-            what, where = "a decoder cancels requests that were submitted to it", f"prompt {request.index}"
-            raise ConfigError(what, where, "another request", "its request", "cancel it where it was submitted")
+            what, fix = "a decoder cancels requests that were submitted to it", "cancel it where it was submitted"
+            refuse(f"prompt {request.index}", "another request", "its request", what, fix)
         request.finish_reason = "cancelled"
 
     def set_aside(self, kept: KVCache) -> None:
@@ -156,18 +153,13 @@ class Decoder:
         then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have been called.
         """
         with self._recovering():
-            began = time.perf_counter()
-            self._prefill()
-            prefilled = time.perf_counter()
-            self.prefill_seconds += prefilled - began
+            self._admit()
+            started, prefill_seconds = time.perf_counter(), self.prefill_seconds
             choice = self._choose()
             if choice is None:
                 return None
-            choosing_seconds = time.perf_counter() - prefilled
-            self._last_choice = choice
-            if choice.drafter is not None and not self._catch_up(choice.drafter):
-                choice = PLAIN
-            return self._run_round(choice, time.perf_counter() - choosing_seconds)
+            choice = self._catch_up(choice)
+            return self._run_round(choice, started + self.prefill_seconds - prefill_seconds)
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -204,15 +196,16 @@ class Decoder:
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        self._runner.drop_graphs()
-        self._rounds, self._has_old_graphs = Rounds(self._runner, self._pacing.drafters), False
+        self._rounds.drop()
+        self._has_old_graphs = False
 
-    def _prefill(self) -> None:
+    def _admit(self) -> None:
         """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""
+        began = time.perf_counter()
         limit, n_run = self._prefill_tokens, 0
         while self._waiting and None in self._rows.requests:
             if not self._starting and limit is not None and n_run and n_run + len(self._waiting[0].prompt) > limit:
-                return
+                break
             row, request, prefill = self._starting = self._starting or self._begin(self._waiting[0])
             if not prefill.n_left:
                 self._starting = None
@@ -220,7 +213,8 @@ class Decoder:
                 continue
             n_run += self._run_chunk(row, request, prefill)
             if limit is not None and prefill.n_left:
-                return
+                break
+        self.prefill_seconds += time.perf_counter() - began
 
     def _begin(self, request: Request) -> tuple[int, Request, Prefill]:
         """Give a request a row, and start its prefill after the tokens that the row may reuse."""
@@ -248,7 +242,7 @@ class Decoder:
         n_held = len(request.prompt) - prefill.n_left
         self._rows.begin(row, n_held)
         if self._prefill_tokens is not None and drafter is not None and self._following.in_parts(drafter):
-            self._following.follow(drafter, [(row, request, n_held)], self._mode)
+            self._following.follow(drafter, [(row, request, n_held)], self._rounds.mode)
         return n_tokens
 
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
@@ -266,7 +260,7 @@ class Decoder:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
         tokens, logprobs = list[int](), list[Logprob]()
         if prefilled.bad_position is None:
-            mode = GREEDY if request.sampling.greedy else self._mode
+            mode = GREEDY if request.sampling.greedy else self._rounds.mode
             tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
             if request.logprobs is not None and self._runner.ranks.leads:
                 logprobs = logprobs_of([tokens], prefilled.logits[None, None], [request.n_top])[0]
@@ -303,11 +297,14 @@ class Decoder:
         # Where grammars force all that the drafter would draft, it does not run, and catches up later.
         return Choice(None, n_forced) if min(forced) >= max(choice.gamma, 1) else choice
 
-    def _catch_up(self, drafter: int) -> bool:
-        """Prefill the drafter with unseen prompts, then synchronise ranks; the time for this is no part of a round.
-        False: a backlog is left, so this round is plain."""
-        began = time.perf_counter()
-        n_run, is_all = self._following.catch_up(drafter, self._rows.busy(), self._prefill_tokens, self._mode)
+    def _catch_up(self, choice: Choice) -> Choice:
+        """Let the chosen drafter follow prompts that it has not seen, then synchronise ranks; the time for this is no
+        part of a round. Returns the choice of a plain round while a backlog is left."""
+        self._last_choice = choice
+        if choice.drafter is None:
+            return choice
+        began, limit = time.perf_counter(), self._prefill_tokens
+        n_run, is_all = self._following.catch_up(choice.drafter, self._rows.busy(), limit, self._rounds.mode)
         if n_run:
             self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
@@ -315,33 +312,23 @@ class Decoder:
         seconds = time.perf_counter() - began
         self.prefill_seconds += seconds
         self.draft_prefill_seconds += seconds
-        return is_all
+        return choice if is_all else PLAIN
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
-        busy, drafter = self._rows.busy(), choice.drafter
-        mode, whole = self._rounds.batch_of_kind([request.sampling for _, request in busy], self._mode, self._filters)
-        batch = self._rows.gather(whole)
-        round_ = self._rounds.make_round(choice, batch, mode)
+        """Run a round of the busy rows, and commit its tokens; its time counts from `started`."""
+        busy, round_ = self._rows.busy(), self._rounds.next(choice, self._rows)
         with self._phase("resume"):
-            if drafter is not None:
-                self._following.follow_round(drafter, busy, self._mode)
-        with self._phase("draft"):
-            if choice != PLAIN:
-                round_.propose(self._phase)
-        with self._phase("verify"):
-            round_.verify()
-        with self._phase("accept"):
-            round_.accept()
-            outcomes = round_.outcomes()
-        n_emitted = self._commit(drafter, outcomes, self._logprobs(round_, outcomes))
-        self._rows.set_state(batch)
+            if choice.drafter is not None:
+                self._following.follow_round(choice.drafter, busy, self._rounds.mode)
+        outcomes = round_.run(self._phase)
+        n_emitted = self._commit(choice.drafter, outcomes, self._logprobs(round_, outcomes))
+        self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
         self._pacing.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
-        seconds = time.perf_counter() - started
+        seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
         self._progress.emitted(n_emitted)
-        stats = RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
-        self._progress.ended(stats)
+        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted))
         return stats
 
     def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[Logprob]]:

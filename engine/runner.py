@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UserError, flag
+from engine.graphs import CapturedParts
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
@@ -78,9 +79,7 @@ class ModelRunner:
         self.model, self.cache, self.ranks, self.prefixes = model, cache, ranks, prefixes
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
-        self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        # Batches and parts that `engine.round` has captured over this model and cache.
-        self.captured: dict[tuple[Any, ...], Any] = {}
+        self.graphs = None if new_graphs is None else CapturedParts(new_graphs(cache.device), ranks)
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
@@ -109,8 +108,7 @@ class ModelRunner:
     def drop_graphs(self) -> None:
         """Destroy captured rounds with their memory; later rounds are captured anew."""
         if self.graphs is not None:
-            self.captured.clear()
-            self.graphs.close()
+            self.graphs.drop()
 
     def prefill(self, row: int, prompt: Sequence[int]) -> Prefilled:
         """Fill a row with `prompt` unless it holds it already."""

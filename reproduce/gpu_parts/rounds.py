@@ -57,7 +57,7 @@ def measure(device: str, words: str) -> Record:
     measured |= {"gap_percent": 100 * (1 - busy_ms / round_ms) if device != "cpu" else None}
     measured |= {"largest": [[name, ms / n_round] for name, ms in times.most_common(10)]}
     measured |= {"differing_rows": record["sequences"] - (record["identical_sequences"] or 0)}
-    measured |= {"graphs": len(getattr(runner.graphs, "_graphs", ()))}
+    measured |= {"graphs": len(getattr(runner.graphs, "captured", ()))}
     runner.drop_graphs()
     return record | rounded(measured)
 
