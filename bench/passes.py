@@ -215,12 +215,12 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
         for index in unfinished:
             generation = generations[index]
             if copies:
-                generation.decoder.take_back(copies[index])
+                generation.decoder.swap_in(copies[index])
             before = usage_so_far()
             generation.run(goal)
             usages[index] += usage_so_far().since(before)
             if copies:
-                generation.decoder.set_aside(copies[index])
+                generation.decoder.swap_out(copies[index])
     return usages
 
 

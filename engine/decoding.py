@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from common.errors import refuse
+from engine.draft_sync import DraftSync
 from engine.drafters import Drafter
-from engine.following import Following
 from engine.modes import GREEDY
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Outcome, Progress, Request, check_prompt
@@ -77,7 +77,7 @@ class Decoder:
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
         self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters, verification), PLAIN
-        self._following = Following(self._pacing.drafters, runner.max_batch)
+        self._sync = DraftSync(self._pacing.drafters, runner.max_batch)
 
     @property
     def idle(self) -> bool:
@@ -124,13 +124,13 @@ class Decoder:
             refuse(f"prompt {request.index}", "another request", "its request", what, fix)
         request.finish_reason = "cancelled"
 
-    def set_aside(self, kept: KVCache) -> None:
+    def swap_out(self, kept: KVCache) -> None:
         """Copy the entries behind the rows' prompts to another cache, so that another decoder can use the rows for the
         same prompts. `kept` has room for the most tokens that a request may get."""
         self._copy_answers(self._runner.cache, kept)
 
-    def take_back(self, kept: KVCache) -> None:
-        """Undo `set_aside`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
+    def swap_in(self, kept: KVCache) -> None:
+        """Undo `swap_out`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
         self._copy_answers(kept, self._runner.cache)
         synchronize(self._runner.device, self._runner.ranks.timeout)
 
@@ -190,7 +190,7 @@ class Decoder:
         self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
         self._starting = None
         self._rows.forget_free()
-        self._following = Following(self._pacing.drafters, self._runner.max_batch)
+        self._sync = DraftSync(self._pacing.drafters, self._runner.max_batch)
         self._is_torn = False
         if is_alone:  # else before the next step: this waits for kernels, which may wait for a lost rank
             self._drop_graphs()
@@ -232,7 +232,7 @@ class Decoder:
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
-        self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
+        self._sync.begin(row, n_followed, self._pacing.max_gamma + 1)
         return row, request, prefill
 
     def _run_chunk(self, row: int, request: Request, prefill: Prefill) -> int:
@@ -241,8 +241,8 @@ class Decoder:
         self._progress.prefilled(n_tokens)
         n_held = len(request.prompt) - prefill.n_left
         self._rows.begin(row, n_held)
-        if self._prefill_tokens is not None and drafter is not None and self._following.in_parts(drafter):
-            self._following.follow(drafter, [(row, request, n_held)], self._rounds.mode)
+        if self._prefill_tokens is not None and drafter is not None and self._sync.in_parts(drafter):
+            self._sync.follow(drafter, [(row, request, n_held)], self._rounds.mode)
         return n_tokens
 
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
@@ -304,7 +304,7 @@ class Decoder:
         if choice.drafter is None:
             return choice
         began, limit = time.perf_counter(), self._prefill_tokens
-        n_run, is_all = self._following.catch_up(choice.drafter, self._rows.busy(), limit, self._rounds.mode)
+        n_run, is_all = self._sync.catch_up(choice.drafter, self._rows.busy(), limit, self._rounds.mode)
         if n_run:
             self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
@@ -319,7 +319,7 @@ class Decoder:
         busy, round_ = self._rows.busy(), self._rounds.next(choice, self._rows)
         with self._phase("resume"):
             if choice.drafter is not None:
-                self._following.follow_round(choice.drafter, busy, self._rounds.mode)
+                self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
         outcomes = round_.run(self._phase)
         n_emitted = self._commit(choice.drafter, outcomes, self._logprobs(round_, outcomes))
         self._rows.set_state(round_.batch)
@@ -353,7 +353,7 @@ class Decoder:
             self._adding_to = []
             request.n_predicted = 0
             if drafter is not None:
-                self._following.lengths[row][drafter] = request.length
+                self._sync.lengths[row][drafter] = request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
                     request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
             self._progress.decoded(request, outcome, n_kept)
