@@ -205,7 +205,7 @@ def test_scores_of_the_last_request_in_a_row_are_forgotten():
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())
         rows.round([1, 1, 1, 1])
-        rows.drafter._scores.seen[:, 2] = left
+        rows.drafter.cache.scores.seen[:, 2] = left
         rows.fill(2)
         rows.round([1, 1, 1, 1], gamma=1)
         chosen.append(rows.cache.entries[:, :, 2].clone())

@@ -65,7 +65,7 @@ def test_a_draft_catches_up_with_tokens_that_it_missed(policy, n_missed):
         drafter.follow([RowUpdate(row, row, text, known)])
         again.follow([RowUpdate(row, row, text, 0)])
         assert torch.equal(cache.positions[row], anew.positions[row])
-        chosen = cache.n_sink if cache.selects and len(text) > cache.capacity else 0
+        chosen = cache.n_fixed if cache.selects and len(text) > cache.capacity else 0
         assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
         if policy == "retrieval":
             n_whole = len(text) // cache.chunk

@@ -145,10 +145,10 @@ def test_selection_kernel(dtype, n_slot):
         shares, ends = shares.to(DEVICE), ends.to(DEVICE)
         TritonSelectionOps().choose(cache.view(rows), 0, full.view(rows), 0, shares, ends)
         slots = cache.source_slots[0, rows]
-        best = SelectionOps().best_chunks(shares, cache.chunk, ends, cache.n_first, cache.n_sink)
+        best = SelectionOps().best_chunks(shares, cache.chunk, ends, cache.n_first, cache.n_fixed)
         assert torch.equal(slots.sort().values, best.sort().values)
         entries = full.entries[0][:, rows[:, None, None], torch.arange(2, device=DEVICE)[:, None], slots]
-        copied = cache.entries[0][:, rows, :, : cache.n_sink]
+        copied = cache.entries[0][:, rows, :, : cache.n_fixed]
         assert torch.equal(copied.view(torch.uint8), entries.view(torch.uint8))
 
 

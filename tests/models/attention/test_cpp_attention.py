@@ -12,6 +12,7 @@ from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
+from models.attention.selection import CppSelectionOps
 from models.kernels import build as cpp_build
 from tests.support.attention_cases import Case, FakeSlots, make_case, packed_case
 
@@ -83,7 +84,7 @@ def test_notes_the_shares_of_each_token(backend, storage, group, head_dim):
 def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     """Rows are named, some are refilled, and choices overlap with those before."""
     config = ModelConfig(8, 3, 64, 2, 2, 24, 8, 99)
-    full = FullKVCache(config, 4, 50, dtype=source)
+    full, ops = FullKVCache(config, 4, 50, dtype=source), CppSelectionOps(backend)
     ours, expected = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
     full.entries.copy_(torch.randint(-90, 90, full.entries.shape) / (1 if full.scales is not None else 7))
     if full.scales is not None:
@@ -97,22 +98,22 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
 
     for is_new in ([True, False, True], [True, True, False], [True, True, True]):
         chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
-        for cache, copy in ((expected, SelectionOps().copy_chosen), (ours, backend.copy_chosen)):
+        for cache, copy in ((expected, SelectionOps().copy_chosen), (ours, ops.copy_chosen)):
             copy(cache.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
         assert torch.equal(entries_of(ours), entries_of(expected)) and entries_of(ours)[2].any()
     ours.reset_row(0)
     ours.entries[:, :, 0] = 0
-    backend.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
+    ops.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
     assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
 
 
 @pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])
 def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
     """A text may end inside a chunk that is among the best, or be too short for a choice."""
-    share = torch.rand(5, 3, 640).pow(9)[..., :600]
+    share, ops = torch.rand(5, 3, 640).pow(9)[..., :600], CppSelectionOps(backend)
     ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
     share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0
-    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (backend, SelectionOps()))
+    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (ops, SelectionOps()))
     assert torch.equal(found[:3].sort(dim=-1).values, wanted[:3].sort(dim=-1).values)
     assert (found[0].sort(dim=-1).values[:, :n_first] == torch.arange(n_first)).all()
     assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()
