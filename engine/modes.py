@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.batch import Batch
 from engine.sampling.distribution import SamplingParams, greedy
 from engine.sampling.noise import Stream, gumbel, uniform
@@ -148,13 +148,12 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     or cannot verify those requests."""
     where = f"verification ({flag('verification')})"
     if mode not in MODES:
-        required = ", ".join(MODES[:-1]) + f" or {MODES[-1]}"
-        raise ConfigError("unknown verification mode", where, mode, required, "use auto")
+        refuse(where, mode, ", ".join(MODES[:-1]) + f" or {MODES[-1]}", "unknown verification mode", "use auto")
     sampled = [row.temperature for row in params if not row.greedy]
     if mode == GREEDY and sampled:
-        what, seen = "greedy verification cannot verify samples", f"greedy at temperature {sampled[0]}"
-        where, fix = f"{where} and temperature ({flag('temperature')})", "or the rejection or coupled mode"
-        raise ConfigError(what, where, seen, "temperature 0", f"use temperature 0, {fix}")
+        what, fix = "greedy verification cannot verify samples", "use temperature 0, or the rejection or coupled mode"
+        where = f"{where} and temperature ({flag('temperature')})"
+        refuse(where, f"greedy at temperature {sampled[0]}", "temperature 0", what, fix)
     return mode if mode != "auto" else "rejection" if sampled else GREEDY
 
 

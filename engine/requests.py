@@ -182,7 +182,13 @@ def make_requests(
     }
     for name, values in columns.items():
         if len(values) != n_prompts:
-            refuse(name, len(values), n_prompts, f"{name} given per prompt does not match the prompts", FIX)
+            refuse(
+                f"generate(): {name}",
+                len(values),
+                n_prompts,
+                f"{name} given per prompt does not match the prompts",
+                FIX,
+            )
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
     each = zip(prompts, *columns.values(), strict=True)

@@ -259,7 +259,8 @@ class Rounds:
     def _key(self, mode: str, filters: Filters) -> BatchKey:
         # Drafters refer to the runner: with strong references, neither would be freed before garbage is collected.
         drafters, model = tuple(map(weakref.ref, self._drafters)), self._runner.model
-        return BatchKey(drafters, mode, filters, (model.backend, model.pointwise))
+        kernels = () if self._runner.graphs is None else (model.backend, model.pointwise)
+        return BatchKey(drafters, mode, filters, kernels)
 
     def _batch(self, key: BatchKey, filters: Filters) -> Batch:
         """Return the batch that rounds of a kind read."""

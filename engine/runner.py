@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, UserError, flag
+from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from engine.prefix_store import PrefixStore
@@ -85,9 +85,8 @@ class ModelRunner:
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
-            where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
-            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit dtype"
-            raise ConfigError("the cache does not fit the model", where, given, needed, fix)
+            where, what = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)", "the cache does not fit the model"
+            refuse(where, given, needed, what, "build the cache from model.config, with dtype=model.dtype, or 8 bits")
 
     @property
     def narrows(self) -> bool:
