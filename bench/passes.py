@@ -16,7 +16,7 @@ from bench.by_length import ByLength, Stretch
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
-from engine.contention import Usage, usage_so_far
+from common.contention import Usage, usage_so_far
 from engine.counts import Counts, total
 from engine.decoding import Phase
 from engine.drafters import Drafter

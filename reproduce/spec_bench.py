@@ -22,12 +22,12 @@ from bench.draft_plan import most_drafts
 from bench.prompt_sets import Prompt, by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
+from common.contention import contention
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
 from common.say import note_without_effect
 from common.tables import console
-from engine.contention import contention
 from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters import Drafter
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
