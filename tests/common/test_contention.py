@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from common import contention as module
 from common.contention import QUIET, WAKING, Usage, contention, usage_so_far
-from engine import contention as module
 
 CALM = Usage(seconds=10.0, waits={"7": 0.3}, stolen=0.1)
 
