@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import refuse
 from common.launch import missing_launcher
 from models.attention import cpp_backend
 from models.attention.base import AttentionBackend, AttentionSpec
@@ -31,7 +31,7 @@ def select_backend(
     Raises ConfigError if a named backend needs another device, a package or a compiler.
     """
     if name not in BACKENDS:
-        raise ConfigError("unknown attention backend", "attention (--attention)", name, ", ".join(BACKENDS), "use auto")
+        refuse("--attention", name, f"one of {', '.join(BACKENDS)}")
     device = torch.device(device)
     kind = name if name != "auto" else "triton" if device.type == "cuda" else "cpp"
     if kind == "torch":
@@ -41,8 +41,8 @@ def select_backend(
     except BuildError as error:
         if name == "auto":
             return Selection(TorchAttention(), f"{kind} is not available: {error}")
-        what, seen = "the attention backend is not available", f"{name} on {device.type}: {error}"
-    raise ConfigError(what, "--attention", seen, "a backend that this machine has", "use --attention auto")
+        seen = f"{name} on {device.type}: {error}"
+        refuse("--attention", seen, "a backend that this machine has", fix="use --attention auto")
 
 
 def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:

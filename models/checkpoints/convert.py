@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from models.config import ModelConfig
 
 USE_PLAIN = "use a plain checkpoint of a supported family (docs/checkpoints.md) with its own config.json, whole"
@@ -127,12 +127,11 @@ def match_parts(
     required = dict(part for stacked in parts.values() for part in stacked)
     check_names(folder, tensors, required, fix)
     if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
-        seen = f"{len(unknown)}, such as {unknown[0]}"
-        raise CheckpointError("tensors that this model has no place for", folder, seen, "none", fix)
+        what = "tensors that this model has no place for"
+        refuse(folder, f"{len(unknown)}, such as {unknown[0]}", "none", what, fix, CheckpointError)
     for name, shape in required.items():
-        found = tensors[name]
-        if found.shape != shape:
-            raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, fix)
+        if (found := tensors[name]).shape != shape:
+            refuse(found.file, f"{name} {found.shape}", shape, "a tensor has the wrong shape", fix, CheckpointError)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 
@@ -140,8 +139,8 @@ def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collec
     """Raise CheckpointError if one of the names is missing, naming the file if all tensors are in one."""
     if missing := sorted(set(names) - tensors.keys()):
         files = {tensor.file for tensor in tensors.values()}
-        seen, required = f"{len(missing)}, such as {missing[0]}", f"all {len(names)} of the config"
-        raise CheckpointError("tensors are missing", files.pop() if len(files) == 1 else folder, seen, required, fix)
+        where, seen = files.pop() if len(files) == 1 else folder, f"{len(missing)}, such as {missing[0]}"
+        refuse(where, seen, f"all {len(names)} of the config", "tensors are missing", fix, CheckpointError)
 
 
 def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
@@ -154,12 +153,9 @@ def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
     dtype = torch.promote_types(head.dtype, embedding.dtype)
     if not torch.equal(*(weight.to(dtype) for weight in both)):
         seen, required = f"{HEAD} unlike {EMBEDDING}", "equal weights, or none, with tie_word_embeddings true"
-        fix = (
-            "set tie_word_embeddings to false in config.json, if the model was trained with an output layer of its own"
-        )
-        raise CheckpointError(
-            "the output layer is not the embedding that it is tied to", head.file, seen, required, fix
-        )
+        fix = "set tie_word_embeddings to false in config.json, if the model was trained with another output layer"
+        what = "the output layer is not the embedding that it is tied to"
+        refuse(head.file, seen, required, what, fix, CheckpointError)
 
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
@@ -170,13 +166,13 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
         try:
             tensors.append(source.read().to(target))
         except (RuntimeError, ValueError, OSError) as error:
-            raise CheckpointError("a tensor cannot be read", source.file, error, "a whole file", USE_PLAIN) from None
-        if not is_finite(tensors[-1]):
-            seen = f"{name} in {target}"
-            raise CheckpointError("NaN or infinite weights", source.file, seen, "finite numbers", USE_PLAIN)
+            refuse(source.file, error, "a whole file", fix=USE_PLAIN, error=CheckpointError)
+        require_finite(source.file, name, tensors[-1])
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).contiguous()
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """True if all values are finite. Takes one pass and no further memory."""
-    return all(bool(bound.isfinite()) for bound in tensor.aminmax())
+def require_finite(file: object, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a value is NaN or infinite. Takes one pass and no further memory."""
+    if not all(bool(bound.isfinite()) for bound in tensor.aminmax()):
+        what, fix = "NaN or infinite weights", "use weights without these, or a wider dtype"
+        refuse(file, f"{name} in {tensor.dtype}", "finite numbers", what, fix, CheckpointError)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from common.jsonl import parse_json
 from models.checkpoints.hf_rope import ROPE_TYPES, rope_fields
 from models.checkpoints.hf_rules import (
@@ -24,7 +24,7 @@ from models.checkpoints.hf_rules import (
     of_type,
     only,
     positive,
-    refuse,
+    unsupported,
 )
 from models.config import ModelConfig
 
@@ -163,18 +163,18 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
-        raise refuse("unsupported architecture", f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
+        unsupported(f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
     check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
     renamed = {architecture.renamed.get(key, key): value for key, value in given.items()}
     if len(renamed) < len(given):
         seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
-        raise refuse("a key is given under two names", where, seen, "one of them")
+        unsupported(where, seen, "one name for each key")
     values = {**DEFAULTS, **architecture.defaults, **renamed}
     n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
     n_layer, head_dim = positive(values, "num_hidden_layers", where), positive(values, "head_dim", where, dim // n_head)
     rope = rope_fields(values, head_dim, architecture.rope_types, where)
     if rope["rotary_dim"] and "partial_rotary_factor" not in architecture.rules:
-        raise refuse("heads are rotated in part", f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
+        unsupported(f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
     has_window = architecture.has_window and values["sliding_window"] is not None
     eos = values.get("eos_token_id")
     return {
@@ -201,9 +201,9 @@ def require_unquantized(given: Values, where: str) -> None:
     """Raise ConfigError naming the scheme of a config.json whose weights are quantised, such as fp8, awq or gptq."""
     if (scheme := given.get("quantization_config")) is not None:
         name = scheme.get("quant_method") if isinstance(scheme, dict) else None
-        what, required = f"the checkpoint is quantised by {name or 'an unknown scheme'}", "no such key, or null"
+        what = f"the checkpoint is quantised by {name or 'an unknown scheme'}"
         fix = f"download the unquantised model; {flag('quantize')} stores it in 8 or 4 bits"
-        raise ConfigError(what, f"{where}: quantization_config", repr(scheme)[:200], required, fix)
+        refuse(f"{where}: quantization_config", repr(scheme)[:200], "no such key, or null", what, fix)
 
 
 def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
@@ -212,7 +212,7 @@ def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
         interval = positive(values, "no_rope_layer_interval", where)
         return list(range(interval - 1, n_layer, interval))
     if len(rotates) < n_layer:
-        raise refuse("layers are missing", f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
+        unsupported(f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
     return [layer for layer in range(n_layer) if not rotates[layer]]
 
 
@@ -229,17 +229,13 @@ def config_from_json(path: str | Path) -> ModelConfig:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a `config.json`, or a file like it, into a dictionary. Raises ConfigError naming the file."""
-    required, fix = "a JSON object", "download it again (download.py)"
+    required, fix = f"the checkpoint's {path.name}, a JSON object", "download it again (download.py)"
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
-    except FileNotFoundError:
-        what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
-        fix += ", or copy config.json beside the weights"
-        raise ConfigError(what, path, "no such file", required, fix) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the model's {path.name} cannot be read", path, error, required, fix) from None
+        refuse(path, error, required, f"the model's {path.name} is missing, or cannot be read", fix)
     return dict(values)
 
 
@@ -248,8 +244,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     path = folder / GENERATION_CONFIG
     values = read_config(path) if path.exists() else {}
     if not IDS.accepts(ends := values.get("eos_token_id")):
-        where, fix = f"{path}: eos_token_id", "write the ids as numbers, or leave the key out for config.json's"
-        raise ConfigError("the end tokens are no token ids", where, repr(ends)[:200], IDS.required, fix)
+        fix = "write the ids as numbers, or leave the key out for config.json's"
+        refuse(f"{path}: eos_token_id", repr(ends)[:200], IDS.required, fix=fix)
     return values
 
 

@@ -3,12 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from common.errors import CheckpointError
-from models.checkpoints.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive, refuse
-from models.config import ModelConfig
+from models.checkpoints.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive
+from models.config import ModelConfig, unsupported
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.files import (
-    FIX,
     LAYERS,
     LIST,
     HeadFiles,
@@ -18,6 +16,7 @@ from models.heads.files import (
     layers_config,
     mask_token,
     speculators_layers,
+    unfit,
 )
 
 LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
@@ -42,7 +41,7 @@ def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
         return _of_speculators(files, target.n_layer)
     if files.values.get("dflash_config") is not None:
         return _of_authors(files, target.n_layer)
-    raise CheckpointError("the head has another layout", files.where, "no dflash_config", "the layout of dflash", FIX)
+    unfit(files.where, "no dflash_config", "the layout of dflash")
 
 
 def _of_speculators(files: HeadFiles, n_layer: int) -> DFlashShape:
@@ -62,10 +61,9 @@ def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
     values = {**files.values, **inner}
     check(values, AUTHORS, files.where)
     if unknown := sorted(inner.keys() - {*OPTIONS, *SIZES}):
-        required = f"only {', '.join((*SIZES, *OPTIONS))}"
-        raise refuse("options of DFlash are not supported", where, ", ".join(unknown), required)
+        unsupported(where, ", ".join(unknown), f"only {', '.join((*SIZES, *OPTIONS))}")
     if (depth := values.get("num_target_layers") or n_layer) != n_layer:
-        raise CheckpointError("the head's num_target_layers is not the target's", files.where, depth, n_layer, FIX)
+        unfit(f"{files.where}: num_target_layers", depth, f"the target's, {n_layer}")
     config = layers_config(files, {**values, "is_causal": True}, "qwen3", files.where)
     windows = layer_windows(values, config.n_layer, files.where)
     # Layers with a window are causal, others are not; a single value for both would change the layers of a kind.
@@ -75,7 +73,7 @@ def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
     ids = _spread(config.n_layer, n_layer) if (ids := values.get("target_layer_ids")) is None else ids
     read = layer_ids(ids, n_layer - 2, f"{where}: target_layer_ids")
     if list(read) != ids:
-        raise CheckpointError("layers are out of order", f"{where}: target_layer_ids", ids, "ascending layers", FIX)
+        unfit(f"{where}: target_layer_ids", ids, "in ascending order")
     inputs_of = tuple(i + 1 for i in read)
     return _shape(config, values, where, 16, inputs_of=inputs_of, windows=windows, is_anchored=False)
 
@@ -90,7 +88,7 @@ def _spread(n_head_layer: int, n_layer: int) -> list[int]:
 def _shape(config: ModelConfig, values: Values, where: str, usual_block: int, **fields: Any) -> DFlashShape:
     block_size, mask = positive(values, "block_size", where, usual_block), mask_token(values, config.vocab_size, where)
     if block_size < 2:
-        raise refuse("a block drafts nothing", f"{where}: block_size", block_size, "2 or more tokens")
+        unsupported(f"{where}: block_size", block_size, "2 or more tokens")
     fields |= {"has_embedding": False, "block_size": block_size, "mask_token": mask}
     return DFlashShape(replace(config, qk_norm=True), config.dim, **fields)
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from models.checkpoints.hf_rules import OBJECT, UNSET, check, only, positive, refuse
-from models.config import ModelConfig
+from models.checkpoints.hf_rules import OBJECT, UNSET, check, only, positive
+from models.config import ModelConfig, unsupported
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.files import LAYERS, LIST, HeadFiles, Kind, layer_ids, layers_config, mask_token, speculators_layers
 
@@ -20,7 +20,7 @@ def eagle_shape(files: HeadFiles, target: ModelConfig) -> EagleShape:
     values, names, where = files.values, files.tensors.keys(), files.where
     check(values, RULES, where)
     if values.get("norm_before_fc") and values.get("fc_norm"):
-        raise refuse("inputs are normalised twice", f"{where}: fc_norm", "norm_before_fc, too", "one of them")
+        unsupported(f"{where}: fc_norm", "norm_before_fc, too", "the only norm of the inputs")
     if values.get("transformer_layer_config"):
         config, windows = speculators_layers(files)
     else:  # has layers of Llama without windows, whatever the config copies from the target's
