@@ -4,7 +4,6 @@
 printed and decide nothing: small cases take the host's time, which replayed rounds do not need.
 """
 
-import hashlib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from common.provenance import package_version
 from models.attention.base import AttentionBackend
 from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
-from models.kernels.build import BuildChoice, BuildError, cache_folder, check, remembered
+from models.kernels.build import BuildChoice, BuildError, cache_file, check, remembered
 from models.kernels.check import Case
 
 __all__ = ["REFERENCE", "candidate", "cases", "checked", "refusal"]
@@ -57,9 +56,9 @@ def checked(name: str, device: torch.device, again: bool = False) -> BuildChoice
     `again`). Errors: BuildError if the check does not end; OSError if its result cannot be kept."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     versions, texts = map(package_version, PACKAGES), (path.read_text() for path in sources)
-    about = [torch.cuda.get_device_name(device), *versions, *texts]
-    memory = cache_folder().absolute() / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
-    return remembered(memory, f"checking the {name} kernels on this GPU, once", lambda: _compared(name), again)
+    about = [torch.cuda.get_device_name(device), *map(str, versions), *texts]
+    title = f"checking the {name} kernels on this GPU, once"
+    return remembered(cache_file(name, "json", *about), title, lambda: _compared(name), again)
 
 
 def _compared(name: str) -> BuildChoice:

@@ -5,6 +5,7 @@ Libraries and the results of their checks are kept in the user's cache folder by
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from common.checkout import ROOT
 from common.jsonl import parse_json
@@ -39,6 +40,7 @@ BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "
 TIMEOUT_SECONDS = 300
 FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
 
+Bound = TypeVar("Bound")
 Row = dict[str, Any]  # a line that `models.kernels.check` prints
 
 
@@ -60,6 +62,16 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
+def use_kernel(name: str, bind: Callable[[ctypes.CDLL], Bound], instead: str) -> Bound | None:
+    """Return what `bind` makes of a kernel's library; None, with a note of what happens instead, without it."""
+    try:
+        return bind(load_library(name))
+    except BuildError as error:
+        say(f"note: {instead}: {error}")
+        return None
+
+
+@functools.cache
 def load_library(name: str) -> ctypes.CDLL:
     """Load a kernel of KERNELS, built and checked at its first use. Raises BuildError."""
     choice = choose(name)
@@ -77,7 +89,7 @@ def choose(name: str, again: bool = False) -> BuildChoice:
     """Return the stored choice of a kernel's build, or check builds, anew if `again`. Raises BuildError."""
     try:
         cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
+        memory = _kernel_file(name, "json", str(BUILDS), cases, version("torch"))
         title = f"building and checking the {name} kernel for this CPU, once"
         return remembered(memory, title, lambda: _first_good_build(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
@@ -163,7 +175,7 @@ def speedup(rows: Sequence[Row]) -> float:
 
 def build_library(name: str, build: str) -> Path:
     """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
-    library = _cache_file(name, "so", *BUILDS[build])
+    library = _kernel_file(name, "so", *BUILDS[build])
     if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -186,11 +198,17 @@ def _compiler() -> list[str]:
     return words
 
 
-def _cache_file(name: str, ending: str, *about: str) -> Path:
+def _kernel_file(name: str, ending: str, *about: str) -> Path:
     """Return a path named by everything that machine code depends on: several processors may share a home folder."""
-    digest = hashlib.sha256(KERNELS[name][0].read_bytes())
-    digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
+    cpu = ""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        digest.update("".join(line for line in text if line.startswith(("model name", "flags")))[:10_000].encode())
-    return cache_folder().absolute() / f"{name}-{digest.hexdigest()[:16]}.{ending}"
+        cpu = "".join(line for line in text if line.startswith(("model name", "flags")))[:10_000]
+    source = KERNELS[name][0].read_text(encoding="utf-8")
+    return cache_file(name, ending, source, *_compiler(), *COMPILE, *about, platform.machine(), cpu)
+
+
+def cache_file(name: str, ending: str, *about: str) -> Path:
+    """Return a path in `cache_folder` for what is known about these texts alone."""
+    digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
+    return cache_folder().absolute() / f"{name}-{digest[:16]}.{ending}"
