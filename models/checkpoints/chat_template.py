@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import CheckpointError, refuse
+from common.errors import CheckpointError, ConfigError, refuse
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.loading import CONVERT
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
@@ -54,7 +54,8 @@ class ChatTemplate:
         that are not for clients.
         """
         if taken := {"messages", "tools", "documents", "add_generation_prompt", *self.tokens} & variables.keys():
-            refuse("the request's chat_template_kwargs", ", ".join(sorted(taken)), "other names", fix="leave it out")
+            what = "a variable of the chat template is taken"
+            raise ConfigError(what, "chat_template_kwargs", ", ".join(sorted(taken)), "other names", "leave it out")
         given = {**variables, "tools": tools, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
             text = self.template.render({**given, "messages": messages})
@@ -64,7 +65,7 @@ class ChatTemplate:
             refuse(self.path, seen, "messages that this model's template takes", what, fix)
         if tools and text == self.render(messages, variables):
             what, fix = "the model's chat template reads no tools", "leave them out, or use another template"
-            refuse("the request's tools", json.dumps(tools)[:200], "none", what, fix)
+            raise ConfigError(what, "tools", json.dumps(tools)[:200], "none", fix)
         return text
 
     def encode(

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import flag, refuse
 from common.jsonl import parse_json
-from models.checkpoints.hf_rope import ROPE_TYPES, rope_fields
+from models.checkpoints.hf_rope import ORIGINAL, ROPE_TYPES, rope_fields
 from models.checkpoints.hf_rules import (
     BOOLEAN,
     INTEGER,
@@ -35,11 +35,8 @@ FULL_LAYERS = Rule(
 )
 LAYER_FLAGS = Rule(
     "no such key, null, or 0 or 1 for each layer",
-    lambda value: (
-        value is None or (isinstance(value, list) and all(type(flag) is int and flag in (0, 1) for flag in value))
-    ),
+    lambda value: value is None or (isinstance(value, list) and all(type(x) is int and x in (0, 1) for x in value)),
 )
-
 IDS = Rule(
     "a token id, a list of token ids, or null",
     lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
@@ -67,18 +64,20 @@ DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embed
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture's rules in addition to RULES, and transformers' defaults for absent keys."""
+    """An architecture's rules in addition to RULES, and transformers' defaults for absent keys.
+
+    renamed: keys of older files, and their present names. is_fused: q, k and v are one tensor, gate and up another.
+    fixed: fields of ModelConfig that every model of the architecture has. sizes, switches: fields that a key gives, a
+    number or true or false.
+    """
 
     model_type: str
     rules: Mapping[str, Rule]
     defaults: Values
-    has_window: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of older files, and their present names
+    renamed: Mapping[str, str] = field(default_factory=dict)
     rope_types: Collection[str] = tuple(ROPE_TYPES)
-    is_fused: bool = False  # q, k and v are one tensor, gate and up another
-    # Fields of ModelConfig that every model of the architecture has.
+    is_fused: bool = False
     fixed: Mapping[str, bool] = field(default_factory=dict)
-    # Fields of ModelConfig that a key gives: sizes, and what is true or false.
     sizes: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,7 +88,7 @@ ARCHITECTURES = {
     # transformers' Llama ignores a window when it attends, but its cache drops the entries behind the window.
     "LlamaForCausalLM": Architecture(
         "llama",
-        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "sliding_window": UNSET, "layer_types": FULL_LAYERS},
+        {"sliding_window": UNSET, "layer_types": FULL_LAYERS},
         {"max_position_embeddings": 2048},
         switches=ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     ),
@@ -98,7 +97,6 @@ ARCHITECTURES = {
         "mistral",
         {"layer_types": only()},
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        has_window=True,
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
@@ -108,17 +106,15 @@ ARCHITECTURES = {
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
-        {"head_dim": INTEGER, "attention_bias": BOOLEAN, **FULL_ATTENTION},
+        {"head_dim": INTEGER, **FULL_ATTENTION},
         {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
         fixed={"qk_norm": True},
         switches=ATTENTION_BIAS,
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        {
-            **{"head_dim": INTEGER, "attention_bias": BOOLEAN, "norm_topk_prob": BOOLEAN, **FULL_ATTENTION},
-            **{"decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},  # else, some layers lack experts
-        },
+        # Other values of the last two keys: some layers lack experts.
+        {"head_dim": INTEGER, **FULL_ATTENTION, "decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},
         {
             **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "moe_intermediate_size": 768},
             **{"num_local_experts": 128, "num_experts_per_tok": 8},
@@ -135,17 +131,13 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(
         "phi3",
         {"partial_rotary_factor": NUMBER, "layer_types": only()},
-        {
-            **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-            **{"sliding_window": None},
-        },
-        has_window=True,
+        {"max_position_embeddings": 4096, ORIGINAL: 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
         rope_types=("default", "longrope"),
         is_fused=True,
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
-        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "no_rope_layers": LAYER_FLAGS, **FULL_ATTENTION},
+        {"no_rope_layers": LAYER_FLAGS, **FULL_ATTENTION},
         {
             **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2000000.0},
             **{"tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4},
@@ -164,7 +156,8 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
         unsupported(f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
-    check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
+    switches = dict.fromkeys(architecture.switches.values(), BOOLEAN)
+    check(given, {"model_type": only(architecture.model_type)} | RULES | switches | dict(architecture.rules), where)
     renamed = {architecture.renamed.get(key, key): value for key, value in given.items()}
     if len(renamed) < len(given):
         seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
@@ -175,7 +168,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     rope = rope_fields(values, head_dim, architecture.rope_types, where)
     if rope["rotary_dim"] and "partial_rotary_factor" not in architecture.rules:
         unsupported(f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
-    has_window = architecture.has_window and values["sliding_window"] is not None
+    has_window = architecture.defaults.keys() >= {"sliding_window"} and values["sliding_window"] is not None
     eos = values.get("eos_token_id")
     return {
         "vocab_size": positive(values, "vocab_size", where),

@@ -15,10 +15,10 @@ from models.checkpoints.convert import Part, check_names, match_parts, read_stac
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
 from models.heads.base import HeadShape, TransformerHead
-from models.heads.dflash_files import DFLASH
-from models.heads.eagle_files import EAGLE
+from models.heads.dflash import DFLASH
+from models.heads.eagle import EAGLE
 from models.heads.files import FIX, Kind, open_head, target_ids, unfit
-from models.heads.medusa_files import MEDUSA
+from models.heads.medusa import MEDUSA
 from models.kernels.packed_linear import pack_linears
 from models.kernels.quantize import quantize_linears
 
