@@ -9,9 +9,8 @@ from common.launch import missing_launcher
 from models.attention import cpp_backend
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FlashAttention, find_flavour
-from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
-from models.kernels.build import BuildError
+from models.kernels.build import BuildError, choose
 from models.names import BACKENDS
 
 
@@ -67,7 +66,7 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         return Selection(TorchAttention(), why)
-    if reason := missing_launcher() or refusal("triton", device):
+    if reason := missing_launcher() or refusal("triton"):
         raise BuildError(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
@@ -80,9 +79,17 @@ def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> S
         fallback = _triton(device, spec, entries).backend
     except BuildError:
         fallback = TorchAttention()
-    if reason := flavour.unsupported(spec) or refusal("flash", device):
+    if reason := flavour.unsupported(spec) or refusal("flash"):
         return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
+
+
+def refusal(name: str) -> str | None:
+    """Return why the kernels of a backend, "triton" or "flash", are not used on this GPU; None if they are."""
+    try:
+        return "; ".join(choose(name).refused) or None
+    except BuildError as error:
+        return str(error)
 
 
 _SELECT = {"cpp": _cpp, "triton": _triton, "flash": _flash}

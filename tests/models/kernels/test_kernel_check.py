@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.attention import gpu_check
+from models.attention.select import refusal
 from models.kernels import build as cpp_build
 from tests.support.machine import needs_cpp_compiler
 
@@ -26,7 +26,7 @@ BUGS = [
 
 def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
     """Write a kernel's source with a bug that -DBUG=0 turns off."""
-    text = cpp_build.KERNELS[name][0].read_text()
+    text = cpp_build.KERNELS[name].source.read_text()
     assert right in text
     source = folder / f"{name}.cpp"
     source.write_text(
@@ -36,7 +36,7 @@ def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
 
 
 def errors(name: str, library: Path | str) -> list[str]:
-    suite: Any = import_module(cpp_build.KERNELS[name][1])
+    suite: Any = import_module(cpp_build.KERNELS[name].cases)
     candidate = suite.candidate(ctypes.CDLL(str(library)))
     return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
 
@@ -62,9 +62,8 @@ def builds(monkeypatch, tmp_path) -> partial:
     """Choose among builds of a wrong pointwise kernel, in an empty cache folder: `builds({name: flags})`."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     name, right, wrong = BUGS[1]
-    monkeypatch.setitem(
-        cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
-    )
+    wrong_kernel = cpp_build.KERNELS[name]._replace(source=wrong_source(name, right, wrong, tmp_path))
+    monkeypatch.setitem(cpp_build.KERNELS, name, wrong_kernel)
     monkeypatch.setattr(cpp_build, "speedup", lambda rows: 1.0)
     monkeypatch.setattr(cpp_build, "load_library", cpp_build.load_library.__wrapped__)
     return partial(monkeypatch.setattr, cpp_build, "BUILDS")
@@ -98,7 +97,7 @@ def test_kernels_are_checked_once_on_each_gpu(monkeypatch, tmp_path, found, said
     """A check that crashed is repeated."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     gpus, checked = iter(["H100", "H100", "A100"]), []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(gpus))
-    monkeypatch.setattr(gpu_check, "check", lambda *given: checked.append(given) or found)
-    assert [gpu_check.refusal("triton", torch.device("cuda")) for _ in range(3)] == [said] * 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: next(gpus))
+    monkeypatch.setattr(cpp_build, "check", lambda *given: checked.append(given) or found)
+    assert [refusal("triton") for _ in range(3)] == [f"triton: {said}"] * 3
     assert checked == [("models.attention.gpu_check", "triton")] * n_checks
