@@ -1,23 +1,16 @@
-"""Compare records of gamma_cell.py with the cost model's predictions, and `auto` with fixed drafts."""
+"""Compare records of gamma_cell.py with predictions from costs that `auto` measured, and `auto` with fixed drafts."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from statistics import fmean, median
 
-import numpy as np
-
-from bench.auto.costs import Costs, tokens_per_round
-from common.errors import ConfigError
-from cost_model.grid import CostGrid
+from bench.auto.costs import tokens_per_round
+from cost_model.report import costs_of
 from reproduce.helpers.records import Record, grouped
 
 # Names of gamma_cell.py's runs that choose gamma, or gamma and the budget, before each round.
 AUTO, AUTO_BUDGET = "auto", "auto budget"
 USUAL_GAMMA = 3
-# Fields that are equal in a run and in the grid of costs that predicts it.
-SETTINGS = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
-SETTINGS += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
 def runs_of(records: Sequence[Record]) -> list[Record]:
@@ -26,34 +19,20 @@ def runs_of(records: Sequence[Record]) -> list[Record]:
 
 def compare(records: Sequence[Record]) -> list[Record]:
     """Return the predicted and the measured speedup of each fixed (rows, context, budget, gamma) whose costs are known.
-    A prediction takes the acceptance rate of the run that it is compared with."""
+
+    Costs are those that `auto budget` measured before each of its runs: the median of the predicted speedups counts.
+    The acceptance rate is that of the run that a prediction is compared with."""
     found = []
     for run in runs_of(records):
+        measured = [row["measured_costs"] for row in run["rows"] if row["way"] == AUTO_BUDGET]
         for row in run["rows"]:
-            gamma, alpha = row["gamma"], row["acceptance_rate"]
-            if alpha is not None and isinstance(gamma, int) and gamma > 0 and (costs := find_costs(records, run, row)):
-                predicted = costs.speedup(tokens_per_round(alpha, gamma), gamma)
+            gamma, alpha, budget = row["gamma"], row["acceptance_rate"], row["draft_budget"]
+            costs = [costs_of(cost) for cost in chain(*chain(*measured)) if cost["draft_budget"] == budget]
+            if alpha is not None and isinstance(gamma, int) and gamma > 0 and costs:
+                predicted = median(cost.speedup(tokens_per_round(alpha, gamma), gamma) for cost in costs)
                 error = predicted / row["speedup"] - 1
                 found.append(run | row | {"predicted": predicted, "measured": row["speedup"], "error": error})
     return found
-
-
-def find_costs(records: Sequence[Record], run: Record, row: Record) -> Costs | None:
-    """Return the costs from the last grid with the run's settings that covers the run's size."""
-    draft = run.get("draft_policy") or "streaming", row["draft_budget"]
-    for record in reversed(records):
-        is_same = all(record[name] == run[name] for name in SETTINGS if name in record and name in run)
-        if record["benchmark"] == "cost_model" and is_same:
-            with suppress(ConfigError):
-                return grid_of(record).at(run["B"], run["prefix_len"], draft)
-    return None
-
-
-def grid_of(record: Record) -> CostGrid:
-    drafts = tuple((draft["draft_policy"], draft["draft_budget"]) for draft in record["drafts"])
-    axes = {name: tuple(record[name]) for name in ("batches", "contexts", "gammas")}
-    costs = {name: np.array(record[f"{name}_ms"]) for name in ("plain", "verify", "draft", "other")}
-    return CostGrid(drafts=drafts, **axes, **costs)
 
 
 def errors_by_size(records: Sequence[Record]) -> list[Record]:
