@@ -24,8 +24,8 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
+from reproduce.helpers.batches import stretches
 from reproduce.helpers.load import Endpoint, Phase, beside, failed, load, served
-from reproduce.helpers.prompts import stretches
 from serving.serve import Serve
 
 MODES = PLAIN, SPECULATION = "plain", "speculation"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import DataError
+from reproduce.helpers.batches import stretches
 from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
-from reproduce.helpers.prompts import stretches
 from reproduce.serve_load import spread
 from tests.support.programs import Ended, run
 from tests.support.serving_cases import FLAGS, Served
