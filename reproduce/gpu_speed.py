@@ -12,12 +12,14 @@ import gc
 import itertools
 import sys
 import time
+import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from timeit import timeit
 from typing import Any, Literal
@@ -196,47 +198,28 @@ def rounds(device: str, words: str) -> Record:
     }
 
 
-DUMMY = "--load_format dummy --model_name"
-SMALL, LLAMA = f"{DUMMY} HuggingFaceTB/SmolLM2-135M-Instruct", f"{DUMMY} meta-llama/Meta-Llama-3.1-8B"
-SELF, COUPLED = "--draft_budget 512 --gen_len 48 --compile", "--temperature 0.6 --verification coupled"
-QUICK = f"{DUMMY} JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64"
-ROUNDS = {
-    "8B 32x16000": f"{LLAMA} --B 32 --prefix_len 16000 {SELF}",
-    "8B 32x16000, gamma 5": f"{LLAMA} --B 32 --prefix_len 16000 {SELF} --gamma 5",
-    "8B 32x16000, drafts in 4 bits": f"{LLAMA} --B 32 --prefix_len 16000 {SELF} --draft_weights int4",
-    "8B 32x28000": f"{LLAMA} --B 32 --prefix_len 28000 {SELF}",
-    "8B 32x32000, int8 entries": f"{LLAMA} --B 32 --prefix_len 32000 {SELF} --kv_dtype int8",
-    **{
-        f"8B 32x4000, {policy}": f"{LLAMA} --B 32 --prefix_len 4000 {SELF} --draft_policy {policy}"
-        for policy in ("verify_topk", "quantized", "retrieval")
-    },
-    "135M 64x7500, coupled": f"{SMALL} --B 64 --prefix_len 7500 {SELF} {COUPLED}",
-    "135M 64x4000, auto": f"{SMALL} --B 64 --prefix_len 4000 {SELF} {COUPLED} --gamma auto --draft_policy auto",
-    "book 22x7500": f"--B 22 --prefix_len 7500 {SELF}",
-    "book 22x7500, coupled": f"--B 22 --prefix_len 7500 {SELF} {COUPLED}",
-}
-# Query and KV heads, head_dim, rows, entries a row.
-SHAPES = [(32, 8, 128, 32, 16000), (32, 8, 128, 8, 64000), (32, 32, 128, 32, 4000), (9, 3, 64, 64, 7500)]
-SCORED = [(32, 8, 128, 1, 32000), (32, 8, 128, 64, 4000)]
-LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+# Random weights in the shape of a model.
+SHAPES = {"SMALL": "HuggingFaceTB/SmolLM2-135M-Instruct", "LLAMA": "meta-llama/Meta-Llama-3.1-8B"}
 Cell = Callable[[str], Record]
-CELLS: dict[str, Cell] = {
-    "bandwidth triton": partial(attention, backend="triton", shapes=SHAPES, kv=("same", "int8")),
-    "notes": partial(attention, backend="triton", shapes=SCORED, tokens=(4,), has_scores=True),
-    "bandwidth flash": partial(attention, backend="flash", shapes=SHAPES),
-    "bandwidth torch": partial(attention, backend="torch", shapes=SHAPES),
-    "linears": partial(linears, shapes=LAYERS, rows=(16, 64, 128, 256)),
-    "noise": partial(noise, rows=64, tokens=4, n_ids=128256),
-    **{name: partial(rounds, words=words) for name, words in ROUNDS.items()},
-}
-# Small sizes, which show on a CPU that cells run.
-QUICK_CELLS: dict[str, Cell] = {
-    "bandwidth torch": partial(attention, backend="torch", shapes=[(9, 3, 64, 2, 200)]),
-    "linears": partial(linears, shapes=[(128, 64)], rows=(16, 64)),
-    "noise": partial(noise, rows=2, tokens=4, n_ids=501),
-    "135M 64x7500, coupled": partial(rounds, words=f"{QUICK} {COUPLED}"),
-    "135M 64x4000, auto": partial(rounds, words=f"{QUICK} {COUPLED} --gamma auto --draft_policy auto"),
-}
+
+
+def cells_of(kernels: Mapping[str, Mapping[str, Any]], rounds_of: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return the cells of gpu_speed.toml by name."""
+    functions: dict[str, Callable[..., Record]] = {"attention": attention, "linears": linears, "noise": noise}
+    found: dict[str, Cell] = {}
+    for name, given in kernels.items():
+        arguments = {key: value for key, value in given.items() if key != "measure"}
+        found[name] = partial(functions[given["measure"]], **arguments)
+    for name, words in rounds_of["words"].items():
+        for short, model in SHAPES.items():
+            words = words.replace(short, f"--load_format dummy --model_name {model}")
+        found[name] = partial(rounds, words=f"{words} {rounds_of['common']}")
+    return found
+
+
+FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CELLS = cells_of(FILE["cells"], FILE["rounds"])
+QUICK_CELLS = cells_of(FILE["quick"], FILE["quick_rounds"])
 Name: Any = Literal[tuple(CELLS)]
 
 

@@ -10,6 +10,8 @@ from bench.session import Session
 from reproduce import gpu_speed
 from tests.support.programs import run
 
+ROUNDS = gpu_speed.FILE["rounds"]["words"]
+
 
 def test_small_sizes_run_on_the_cpu(tmp_path, monkeypatch):
     """A cell that fails is recorded; the exit code says so."""
@@ -23,7 +25,7 @@ def test_small_sizes_run_on_the_cpu(tmp_path, monkeypatch):
     assert failed["status"] == "error" and "ZeroDivisionError" in failed["error"]
     for name, record in records.items():
         assert record["status"] == "done" and record["quick"] and record["torch_version"]
-        if name in gpu_speed.ROUNDS:
+        if name in ROUNDS:
             assert record["identical_sequences"] == record["sequences"] == 2 and record["kernel_ms"] > 0
             assert len(record["largest"]) == 10 and min(record["baseline_step_ms"], record["verify_step_ms"]) > 0
 
@@ -41,7 +43,7 @@ class Planned(Exception):
     """A session was planned."""
 
 
-@pytest.mark.parametrize("name", gpu_speed.ROUNDS)
+@pytest.mark.parametrize("name", ROUNDS)
 def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     plans = []
 
@@ -54,7 +56,8 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    words = gpu_speed.ROUNDS[name].replace("--B 22", f"{gpu_speed.SMALL} --B 22")
+    words = gpu_speed.CELLS[name].keywords["words"]
+    words += f" --load_format dummy --model_name {gpu_speed.SHAPES['SMALL']}" * name.startswith("book")
     with pytest.raises(Planned):
         gpu_speed.open_fitting(f"{words} --device cuda")
     wanted = plans[0].config.sizes.B
