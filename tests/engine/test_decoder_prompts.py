@@ -12,7 +12,6 @@ from engine.pacing import Fixed
 from engine.sampling.distribution import logits_to_probs
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
-from tests.engine.test_decoder import witness_runner
 from tests.support.block_heads import with_head
 from tests.support.tiny import (
     continue_by_recomputing,
@@ -24,6 +23,7 @@ from tests.support.tiny import (
     tiny_model,
     tiny_runner,
 )
+from tests.support.witness import witness_runner
 
 
 class Counting(ModelRunner):

@@ -156,3 +156,9 @@ class Drafters:
 
     def _cache(self, policy: str, shape: KVShape) -> KVCache:
         return POLICIES[policy].make(shape, self.size)
+
+
+def three_drafters(runner: ModelRunner, gamma: int = 3) -> list[Drafter]:
+    """Return a drafter that is written through, one that runs a model, and one that copies text."""
+    size = Size(runner.max_batch, runner.cache.capacity, n_kept=1, window=7, dtype=runner.cache.keys.dtype)
+    return [*map(Drafters(runner, gamma, size), ("streaming", "standalone, full", "ngram"))]

@@ -163,12 +163,12 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     new_graphs = RecordedGraphs if case.is_captured and (ranks.size > 1 or case.schedule) else None
     runner = ModelRunner(model, _cache(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
     rng = random.Random(case.name)
-    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 24))] for _ in range(4)]
     temperature = 0.0 if case.mode == "greedy" else 0.8
     kinds = ("snapkv", "standalone, streaming", "ngram") if case.draft == "changing" else (case.draft,)
     drafters = [_drafter(case, kind, folder, runner) for kind in kinds]
     drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if len(kinds) > 1 else {"drafter": drafters[0]}
-    limits = [rng.randint(1, 14) for _ in prompts]
+    limits = [rng.randint(1, 10) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
     settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
     out = generate_selecting(runner, prompts, **settings, **drafts)
