@@ -2,9 +2,7 @@
 
 import random
 
-import numpy as np
 import pytest
-import torch
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
@@ -172,11 +170,3 @@ def test_a_request_that_was_submitted_or_has_other_types_is_refused():
     for field, value in (("prompt", [1, 2.0]), ("stop_tokens", 3), ("id", "3")):
         with pytest.raises(ConfigError):
             Request(**{"prompt": [1, 2], "limit": 3, field: value})
-
-
-def test_a_request_takes_numbers_of_numpy():
-    prompts, limits, stops = [np.array([5, 1, 7]), [np.int32(5), np.uint8(2)]], np.array([9, 4]), [np.int64(VOCAB - 1)]
-    out = generate(witness_runner(2), prompts, max_new_tokens=limits, stop_tokens=stops, request_ids=np.arange(2))
-    plain = [continue_plainly([5, 1, 7], 9), continue_plainly([5, 2], 4)]
-    assert out.tokens == [cut(tokens, [VOCAB - 1]) for tokens in plain]
-    assert Request(torch.tensor([5, 1]), 3).prompt == [5, 1]

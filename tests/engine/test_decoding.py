@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,11 +104,11 @@ def test_bad_calls_are_refused_before_anything_runs(model, change):
     assert int(cache.positions.max()) == -1, "something ran"
 
 
-def test_prompts_may_be_generators(model, prompts, answers):
-    stop = answers[1][3]
-    runner = ModelRunner(model, full_cache(model, 2))
-    each = (iter(prompt) for prompt in prompts)
-    out = generate(runner, each, max_new_tokens=N_NEW, stop_tokens=(token for token in (stop,)))
+def test_prompts_may_be_generators_and_hold_numbers_of_numpy(model, prompts, answers):
+    runner, stop = ModelRunner(model, full_cache(model, 2)), answers[1][3]
+    each = (iter(map(np.int32, prompt)) for prompt in prompts)
+    limits, ids = np.array([N_NEW] * len(prompts)), np.arange(len(prompts))
+    out = generate(runner, each, max_new_tokens=limits, stop_tokens=(np.int64(stop) for _ in "1"), request_ids=ids)
     assert out.tokens == [cut(answer, [stop]) for answer in expected(answers)]
 
 

@@ -52,12 +52,7 @@ MERGES = [("{", '"'), ('"', ":"), ('"', ","), ("c", "o"), ("o", "u"), ("co", "l"
 VOCABULARY = [BOS, *ALPHABET, *(a + b for a, b in MERGES)]
 END = 0  # a control token, so that no text contains it
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 5, '{"colour": "red", "count": 1']
-WAYS = [
-    SamplingParams(0.8, seed=3),
-    SamplingParams(1.1, top_k=20, seed=4),
-    SamplingParams(),
-    SamplingParams(1.0, seed=5),
-]
+WAYS = [SamplingParams(0.8, seed=3), SamplingParams(1.1, top_k=20, seed=4), SamplingParams(), SamplingParams(1, seed=5)]
 
 
 @pytest.fixture(scope="module")
@@ -223,40 +218,32 @@ def test_clients_get_json_on_every_route(structured: Served):
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("route", "body", "names"),
-    [
-        (
-            "/generate",
-            {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "(a"}}},
-            "parameters.grammar",
-        ),
-        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": {}}}}, "parameters.grammar"),
-        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
-        ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
-            "response_format",
-        ),
-        *(
-            ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", **wrong}}, "response_format")
-            for wrong in (
-                {"json_schema": {"schema": {"maximum": 10**400}}},
-                {"json_schema": {"schema": {"title": "\ud800"}}},
-                {"json_schema": {"schema": {}, "schemas": {}}},
-            )
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
-            "ignore_eos",
-        ),
-    ],
+WRONG_FORMATS = (
+    *({"type": "json_schema"}, {"type": "xml"}),
+    *(
+        {"type": "json_schema", "json_schema": schema}
+        for schema in (
+            {"schema": {"type": "objekt"}},
+            {"schema": {"maximum": 10**400}},
+            {"schema": {"title": "\ud800"}},
+            {"schema": {}, "schemas": {}},
+        )
+    ),
 )
-def test_a_wrong_grammar_is_a_wrong_field(structured: Served, route, body, names):
-    answer = structured.ask(route, body)
-    assert answer.status in (400, 422) and names in str(answer.json["error"])
+
+
+def test_a_wrong_grammar_is_a_wrong_field(structured: Served):
+    given = [
+        ("/v1/completions", {"prompt": "a", "response_format": wrong}, "response_format") for wrong in WRONG_FORMATS
+    ]
+    ignores = {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}
+    given.append(("/v1/completions", ignores, "ignore_eos"))
+    for value in ("(a", {}):
+        parameters = {"grammar": {"type": "regex", "value": value}}
+        given.append(("/generate", {"inputs": "a", "parameters": parameters}, "parameters.grammar"))
+    for route, body, names in given:
+        answer = structured.ask(route, body)
+        assert answer.status in (400, 422) and names in str(answer.json["error"]), body
 
 
 @pytest.mark.parametrize("is_hermes", [True, False])
