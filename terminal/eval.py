@@ -14,10 +14,10 @@ from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
 from engine.counts import Counts, acceptance_text
-from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
-from engine.evaluation.success import compared
 from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
 from terminal.models import ModelFlags
+from terminal.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
+from terminal.significance import compared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ from bench.plan_types import Plan
 from bench.record import rounded
 from bench.session import Session
 from bench.settings import nested, settings_record
+from common.contention import contention, usage_so_far
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
-from engine.contention import contention, usage_so_far
 from engine.counts import acceptance_text, total
 from engine.generation import GenerateOutput
 from models.names import Scheme

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.session import Session
-from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
-from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
 from engine.sampling.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
+from terminal.multiplication import SHOTS, is_right, problems, prompt
+from terminal.significance import compared, mcnemar, paired_difference, wilson
 from tests.support.hf_tiny import N_TOKENS
 from tests.support.programs import Ended, run
 from tests.support.witness import FakeConfig, FakeModel
