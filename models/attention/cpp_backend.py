@@ -1,7 +1,6 @@
 """The `cpp` backend: a C++ kernel for CPUs that reads every key and value once."""
 
 import ctypes
-import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,11 +19,6 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 PART = 1024
 # The most numbers of a vector. Entries in 4 bits are unpacked first if their groups are no multiple of it.
 LANES = 16
-
-
-@functools.cache
-def load_kernel() -> ctypes.CDLL:
-    return load_library("attention")
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -52,7 +46,7 @@ class CppAttention:
     name = "cpp"
 
     def __init__(self, kernel: ctypes.CDLL | None = None) -> None:
-        self._kernel = kernel or load_kernel()
+        self._kernel = kernel or load_library("attention")
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return group is not None and group % LANES > 0
