@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
+from engine import SelfSpeculation
 from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
 from kv_cache.policy import policies, registered
@@ -14,41 +14,12 @@ from tests.support.policies import (
     SELF_DRAFT_POLICIES,
     Size,
     SmallestKeys,
-    generate_selecting,
     new_cache,
 )
-from tests.support.recorded_graph import RecordedGraphs
-from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
+from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
-LENGTHS, LIMITS = [40, 7, 23, 1, 31], [25, 9, 18, 30, 12]
-DRAFTS = [*(("self", name) for name in SELF_DRAFT_POLICIES), *(("standalone", name) for name in POLICIES)]
-
-
-def make_drafter(kind: str, policy: str, runner: ModelRunner):
-    cache = POLICIES[policy].make(TINY, SIZE)
-    if kind == "self":
-        return SelfSpeculation(runner, cache, GAMMA)
-    return StandaloneDraft(ModelRunner(tiny_model(seed=3), cache), GAMMA)
-
-
-@pytest.mark.parametrize("kind,policy", DRAFTS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_output_is_that_of_the_target_alone(kind, policy, temperature):
-    """Greedy and coupled; five requests through three rows, called and with captured rounds."""
-    model, prompts = tiny_model(), random_prompts(LENGTHS)
-    sampling = SamplingParams(temperature, seed=2)
-    how = {"sampling": sampling, "verification": "coupled" if temperature else "greedy"}
-    expected, counts = recomputed(model, prompts, LIMITS, sampling), []
-    for new_graphs in (None, RecordedGraphs):
-        runner = ModelRunner(model, full_cache(model, SIZE.n_rows), prefill_chunk=8, new_graphs=new_graphs)
-        drafter = make_drafter(kind, policy, runner)
-        out = generate_selecting(runner, prompts, drafter, max_new_tokens=LIMITS, **how)
-        assert out.tokens == expected
-        counts.append(out.stats.counts)
-    assert counts[0] == counts[1]
-    assert not POLICIES[policy].is_exact or (counts[0].acceptance_rate == 1.0) == ((kind, policy) == ("self", "full"))
 
 
 @pytest.mark.parametrize("n_missed", [4, 20])
