@@ -50,6 +50,12 @@ def invalid(param: str, message: str, kind: str = "validation") -> Failure:
     return Failure(422, kind, f"{param}: {message}", param)
 
 
+def require(is_right: object, param: str, message: str, kind: str = "validation") -> None:
+    """Raise the failure of a request with a wrong field, unless it is right."""
+    if not is_right:
+        raise invalid(param, message, kind)
+
+
 def internal(error: Exception) -> Failure:
     return Failure(500, "internal", f"the server has failed ({type(error).__name__})")
 

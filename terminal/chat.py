@@ -12,7 +12,7 @@ from bench.config import AUTO, RunConfig, Sizes
 from bench.plan import resolve
 from bench.plan_types import Plan
 from bench.session import Session
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import refuse, require_at_least
 from common.say import say
 from engine.decoding import Decoder
 from engine.drafters import Drafter
@@ -21,7 +21,7 @@ from engine.runner import not_finite
 from models.checkpoints.text_stream import TextStream
 from terminal.in_turn import require_fixed_text
 from terminal.models import ModelFlags
-from terminal.track import printable
+from terminal.panes import printable
 
 RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
@@ -33,14 +33,10 @@ class Chat(ModelFlags):
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"max_length": "--context"}
 
-    system: str | None = None
-    """what the conversation begins with, before the first message"""
-    gen_len: int = 512
-    """the most new tokens of an answer"""
-    no_thinking: bool = False
-    """ask a model that thinks before it answers, such as Qwen3, not to"""
-    context: int = 4096
-    """the most tokens of a conversation, if the model's context has as many"""
+    system: str | None = None  # what the conversation begins with, before the first message
+    gen_len: int = 512  # the most new tokens of an answer
+    no_thinking: bool = False  # ask a model that thinks before it answers, such as Qwen3, not to
+    context: int = 4096  # the most tokens of a conversation, if the model's context has as many
 
     def run(self) -> None:
         """Answer what is typed, or each line that is piped in. Errors: UserError."""
@@ -78,10 +74,9 @@ def plan_of(config: RunConfig, context: int) -> Plan:
     plan = resolve(replace(config, sizes=Sizes(B=1)), max_length=context)
     assert plan.draft is not None
     if plan.draft.automatic:
-        what = "costs are measured on prompts, which are not known beforehand"
         name = "gamma" if plan.draft.auto_gamma else "draft_policy" if plan.draft.auto_policy else "draft_budget"
         required = "a policy" if name == "draft_policy" else "a number"
-        raise ConfigError(what, flag(name), AUTO, required, f"use {flag(name)} with {required}")
+        refuse(name, AUTO, required, "costs are measured on prompts, which are not known beforehand")
     return plan
 
 

@@ -7,7 +7,7 @@ from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.drafters.config import DrafterConfig
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
@@ -26,16 +26,15 @@ class PositionalTarget(Target):
 class Draft(NamedDraft):
     """The draft."""
 
-    second: Positional[Annotated[str | None, SECOND]] = None
-    """the draft, as --draft"""
+    second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Return the configuration of the drafter. Errors: ConfigError, also for two drafts."""
         if self.second is None:
             return super().config(**chosen)
         if self.draft not in (None, self.second):
-            where, fix = f"DRAFT, {flag('draft')}", f"leave out {flag('draft')}"
-            raise ConfigError("two drafts are named", where, f"{self.second}, {self.draft}", "one draft", fix)
+            where, seen = f"DRAFT, {flag('draft')}", f"{self.second}, {self.draft}"
+            refuse(where, seen, "one draft", "two drafts are named", f"leave out {flag('draft')}")
         return replace(self, draft=self.second, second=None).config(**chosen)
 
 

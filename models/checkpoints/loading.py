@@ -4,15 +4,16 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, refuse
 from models.attention import select_backend
-from models.checkpoints.convert import is_finite, source_parts
+from models.checkpoints.convert import require_finite, source_parts
 from models.checkpoints.hf_config import config_from_json
 from models.checkpoints.manifest import (
     CONFIG,
@@ -34,7 +35,7 @@ from models.llama import Transformer, attention_spec, logits_dtype
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
-CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
+refuse_weights = partial(refuse, fix=f"convert the checkpoint again ({CONVERT} --force)", error=CheckpointError)
 
 Value = TypeVar("Value")
 
@@ -54,9 +55,7 @@ def drop_layers(
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
-        what, required = "these layers cannot be dropped", f"some, not all, of layers 0 to {config.n_layer - 1}"
-        fix = "name layers of this model, and keep at least one"
-        raise ConfigError(what, "layers to drop", sorted(dropped), required, fix)
+        refuse("layers to drop", sorted(dropped), f"some, not all, of layers 0 to {config.n_layer - 1}")
     shallower: dict[str, Value] = {}
     for name, value in state_dict.items():
         module, *rest = name.split(".", 2)
@@ -86,8 +85,8 @@ def read_checkpoint(
     path = Path(path)
     path = path if path.suffix == ".pth" else path / WEIGHTS
     if not path.is_file():
-        required, fix = f"a {WEIGHTS}, or a folder with one", f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
-        raise CheckpointError("the weights are missing", path, "no such file", required, fix)
+        fix = f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
+        refuse_weights(path, "no such file", f"a {WEIGHTS}, or a folder with one", fix=fix)
     expected = config or config_from_json(path.parent / CONFIG)
     check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
     _check_sources(path)
@@ -96,17 +95,15 @@ def read_checkpoint(
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
         shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
-        raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
+        refuse_weights(path, f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}")
     stored = replace(stored, eos_tokens=expected.eos_tokens)  # the weights are no other with other end tokens
     if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
-        what = "the weights belong to another config"
-        raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
+        refuse_weights(path, seen, f"{required} ({CONFIG})", "the weights belong to another config")
     if shapes != (required_shapes := expected_shapes(expected)):
         unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
-        raise CheckpointError("the tensors are not the config's", path, unknown[:4], sorted(missing)[:4], CONVERT_AGAIN)
+        refuse_weights(path, unknown[:4], sorted(missing)[:4], "the tensors are not the config's")
     return expected, state_dict
 
 
@@ -118,8 +115,8 @@ def _check_sources(path: Path) -> None:
             continue
         is_newer, has_size = source.stat().st_mtime > path.stat().st_mtime, source.stat().st_size == entry["size"]
         if not has_size or (is_newer and remembered_sha256(source) != entry["sha256"]):
-            what, required = "weights were saved again after their conversion", f"the weights that {path.name} has"
-            raise CheckpointError(what, source, "other content", required, CONVERT_AGAIN)
+            what = "weights were saved again after their conversion"
+            refuse_weights(source, "other content", f"the weights that {path.name} has", what)
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -160,7 +157,7 @@ def load_model(
         CheckpointError also for weights that are not finite in `dtype`.
     """
     if load_format not in ("pth", "dummy"):
-        raise ConfigError("unknown format", "load_format", load_format, "pth or dummy", "use pth for trained weights")
+        refuse("load_format", load_format, "pth, or dummy for random weights")
     state_dict: dict[str, Tensor] = {}
     if load_format == "dummy":
         config = config or preset_config(str(path))
@@ -188,9 +185,7 @@ def load_model(
             tensor = state_dict.pop(name)
             if load_format != "dummy":
                 tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
-                if not is_finite(tensor):
-                    seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
-                    raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
+                require_finite(path, name, tensor)
             weights[parameter] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):

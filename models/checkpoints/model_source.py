@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, refuse
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
@@ -129,10 +129,9 @@ class ModelSource:
         """Raise CheckpointError if the tokenizer made ids that the model lacks. Ids without a token are fine."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
-            what, where = "the tokenizer is not this model's", _folder(self.path)
-            seen, required = f"token id {largest} in a prompt", f"0 <= id < {vocab_size}, the vocabulary of {self.name}"
+            what, required = "the tokenizer is not this model's", f"0 <= id < {vocab_size}, ids of {self.name}"
             fix = "copy the model's tokenizer into this folder, or download and convert the model again"
-            raise CheckpointError(what, where, seen, required, fix)
+            refuse(_folder(self.path), f"token id {largest} in a prompt", required, what, fix, CheckpointError)
 
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
@@ -164,7 +163,7 @@ def find_model(
             required = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder"
             steps = f"download.py --repo_id REPO_ID --out_dir {folder}, then {CONVERT} --checkpoint_dir {folder}"
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
-            raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
+            refuse(where, path, required, "there is no converted checkpoint", fix, CheckpointError)
     in_file = str(folder / CONFIG)
     values = with_end_tokens(read_config(folder / CONFIG), folder)
     config = config_from_hf(changes.apply(values, in_file), where=in_file)
@@ -179,10 +178,10 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, pieces in enumerate(zip(theirs, ours, strict=False)):
             if pieces[0] != pieces[1]:
-                where = f"token id {token} of {draft.name} and {target.name}"
-                seen, required = "{!r} and {!r}".format(*pieces), "the same token for every id"
+                where, seen = f"token id {token} of {draft.name} and {target.name}", "{!r} and {!r}".format(*pieces)
+                what = "the draft has another vocabulary than the target"
                 fix = f"use a draft of the target's family, or make one: {CONVERT} --drop_layers"
-                raise ConfigError("the draft has another vocabulary than the target", where, seen, required, fix)
+                refuse(where, seen, "the same token for every id", what, fix)
     (fewer, _), (more, owner) = sorted((source.config.vocab_size, source.name) for source in (target, draft))
     return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted" if fewer < more else None
 

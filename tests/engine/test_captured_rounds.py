@@ -80,6 +80,7 @@ class OnGpu(TorchFunctionMode):
 
 
 @pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])
 @pytest.mark.parametrize("kind", DRAFTERS)

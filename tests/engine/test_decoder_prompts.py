@@ -68,9 +68,8 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
     """A drafter that runs all of a text, and how many tokens of one it runs at once."""
     if kind == "standalone":
         own, ran = counting(2, seed=5), []
-        fill, extend = own.fill_row, own.extend_rows
-        own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
-        own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
+        extend = own.extend
+        own.extend = lambda texts: ran.extend(len(text) - n for text, n in texts.values()) or extend(texts)
         return StandaloneDraft(own, 2), ran
     ran, again = [], target.recompute
     target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)

@@ -78,12 +78,13 @@ class Both:
         return [row.length for row in self.rows]
 
     def prefill(self, row: int, prompt: list[int]) -> None:
-        hidden, finite = self.runner.fill_row(row, prompt)
+        self.runner.cache.reset_row(row)
+        prefilled = self.runner.prefill(row, prompt)
         self.rows[row].forget(0)
         for start in range(0, len(prompt), self.runner.prefill_chunk):
             logits = self.rows[row].run(prompt[start : start + self.runner.prefill_chunk])
-        assert finite.all()
-        self._compare(row, self.runner.model.logits(hidden), logits[-1])
+        assert prefilled.bad_position is None
+        self._compare(row, prefilled.logits, logits[-1])
 
     def step(self, blocks: list[list[int]], n_rewritten: int) -> None:
         """Run a block a row, over its last `n_rewritten` tokens; the reference forgets those first."""

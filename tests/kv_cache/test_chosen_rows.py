@@ -53,7 +53,7 @@ class Rows:
         self.current = [5, 6, 7, 8]
 
     def fill(self, row: int) -> None:
-        self.runner.prefill_row(row, self.texts[row])
+        self.runner.prefill(row, self.texts[row])
         self.drafter.follow([RowUpdate(row, row, self.texts[row], 0)])
 
     def round(self, n_accepted: list[int], rows: list[int] | None = None, gamma: int = GAMMA) -> None:
@@ -123,7 +123,7 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
-    again.prefill_row(0, text)
+    again.prefill(0, text)
     queries = again.last_queries(0, text, len(text))[layer]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     chosen = []
@@ -193,7 +193,7 @@ def test_scores_of_the_last_request_in_a_row_are_forgotten():
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())
         rows.round([1, 1, 1, 1])
-        rows.drafter._scores.seen[:, 2] = left
+        rows.drafter.cache.scores.seen[:, 2] = left
         rows.fill(2)
         rows.round([1, 1, 1, 1], gamma=1)
         chosen.append(rows.cache.entries[:, :, 2].clone())
@@ -227,7 +227,7 @@ def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
     """Return for each KV head the chunks before the window: sinks, then by the last query's attention."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
-    again.prefill_row(0, text)
+    again.prefill(0, text)
     queries = again.last_queries(0, text, 1)[layer][:, 0]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     starts, ordered = range(0, len(text) - WINDOW, CHUNK), []
@@ -319,7 +319,7 @@ def test_snapkv_selects_what_lists_do(config):
     cache = drafter.cache
     heads_differ = False
     for row, prompt in enumerate(prompts):
-        runner.prefill_row(row, prompt)
+        runner.prefill(row, prompt)
         before = runner.cache.keys.clone()
         drafter.follow([RowUpdate(row, row, prompt, 0)])
         assert torch.equal(runner.cache.keys, before), "looking must not store anything"
@@ -347,7 +347,7 @@ def test_snapkv_of_some_layers_and_in_8_bits_keeps_their_entries():
     model = tiny_model(replace(TINY, n_layer=4), dtype=torch.float32)
     prompt = random_prompts([40])[0]
     runner = ModelRunner(model, FullKVCache(model.config, 1, 80, dtype=torch.int8))
-    runner.prefill_row(0, prompt)
+    runner.prefill(0, prompt)
     queries = runner.last_queries(0, prompt, WINDOW)
     shape = replace(TINY, n_layer=2)
     all_layers = SnapKV(BUDGET, WINDOW).new_cache(model.config, 1, 0, "cpu", torch.int8)

@@ -31,12 +31,12 @@ def test_a_draft_catches_up_with_tokens_that_it_missed(policy, n_missed):
     drafter, again = SelfSpeculation(runner, cache, GAMMA), SelfSpeculation(runner, anew, GAMMA)
     texts = [prompt + random_prompts([n_missed], seed=len(prompt))[0] for prompt in prompts]
     for row, (text, known) in enumerate(zip(texts, n_known, strict=True)):
-        runner.prefill_row(row, text)
+        runner.prefill(row, text)
         drafter.follow([RowUpdate(row, row, text[:known], 0)])
         drafter.follow([RowUpdate(row, row, text, known)])
         again.follow([RowUpdate(row, row, text, 0)])
         assert torch.equal(cache.positions[row], anew.positions[row])
-        chosen = cache.n_sink if cache.selects and len(text) > cache.capacity else 0
+        chosen = cache.n_fixed if cache.selects and len(text) > cache.capacity else 0
         assert torch.equal(cache.keys[:, row, :, chosen:], anew.keys[:, row, :, chosen:])
         if policy == "retrieval":
             n_whole = len(text) // cache.chunk
@@ -51,7 +51,7 @@ def test_entries_are_selected_when_a_text_outgrew_the_budget_unseen():
     text = random_prompts([90])[0]
     for policy in (name for name in SELF_DRAFT_POLICIES if POLICIES[name].sample.selects):
         runner, caches = tiny_runner(3), [POLICIES[policy].make(TINY, SIZE) for _ in "12"]
-        runner.prefill_row(0, text)
+        runner.prefill(0, text)
         for cache, parts in zip(caches, ([(10, 0), (90, 10)], [(90, 0)]), strict=True):
             for n, known in parts:
                 SelfSpeculation(runner, cache, GAMMA).follow([RowUpdate(0, 0, text[:n], known)])
@@ -65,7 +65,7 @@ def test_a_filled_row_holds_entries_of_the_target_and_no_other_row_changes(polic
     runner, cache = tiny_runner(3), POLICIES[policy].make(TINY, SIZE)
     drafter = SelfSpeculation(runner, cache, GAMMA)
     for row, prompt in zip([0, 1, 2] * 2, prompts, strict=True):
-        runner.prefill_row(row, prompt)
+        runner.prefill(row, prompt)
         before = cache.keys.clone(), cache.positions.clone()
         drafter.follow([RowUpdate(row, row, prompt, 0)])
         others = [i for i in range(3) if i != row]

@@ -128,8 +128,8 @@ def test_cases_that_the_kernel_does_not_take_run_on_torch(n_token, head_dim, dty
 
 def chosen_of(cache: VerifyTopKCache) -> Tensor:
     """Return the second layer's chosen entries as numbers, sorted."""
-    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
-    values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_fixed]
+    values = dequantize(cache.entries[1, ..., : cache.n_fixed, :], scales, torch.float64).transpose(0, 3).flatten(3)
     order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
     return values.gather(0, order[..., None].expand_as(values))
 

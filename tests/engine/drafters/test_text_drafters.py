@@ -126,7 +126,7 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
     table = cache._table
     assert guesses(Markov(tiny_runner(3), 3, table), first) == []
-    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(draws=None)) == [2, 3, 4]
+    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(noise_key=None)) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["cache", "combined", "another text"])

@@ -51,7 +51,7 @@ def test_every_position_counts_the_drafts_before_it():
             request.tokens = answer
         batch.set_state([0] * 3, [0] * 3, [0] * 3, requests)
         logits = 3 * torch.randn(3, 5, 61, generator=generator, dtype=torch.float64)
-        found = batch.edited(logits, drafts)
+        found = batch.processed(logits, drafts)
         assert torch.equal(found[1], logits[1])
         found = found.masked_fill(found < BAN / 2, -math.inf)
         for row, (request, how) in enumerate(zip(requests, rules, strict=True)):
@@ -59,7 +59,7 @@ def test_every_position_counts_the_drafts_before_it():
                 text = [*request.tokens, *drafts[row, :i].tolist()]
                 expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
                 torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
-        assert batch.edited(logits.bfloat16(), drafts).dtype == torch.float32
+        assert batch.processed(logits.bfloat16(), drafts).dtype == torch.float32
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
@@ -88,7 +88,7 @@ def test_where_all_ids_are_excluded_tokens_are_still_drawn():
     batch = Batch(1, Filters.of([rules]), n_ids=9)
     batch.set_state([0], [0], [0], [Request([1], 9, [2, 3], rules)])
     for dtype in (torch.float32, torch.float64):
-        logits = batch.edited(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
+        logits = batch.processed(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
         probs = Distribution.of([rules]).probs(logits)
         assert float(probs.sum()) == pytest.approx(1) and float(probs[..., 2:4].sum()) == 0
 

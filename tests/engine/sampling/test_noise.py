@@ -101,7 +101,7 @@ def test_the_triton_kernels_draw_what_pytorch_draws():
 def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
     from engine.sampling.triton_draws import draw_row, filter_row
-    from reproduce.gpu_parts import kernels
+    from tests.support import kernel_launches as kernels
 
     ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]
     assert len(ours) == 3

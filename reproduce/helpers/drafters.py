@@ -1,0 +1,76 @@
+"""Names of drafters on a command line, and the options that they stand for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from bench.config import AUTO
+from bench.draft_flags import ALONE, TEXTS, WITH_MODEL, DraftFlags
+from common.errors import ConfigError, flag, require_at_least
+from common.say import note_without_effect
+from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
+from kv_cache.policy import policies
+
+# Text drafters, a drafter, its checkpoint or policy, its policy after a checkpoint, and its gamma or schedule.
+NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
+
+
+def options_of_name(name: str) -> dict[str, Any]:
+    """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
+    match = NAME.fullmatch(name)
+    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
+    has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
+    if not has_model and not policy:
+        path, policy = "", path
+    is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
+    has_cache = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
+    if is_known and TEXTS.keys() >= {*before} and (has_cache or not (policy or before)):
+        given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
+        given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
+        given |= {"gamma": AUTO} if length == AUTO else {}
+        return {option: value for option, value in given.items() if value not in ("", ())}
+    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}; text drafters"
+    required += " before it, or a policy after it, for a drafter with a KV cache; a gamma of 1 or more"
+    raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
+
+
+def named_configs(
+    names: Sequence[str] | None,
+    draft: DraftFlags,
+    budgets: Sequence[int | str],
+    gammas: Sequence[int | str],
+    repeats_plain: bool,
+) -> list[tuple[str, DrafterConfig]]:
+    """Return every drafter with its name, once for each budget and gamma that it can have.
+
+    names: None for all that need no second model. draft: options of all drafters. repeats_plain: False if drafts decode
+    other tokens than plain decoding. Errors: ConfigError.
+    """
+    given = draft.given()
+    able = {name: kind for name, kind in ALONE.items() if kind.needs_option is None or kind.needs_option in given}
+    names = names or [name for name, kind in able.items() if repeats_plain or not kind.needs_baseline]
+    chosen = [(name, options_of_name(name)) for name in names]
+    models = {options["draft_model"]: name for name, options in chosen if "draft_model" in options}
+    if len(models) > 1:
+        fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
+        raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
+    found = []
+    for (name, options), budget, gamma in product(chosen, budgets or [None], gammas or [None]):
+        varied = {"draft_budget": budget, "gamma": gamma}
+        found.append((name, given | {key: value for key, value in varied.items() if value is not None} | options))
+
+    def chooses(options: Mapping[str, Any]) -> bool:
+        return AUTO in (options.get("gamma"), options.get("gamma_schedule"))
+
+    if any(chooses(options) for _, options in found):
+        # A budget that is chosen while decoding goes with a gamma that is.
+        found = [pair for pair in found if pair[1].get("draft_budget") != AUTO or chooses(pair[1])]
+    elif "auto_drafts" in given:
+        note_without_effect(["auto_drafts"], "no drafter chooses its gamma")
+    fixed = {"auto_drafts": ()}
+    configs = draft.variants(*(options if chooses(options) else options | fixed for _, options in found))
+    require_at_least("gamma", min(int(config.gamma) for config in configs if config.gamma != AUTO), 1)
+    # A drafter without a budget is there once.
+    every = [(name, config) for (name, _), config in zip(found, configs, strict=True)]
+    return [pair for index, pair in enumerate(every) if pair not in every[:index]]
