@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from tyro.conf import arg
 
-from common.errors import CheckpointError, ConfigError, flag
+from common.errors import CheckpointError, flag, refuse
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
@@ -54,15 +54,15 @@ def convert(
     """
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
         fix = "merge the adapter into the weights (peft: merge_and_unload), then delete it"
-        raise CheckpointError("the folder has an adapter", adapter, "an adapter", "weights without an adapter", fix)
+        refuse(adapter, "an adapter", "weights without an adapter", fix=fix, error=CheckpointError)
     in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
-        required, fix = f"another folder than {flag('checkpoint_dir')}", f"add {flag('out_dir')} FOLDER"
-        raise ConfigError("a shallower model would overwrite its source", flag("out_dir"), out_dir, required, fix)
+        what = "a shallower model would overwrite its source"
+        refuse("out_dir", out_dir, f"another folder than {flag('checkpoint_dir')}", what)
     is_conversion = in_place or not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir)
     if not is_conversion and (found := sorted(path.name for path in out_dir.iterdir())):
-        required, fix = "a new folder, or an earlier conversion's", f"choose another folder with {flag('out_dir')}"
-        raise CheckpointError("the folder has other files", f"{flag('out_dir')} {out_dir}", found[:4], required, fix)
+        seen, required = f"{out_dir} with {found[:4]}", "a new folder, or an earlier conversion's"
+        refuse("out_dir", seen, required, error=CheckpointError)
     if not force:
         listed = files.read_manifest(checkpoint_dir)["files"]
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]

@@ -75,7 +75,7 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
     block = torch.zeros((runner.max_batch, n_token), dtype=torch.int64, device=runner.device)
     positions = torch.arange(longest, cache.capacity, device=runner.device).expand_as(block)
     last_chunk = max(0, longest - runner.prefill_chunk)
-    of_chunk = _peak_bytes(runner.device, lambda: runner.fill_row(0, [0] * longest, last_chunk))
+    of_chunk = _peak_bytes(runner.device, lambda: runner.extend_row(0, [0] * longest, last_chunk))
     of_rows = _peak_bytes(runner.device, lambda: runner.step(block, positions))
     for row in range(runner.max_batch):
         cache.reset_row(row)

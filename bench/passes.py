@@ -15,15 +15,14 @@ from bench.by_length import ByLength, Stretch
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
-from engine.contention import Usage, usage_so_far
-from engine.counts import Counts, total
+from common.contention import Usage, usage_so_far
 from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
-from engine.runner import ModelRunner, captured_sizes
-from engine.stats import Stats
+from engine.runner import ModelRunner, Prefill, captured_sizes
+from engine.stats import Counts, Stats, total
 from engine.timing import PhaseTimer, synchronize
 from kv_cache import StreamingKVCache
 
@@ -136,12 +135,14 @@ def prefill(session: Session) -> float:
         # The second length makes the number of tokens a variable, and a single token is special.
         chunk = min(runner.prefill_chunk, len(first[0]))
         for n_token in (chunk, max(2, chunk - 1), 1):
-            runner.fill_row(0, first[0][:n_token])
+            runner.extend_row(0, first[0][:n_token])
     started = time.perf_counter()
     with progress_bar("prefill", sum(map(len, first))) as bar:
         for row, prompt in enumerate(first):
-            for n_tokens in runner.start_prefill(row, prompt)[1]:
-                bar.update(n_tokens)
+            runs = Prefill(runner, row, prompt)
+            while runs.n_left:
+                bar.update(runs.run_chunk())
+            runs.finish()
     synchronize(runner.device)
     saving = runner.prefixes.saving_seconds if runner.prefixes else 0.0
     return max(session.processes.gathered(time.perf_counter() - started - saving))
@@ -209,12 +210,12 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
         for index in unfinished:
             generation = generations[index]
             if copies:
-                generation.decoder.take_back(copies[index])
+                generation.decoder.swap_in(copies[index])
             before = usage_so_far()
             generation.run(goal)
             usages[index] += usage_so_far().since(before)
             if copies:
-                generation.decoder.set_aside(copies[index])
+                generation.decoder.swap_out(copies[index])
     return usages
 
 

@@ -13,12 +13,11 @@ from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, PassResults
 from bench.session import Session
 from bench.settings import nested, settings_record
+from common.contention import contention
 from common.provenance import provenance
-from engine.contention import contention
-from engine.counts import Counts, acceptance_standard_error
 from engine.generation import GenerateOutput
 from engine.pacing import Choice
-from engine.stats import RoundStats
+from engine.stats import Counts, RoundStats, acceptance_standard_error
 
 # Fields of `Counts` in a record.
 COUNTED = (

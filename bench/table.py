@@ -11,8 +11,8 @@ from bench.record import make_record
 from bench.session import Session
 from common.jsonl import publish
 from common.tables import Column, console
-from engine.counts import acceptance_text
 from engine.drafters.config import AUTO
+from engine.stats import acceptance_text
 
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32

@@ -69,8 +69,8 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
             raise _unreadable(prog, f"{names[0]} without a value")
         again = [name for name in given if name in names]
         if len(again) > 1 and not may_repeat:
-            required, fix = "every flag once, by one of its names", "leave out all but one"
-            raise ConfigError("a flag is given twice", prog, ", ".join(again), required, fix)
+            required = "every flag once, by one of its names"
+            raise ConfigError("a flag is given twice", prog, ", ".join(again), required, "leave out all but one")
     return config
 
 

@@ -52,7 +52,7 @@ class OutOfMemoryError(UserError):
 
 
 def refuse(
-    field: str,
+    field: object,
     seen: object,
     required: object,
     what: str = "",
@@ -63,7 +63,7 @@ def refuse(
 
     what: what is wrong, if the field and the required value do not say it. fix: default, to use the required value.
     """
-    where = flag(field) if field.isidentifier() else field
+    where = flag(str(field)) if str(field).isidentifier() else str(field)
     raise error(what or f"{where} is not {required}", where, seen, required, fix or f"use {where} {required}")
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, UserError, flag
+from common.errors import ConfigError, UserError, refuse
 from common.say import say
 
 
@@ -41,8 +41,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
     else:
         fits = bool(path) and not os.path.exists(path) and os.access(Path(path).resolve().parent, os.W_OK)
     if not fits:
-        required, fix = "a writable file of JSON, or a new one in a writable folder", "choose another file"
-        raise ConfigError(what, flag(field), path or "an empty name", required, fix)
+        required = "a writable file of JSON, or a new one in a writable folder"
+        refuse(field, path or "an empty name", required, what, "choose another file")
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:
@@ -60,8 +60,7 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        required = "a file that can be written, and room on the disk"
-        fix = "make room, or choose another file; the record is printed"
+        required, fix = "a file that can be written, and room on the disk", "make room; the record is printed"
         raise ConfigError("a record could not be appended", path, error, required, fix) from None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 
 
 class Collective(NamedTuple):
@@ -72,7 +72,7 @@ def find_machine(text: str) -> Machine:
     if machine is None or devices < 1 or (devices > 1 and not machine.protocols):
         required = f"one of {', '.join(MACHINES)}, or bandwidth, ops and, for several devices, link, all above 0"
         fix = f"use {flag('machine')} 8xA100, or {flag('machine')} {EXAMPLE}"
-        raise ConfigError("this machine is unknown", flag("machine"), text, required, fix)
+        refuse("machine", text, required, "this machine is unknown", fix)
     return replace(machine, devices=devices)
 
 

@@ -1,178 +1,231 @@
-"""Reports of the cost model: measured or predicted costs, acceptance, and the speedups that follow."""
+"""The program of the cost model: costs of sizes and drafts, and the speedups that follow from them."""
 
-import itertools
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from itertools import product
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from tqdm import tqdm
+import numpy as np
+from tyro.conf import arg
 
-from bench.auto.costs import Costs
-from bench.auto.measure import Rehearsal, measure_costs
-from bench.config import AUTO, RunConfig, Sizes
-from bench.data import make_prompts
-from bench.dummy_prefill import fill_with_noise
-from bench.plan import resolve_several
-from bench.record import record_of, rounded
-from bench.session import Session
-from common.errors import ConfigError, flag
-from common.jsonl import publish, require_appendable
+from bench.auto.costs import MS_OF_ROUNDS, Costs, tokens_per_round
+from bench.config import AUTO, Output, Target
+from common.errors import flag, refuse, require_at_least
+from common.jsonl import publish, read_lines, require_appendable
 from common.provenance import git_commit
-from common.say import say
-from cost_model.flags import CostFlags, Draft
-from cost_model.grid import CostGrid
+from common.say import note_without_effect, say
+from common.tables import Column, console
 from cost_model.machines import find_machine
 from cost_model.published import published_acceptance
-from cost_model.roofline import ModelStorage, predict_costs
-from cost_model.tables import Acceptance, Acceptances, best_of_each, best_table, cost_table, heat_map
-from engine.counts import acceptance_standard_error, total
-from engine.evaluation.teacher_forcing import forced_acceptance
+from cost_model.roofline import ITEMSIZE, ModelStorage, predict_costs
+from kv_cache.policy import BudgetedPolicy, policies
 from models.config import ModelConfig
+from models.names import Dtype, KVDtype, Scheme, parse_layers
 
-# New tokens that caches have room for while costs are measured.
-ROOM = 48
-# Acceptance is measured on this many rows and tokens of text, at this gamma or the largest if that is smaller.
-ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, ACCEPTANCE_GAMMA = 4, 96, 3
-# Sizes and settings that differ within a grid.
-VARIED = {"B", "prefix_len", "gen_len", "gamma", "draft_policy", "draft_budget"}
-
-
-def report_measured(flags: CostFlags) -> None:
-    """Measure costs, and acceptance unless it is given; print and record them with predictions. Errors: UserError."""
-    session, is_measured = open_largest(flags), flags.alpha is None
-    acceptances = {context: measure_acceptance(session, flags, context) for context in flags.sorted("contexts")}
-    grid = measure_grid(session, flags)
-    found = {
-        "load_format": flags.target.load_format,
-        "dataset": session.plan.dataset if is_measured else None,
-        **grid.record(),
-        **follows(grid, acceptances, "the data set's own text behind each context" if is_measured else "given"),
-    }
-    record = record_of("cost_model", session, found, without=VARIED)
-    publish_tables(flags, record, grid, acceptances, "\n")
+# Fields of `Target` that a prediction depends on.
+PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
+BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
+Draft = tuple[str, int | None]  # policy and budget
+SHADES = " .:-=+*#%@"
 
 
-def report_predicted(flags: CostFlags) -> None:
-    """Predict the costs of another machine, with acceptance given or published; print and record them."""
-    machine = find_machine(str(flags.machine))
-    require_appendable(flags.output.output)
-    source = replace(flags.target, load_format="dummy").source()
-    (target, draft), contexts = model_storages(source.config, flags), flags.sorted("contexts")
-    acceptances = acceptances_of(source.name, flags)
-    drafts = list(acceptances[contexts[0]])
-    cost = partial(predict_costs, target, draft, machine, gammas=flags.sorted("gammas"))
-    sizes = list(itertools.product(flags.sorted("batches"), contexts))
-    for batch, context in sizes:
-        needed = target.resident_bytes(machine, batch * (context + max(flags.budgets)))
-        if needed > machine.memory:
-            each = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, which have {machine.memory / 1e9:.0f}"
-            say(f"note: {batch} rows behind {context} tokens do not fit: weights and KV entries take {each}")
-    grid = CostGrid.of(drafts, {size: [cost(*size, budget) for _, budget in drafts] for size in sizes})
-    published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
-    said = published if flags.alpha is None else "given"
-    record = {
-        "benchmark": "cost_prediction",
-        "model": source.name,
-        "predicted_for": flags.machine,
-        "git_commit": git_commit(),
-        **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
-        **grid.record("predicted_", ("plain", "verify", "draft")),
-        **follows(grid, acceptances, said),
-    }
-    said += "" if flags.alpha is None else ", alike for all drafts: of budgets, the least then wins"
-    title = f"\npredicted for {flags.machine} from its numbers, nothing measured; {source.name}, {target.dtype}"
-    publish_tables(flags, record, grid, acceptances, f"{title}; acceptance {said}\n\npredicted ")
+class Cell(NamedTuple):
+    """The costs of a draft in a batch behind a context (tokens), and its acceptance rate."""
+
+    batch: int
+    context: int
+    draft: Draft
+    costs: Costs
+    alpha: float
+
+    def speedup(self, gamma: int) -> float:
+        """Return the predicted speedup."""
+        return self.costs.speedup(tokens_per_round(self.alpha, gamma), gamma)
 
 
-def publish_tables(
-    flags: CostFlags, record: dict[str, Any], grid: CostGrid, acceptances: Acceptances, head: str
-) -> None:
-    """Print a head, costs, the predictions of each draft, and the best choices; then publish the record."""
-    costs = f"{head}costs; verification and draft step in plain steps\n{cost_table(grid)}"
-    tables = costs, *(heat_map(grid, draft, acceptances) for draft in grid.drafts), best_table(record["best"])
-    publish(flags.output.output, record, *(f"{table}\n" for table in tables))
+@dataclass(frozen=True)
+class CostFlags:
+    """What speculation gains, from the costs of a machine that is not here, or from costs that runs have measured."""
+
+    FLAGS: ClassVar[dict[str, str]] = {"gamma": "--gammas"}
+
+    target: Target = field(default_factory=Target)
+    output: Output = field(default_factory=Output)
+    machine: str | None = None
+    """A100-40, A100-80, H100, H200, L40 or L40S, eight of them as 8xH100, or numbers in SI units, such as
+    8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5"""
+    records: str | None = None
+    """in place of --machine: a file with records of runs that chose by `auto`, which measured costs and acceptance"""
+    batches: Annotated[tuple[int, ...], arg(aliases=["--B", "--batch_size"])] = (1, 4, 8)  # rows decoded together
+    contexts: Annotated[tuple[int, ...], arg(aliases=["--context"])] = (1000, 4000)  # tokens per row
+    policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")  # of the draft
+    budgets: tuple[int, ...] = (64, 128, 256, 512)  # KV entries of the draft
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 6)  # tokens drafted per round
+    alpha: float | None = None  # acceptance rate of every draft (default: the published or the measured rates)
+    draft_layers: str | None = None  # the self-draft's layers, such as 0-15 (default: all)
+    draft_dtype: Literal["same"] | Dtype = "same"  # same: the target's
+    draft_weights: Literal["same"] | Scheme = "same"  # linear layers in 8 or 4 bits
+    draft_kv_dtype: Literal["same"] | KVDtype = "same"  # entries of the draft's KV cache
+
+    def run(self) -> None:
+        """Print tables, then publish the record. Errors: UserError."""
+        for name, minimum in {"batches": 1, "contexts": 2, "budgets": 2, "gammas": 1}.items():
+            require_at_least(name, min(getattr(self, name)), minimum)
+        if self.alpha is not None:
+            require_at_least("alpha", self.alpha, 0, 1)
+        if (self.machine is None) == (self.records is None):
+            where, required = f"{flag('machine')}, {flag('records')}", "a machine, or records of measured costs"
+            refuse(where, self.machine, required, fix=f"add {flag('machine')} 8xA100")
+        require_appendable(self.output.output)
+        if self.machine is not None:
+            return self._predict(self.machine)
+        cells = recorded_cells(str(self.records), self.alpha)
+        record = {"benchmark": "cost_prediction", "records": self.records}
+        self._publish(record, cells, f"measured by the runs in {self.records}")
+
+    def _predict(self, name: str) -> None:
+        """Predict the costs of a machine, with acceptance given or published."""
+        machine, defaults = find_machine(name), vars(Target())
+        given = [name for name, value in vars(self.target).items() if value != defaults[name]]
+        if unused := [name for name in given if name not in PREDICTED_BY]:
+            note_without_effect(unused, "costs are predicted: nothing is loaded or measured")
+        source = replace(self.target, load_format="dummy").source()
+        target, draft = self.storages(source.config)
+        batches, contexts, gammas, budgets = (
+            sorted(set(sizes)) for sizes in (self.batches, self.contexts, self.gammas, self.budgets)
+        )
+        rates = self.acceptances(source.name, contexts, budgets)
+        cost, cells = partial(predict_costs, target, draft, machine, gammas=gammas), list[Cell]()
+        for batch, context in product(batches, contexts):
+            needed = target.resident_bytes(machine, batch * (context + budgets[-1]))
+            if needed > machine.memory:
+                takes = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, of {machine.memory / 1e9:.0f}"
+                say(f"note: {batch} rows of {context} tokens do not fit: weights and KV entries take {takes}")
+            for named, by_context in rates.items():
+                alpha = by_context[contexts.index(context)]
+                cells.append(Cell(batch, context, named, cost(batch, context, named[1]), alpha))
+        each = [(cell.costs.plain_ms, cell.costs.draft_ms, *cell.costs.verify_ms) for cell in cells]
+        ms = np.array(each).reshape(len(batches), len(contexts), len(rates), -1).round(4)
+        published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
+        said = published if self.alpha is None else "given"
+        record = {
+            "benchmark": "cost_prediction",
+            "model": source.name,
+            "predicted_for": name,
+            **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
+            **{"batches": batches, "contexts": contexts, "gammas": gammas},
+            "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in rates],
+            "predicted_plain_ms": ms[:, :, 0, 0].tolist(),
+            "predicted_verify_ms": ms[:, :, 0, 2:].tolist(),
+            "predicted_draft_ms": ms[:, :, :, 1].tolist(),
+            "acceptance_rates_by_context": [*rates.values()],
+            "acceptance_of": said,
+        }
+        said += "" if self.alpha is None else ", alike for all drafts: of budgets, the least then wins"
+        numbers = f"predicted for {name} from its numbers, nothing measured"
+        self._publish(record, cells, f"{numbers}; {source.name}, {target.dtype}; acceptance {said}")
+
+    def _publish(self, record: dict[str, Any], cells: Sequence[Cell], head: str) -> None:
+        gammas = sorted(set(self.gammas))
+        record |= {"best": best_of_each(cells, gammas), "git_commit": git_commit()}
+        tables = head, cell_table(cells, gammas), best_table(record["best"])
+        publish(self.output.output, record, *(f"\n{table}" for table in tables))
+
+    def storages(self, config: ModelConfig) -> tuple[ModelStorage, ModelStorage]:
+        """Return the storage of the target (default: bfloat16) and of the self-draft. Errors: ConfigError."""
+        target, layers = self.target, parse_layers(self.draft_layers or f"0-{config.n_layer - 1}", flag("draft_layers"))
+        dtype = "bfloat16" if target.dtype == AUTO else target.dtype
+        if {dtype, self.draft_dtype} - {"same", *ITEMSIZE}:
+            refuse("dtype", "float64", "float32, bfloat16 or float16", "no machine's rate of float64 is known")
+        if layers[-1] >= config.n_layer:
+            refuse("draft_layers", f"layer {layers[-1]}", f"0 to {config.n_layer - 1}")
+        stored = ModelStorage(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
+        given = zip(stored[1:], (self.draft_dtype, self.draft_weights, self.draft_kv_dtype), strict=True)
+        formats: list[Any] = [same if value == "same" else value for same, value in given]
+        return stored, ModelStorage(replace(config, n_layer=len(layers)), *formats)
+
+    def acceptances(
+        self, model: str, contexts: Sequence[int], budgets: Sequence[int]
+    ) -> dict[tuple[str, int], list[float]]:
+        """Return the rate of each draft by context: given, or published. Errors: ConfigError if none is known."""
+        rates: dict[tuple[str, int], list[Any]] = {
+            draft: [published_acceptance(model, *draft, n) if self.alpha is None else self.alpha for n in contexts]
+            for draft in product(self.policies, budgets)
+        }
+        known = {draft: found for draft, found in rates.items() if None not in found}
+        if not known:
+            required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
+            refuse("alpha", f"{model}, contexts {contexts}", required, "no acceptance was published of this", fix)
+        return known
 
 
-def open_largest(flags: CostFlags) -> Session:
-    """Open a session for the largest batch and context, with room for a draft of each budget. Errors: UserError."""
-    rows, n_new = (ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS) if flags.alpha is None else (1, ROOM)
-    sizes = Sizes(max(*flags.batches, rows), max(flags.contexts), n_new)
-    config = RunConfig(flags.target, flags.text, sizes, sampling=flags.sampling, output=flags.output)
-    return Session.of_plan(resolve_several(config, [*flags.configs().values()], at_once=len(set(flags.budgets))))
+def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
+    """Return the costs that the runs in a file measured, with the acceptance rate that they saw unless it is given.
+
+    Errors: ConfigError if there are none.
+    """
+    cells = []
+    for _, line in read_lines(path):
+        record = line.get("record", line) if isinstance(line, dict) else {}  # a sweep's lines have records
+        for found in record.get("measured_costs", ()):
+            draft = found["draft_policy"] or found.get("draft") or record["draft"], found["draft_budget"]
+            seen = found["accepted_share"] if found["accepted_share"] is not None else record["acceptance_rate"]
+            rate = seen if alpha is None else alpha
+            if rate is not None:
+                cells.append(Cell(found["rows"], record["prefix_len"], draft, costs_of(found), rate))
+    if not cells:
+        fix = f"make some with --gamma auto {flag('output')} {path}; for random weights, add {flag('alpha')} 0.8"
+        refuse("records", path, "records of runs that chose by `auto`", "no measured costs with an acceptance", fix)
+    return cells
 
 
-def measure_grid(session: Session, flags: CostFlags) -> CostGrid:
-    """Measure costs over caches of random entries. A draft step is measured for each budget, whatever the policy."""
-    drafts, gammas = flags.configs(), flags.sorted("gammas")
-    by_budget = {budget: config for (_, budget), config in drafts.items()}
-    budgets = sorted(by_budget, reverse=True)
-
-    def measure(batch: int, context: int) -> list[Costs]:
-        narrow = session.narrowed(batch, context + ROOM + gammas[-1] + 1)
-        prompts = [[(row + i) % narrow.runner.vocab_size for i in range(context)] for row in range(batch)]
-        fill_with_noise(narrow.runner, prompts)
-        drafters = [narrow.drafter(by_budget[budget]) for budget in budgets]
-        how = narrow.how | {"max_new_tokens": ROOM, "gamma": gammas[-1]}
-        rehearsal = Rehearsal(narrow.runner, drafters, prompts, **how)
-        costs = dict(zip(budgets, measure_costs(rehearsal, gammas), strict=True))
-        return [costs[budget] for _, budget in drafts]
-
-    sizes = list(itertools.product(flags.sorted("batches"), flags.sorted("contexts")))
-    return CostGrid.of(list(drafts), {size: measure(*size) for size in tqdm(sizes, desc="costs", unit="cell")})
+def costs_of(record: Mapping[str, Any]) -> Costs:
+    """Return the costs of a record. Older records lack parts of a round that took no time then."""
+    parts = {name: record.get(name, 0.0) for name in MS_OF_ROUNDS}
+    return Costs(at=tuple(record["gammas"]), verify_ms=tuple(record["verify_ms"]), **parts)
 
 
-def measure_acceptance(session: Session, flags: CostFlags, context: int) -> dict[Draft, Acceptance]:
-    """Measure the acceptance of each draft on the data set's text behind `context` tokens, unless it is given."""
-    if flags.alpha is not None:
-        return dict.fromkeys(flags.configs(), Acceptance(flags.alpha))
-    assert session.tokenizer is not None
-    n_row, n_token, gamma = ACCEPTANCE_ROWS, ACCEPTANCE_TOKENS, min(ACCEPTANCE_GAMMA, max(flags.gammas))
-    narrow, plan = session.narrowed(n_row, context + n_token + gamma + 1), session.plan
-    stretches = make_prompts(session.books(), session.tokenizer, n_prompts=n_row, prefix_len=context + n_token)
-    say(f"measuring the acceptance of {len(flags.configs())} drafts on {n_row} rows of text, {context} tokens each")
-    texts = [stretch[:context] for stretch in stretches], [stretch[context:] for stretch in stretches]
-    rates = {}
-    for draft, config in flags.configs().items():
-        drafter = narrow.drafter(replace(config, gamma=gamma))
-        rows = forced_acceptance(narrow.runner, drafter, *texts, plan.sampling, plan.verification)
-        summed = total(rows)
-        rates[draft] = Acceptance(summed.accepted / summed.verified, acceptance_standard_error(rows))
-    return rates
+def best_of_each(cells: Sequence[Cell], gammas: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the choice with the largest predicted speedup at each batch and context; gamma 0 is plain decoding."""
+    best: dict[tuple[int, int], Any] = {}
+    for cell, gamma in product(cells, gammas):
+        size, choice = cell[:2], (*cell.draft, gamma, cell.speedup(gamma))
+        best[size] = max(best.get(size, (None, None, 0, 1.0)), choice, key=itemgetter(-1))
+    names = "B", "prefix_len", "draft_policy", "draft_budget", "gamma", "predicted_speedup"
+    return [dict(zip(names, (*size, *choice, round(gain, 4)), strict=True)) for size, (*choice, gain) in best.items()]
 
 
-def follows(grid: CostGrid, acceptances: Acceptances, origin: str) -> dict[str, Any]:
-    """Return a record's acceptance rates `[D][S]`, with their standard errors and origin, and the best choices."""
-    rows = [[acceptances[context][draft] for context in grid.contexts] for draft in grid.drafts]
-    rates, errors = (rounded([[acceptance[i] for acceptance in row] for row in rows]) for i in (0, 1))
-    found = {"acceptance_rates_by_context": rates, "acceptance_standard_errors_by_context": errors}
-    return found | {"acceptance_of": origin, "best": best_of_each(grid, acceptances)}
+def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
+    """Return a line for each cell: costs, those of a draft step and a verification in plain steps, and speedups."""
+
+    def verification(cell: Cell) -> float:
+        costs = cell.costs
+        return costs.round_ms(gammas[-1]) - costs.drafts_ms(gammas[-1]) - costs.other_ms - costs.refresh_ms
+
+    columns = [
+        Column(itemgetter(0), "B"),
+        Column(itemgetter(1), "context"),
+        Column(lambda cell: " ".join(str(part) for part in cell.draft if part is not None), "draft", align="<"),
+        Column(lambda cell: cell.costs.plain_ms, "plain ms", ".1f"),
+        Column(lambda cell: cell.costs.draft_ms / cell.costs.plain_ms, "draft step", ".2f"),
+        Column(lambda cell: verification(cell) / cell.costs.plain_ms, f"verify g={gammas[-1]}", ".2f"),
+        Column(lambda cell: cell.alpha, "acceptance", ".3f"),
+        *(Column(partial(Cell.speedup, gamma=gamma), f"g={gamma}", _shaded) for gamma in gammas),
+    ]
+    return f"costs, and predicted speedups (darker is larger; below 1 plain decoding wins)\n{console(cells, columns)}"
 
 
-def model_storages(config: ModelConfig, flags: CostFlags) -> tuple[ModelStorage, ModelStorage]:
-    """Return the storage of the target (default: bfloat16) and of the self-draft. Errors: ConfigError."""
-    target, draft = flags.target, cast(Any, next(iter(flags.configs().values())))
-    dtype = "bfloat16" if target.dtype == AUTO else target.dtype
-    if dtype == "float64":
-        required, fix = "float32, bfloat16 or float16", f"use {flag('dtype')} bfloat16"
-        raise ConfigError("no machine's rate of float64 is known", flag("dtype"), dtype, required, fix)
-    stored = ModelStorage(config, dtype, target.quantize, None if target.kv_dtype == "same" else target.kv_dtype)
-    draft.check_layers(config.n_layer)
-    given = zip(stored[1:], (draft.draft_dtype, draft.draft_weights, draft.draft_kv_dtype), strict=True)
-    formats: list[Any] = [same if value in (AUTO, "same") else value for same, value in given]
-    n_layer = config.n_layer if draft.layers is None else len(draft.layers)
-    return stored, ModelStorage(replace(config, n_layer=n_layer), *formats)
+def _shaded(speedup: float) -> str:
+    """Return a speedup behind two characters, blank at 0.5 and below, black at 2 and above."""
+    shade = SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
+    return f"{2 * shade} {speedup:.2f}"
 
 
-def acceptances_of(model: str, flags: CostFlags) -> Acceptances:
-    """Return the given acceptance rate for every draft, or the published rates. Errors: ConfigError without any."""
-    contexts = flags.sorted("contexts")
-    rates: dict[Draft, list[Any]] = {
-        draft: [published_acceptance(model, *draft, n) if flags.alpha is None else flags.alpha for n in contexts]
-        for draft in flags.configs()
-    }
-    known = {draft: found for draft, found in rates.items() if None not in found}
-    if not known:
-        seen = f"{model}, {flag('contexts')} {' '.join(map(str, contexts))}"
-        required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
-        raise ConfigError("no acceptance was published of this", flag("alpha"), seen, required, fix)
-    return {s: {draft: Acceptance(found[i]) for draft, found in known.items()} for i, s in enumerate(contexts)}
+def best_table(best: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the rows of `best_of_each`."""
+    plain = "none: plain decoding is faster"
+    drafted = "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}"
+    said = Column(lambda row: (drafted if row["gamma"] else plain).format_map(row), "draft", align="<")
+    return f"what pays best\n{console(best, [Column('B', 'B'), Column('prefix_len', 'context'), said])}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bench.auto.costs import Costs
-from common.errors import ConfigError, flag
+from common.errors import refuse
 from cost_model.machines import Machine
 from models.config import ModelConfig
 
@@ -43,41 +43,30 @@ class ModelStorage(NamedTuple):
         return config.n_parameters * ITEMSIZE[self.weights or self.dtype] / n + n_entries * kv
 
 
-class Part(NamedTuple):
-    """A part of a forward: bytes that it reads from memory, and operations."""
-
-    n_bytes: float
-    ops: float
-
-
-def forward_parts(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> tuple[Part, Part]:
-    """Return two parts, products with weights and attention, of a forward of `tokens` in each of `batch` rows behind
-    `entries` KV entries, on the device with the largest share."""
+def forward_ms(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> float:
+    """Return the ms of a forward of `tokens` in each of `batch` rows after `entries` KV entries, on the device with the
+    largest share. Errors: ConfigError for too many devices."""
     config, n = model.config, machine.devices
+    if n > config.n_kv_head:
+        what, fix = "the model has fewer KV heads than the machine devices", "name fewer devices"
+        refuse("machine", n, f"<= {config.n_kv_head}, its KV heads", what, fix)
+    ops = machine.ops_32 if model.dtype == "float32" else machine.ops
+    # Products with weights.
     weight_bytes = model.n_weights_of(config.experts_touched(batch * tokens)) * ITEMSIZE[model.weights or model.dtype]
-    linear = Part(weight_bytes / n, 2 * model.n_weights_of(config.n_expert_per_token) / n * batch * tokens)
+    weight_ops = 2 * model.n_weights_of(config.n_expert_per_token) * batch * tokens
+    linear = max(weight_bytes / n / machine.bandwidth, weight_ops / n / ops)
+    # Attention.
     heads = math.ceil(config.n_kv_head / n)
     in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
     rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
     kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
     products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
-    return linear, Part(kv_bytes * batch * heads / config.n_kv_head, products)
-
-
-def forward_ms(model: ModelStorage, machine: Machine, batch: int, tokens: int, entries: int) -> float:
-    """Return the ms of a forward; for sizes see `forward_parts`. Errors: ConfigError for too many devices."""
-    config, n = model.config, machine.devices
-    if n > config.n_kv_head:
-        required, fix = f"<= {config.n_kv_head}, its KV heads", f"name fewer devices in {flag('machine')}"
-        raise ConfigError("the model has fewer KV heads than the machine devices", flag("machine"), n, required, fix)
-    ops = machine.ops_32 if model.dtype == "float32" else machine.ops
-    parts = forward_parts(model, machine, batch, tokens, entries)
-    products = sum(max(part.n_bytes / machine.bandwidth, part.ops / ops) for part in parts)
+    attention = max(kv_bytes * batch * heads / config.n_kv_head / machine.bandwidth, products / ops)
     hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
     logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
     collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
     launches = KERNELS * config.n_layer * machine.launch
-    return 1e3 * (products + collectives + launches + machine.unexplained)
+    return 1e3 * (linear + attention + collectives + launches + machine.unexplained)
 
 
 def predict_costs(

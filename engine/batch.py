@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.sampling.distribution import Distribution, Filters, SamplingParams
 from engine.sampling.grammars import Masks
-from engine.sampling.processors import Edited, Edits
+from engine.sampling.processors import LogitsProcessors, ProcessedRequest
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.base import Device
 
@@ -24,15 +24,15 @@ class Batch:
     which has no entry yet; previous `[B]`: the token before it. seeds, requests `[B]`: key the row's random numbers.
     rows `[B]`: its index in the caches and in a drafter's state. idle `[B]`: 1 for a row that no request decodes, else
     0. filters: all that any row will use. narrows: True if a round reads only the slots that its positions can take;
-    captured rounds keep the same shape instead. n_ids: the vocabulary, for `edits`, which are None without such rows,
-    and `masks`.
+    captured rounds keep the same shape instead. n_ids: the vocabulary, for `processors`, which are None without rows
+    that need them, and `masks`.
     """
 
     def __init__(
         self, n_rows: int, filters: Filters, device: Device = "cpu", narrows: bool = True, n_ids: int = 0
     ) -> None:
         self.distribution = Distribution.of([SamplingParams()] * n_rows, device, filters)
-        self.edits = Edits(n_rows, n_ids, device) if filters.any_edits else None
+        self.processors = LogitsProcessors(n_rows, n_ids, device) if filters.any_edits else None
         self.masks = Masks(n_rows, n_ids, device)
         self.narrows, self._longest = narrows, 0
         self._is_whole, self._firsts = True, {n_rows: self}
@@ -58,15 +58,16 @@ class Batch:
         further._longest = self._longest + most
         return further
 
-    def edited(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
-        """Return `logits [B, T, V]` after the edits of each row and its grammar's mask, where step t follows t of
+    def processed(self, logits: Tensor, drafts: Tensor, ahead: int = 0) -> Tensor:
+        """Return `logits [B, T, V]` after each row's processors and its grammar's mask, where step t follows t of
         `drafts [B, T - 1]`; without these, the logits themselves. ahead: tokens of this round before step 0, of which
         only the number counts."""
-        return self.masks.masked(logits if self.edits is None else self.edits.edited(logits, drafts, ahead), ahead)
+        logits = logits if self.processors is None else self.processors(logits, drafts, ahead)
+        return self.masks.masked(logits, ahead)
 
-    def edited_draft(self, logits: Tensor, i: int) -> Tensor:
-        """Return the i-th draft's `logits [B, V]` after the edits, of which texts count up to the round's start."""
-        return self.edited(logits[:, None], self.current[:, None][:, :0], i)[:, 0]
+    def processed_draft(self, logits: Tensor, i: int) -> Tensor:
+        """Return the i-th draft's `logits [B, V]` after the processors, for which a text ends at the round's start."""
+        return self.processed(logits[:, None], self.current[:, None][:, :0], i)[:, 0]
 
     def view_of(self, cache: KVCache | WriteThroughKVCache, gamma: int | None = None) -> Any:
         """Return the batch's rows of a cache; with gamma, only the slots that a round of `gamma` drafts can take."""
@@ -90,11 +91,15 @@ class Batch:
         self._state[3:6].copy_(torch.tensor([seeds, [*requests], [*rows]]))
 
     def set_state(
-        self, lengths: Sequence[int], previous: Sequence[int], current: Sequence[int], requests: Sequence[Edited] = ()
+        self,
+        lengths: Sequence[int],
+        previous: Sequence[int],
+        current: Sequence[int],
+        requests: Sequence[ProcessedRequest] = (),
     ) -> None:
-        """Set each row's length and last two tokens. requests: each row's, for edits and masks."""
+        """Set each row's length and last two tokens. requests: each row's, for processors and masks."""
         self.masks.grammars, self.masks.applies = [request.grammar for request in requests], False
-        if self.edits:
-            self.edits.follow([*requests])
+        if self.processors:
+            self.processors.follow([*requests])
         self._state[:3].copy_(torch.tensor([lengths, previous, current]))
         self._longest = max(lengths)

@@ -9,16 +9,16 @@ from typing import Literal
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import refuse
+from engine.draft_sync import DraftSync
 from engine.drafters import Drafter
-from engine.following import Following
-from engine.modes import GREEDY, resolve_mode
+from engine.modes import GREEDY
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Outcome, Progress, Request, check_prompt
-from engine.round import Round, Rounds, first_token
+from engine.round import Rounds, first_token
 from engine.rows import Rows
-from engine.runner import Chunks, ModelRunner
-from engine.sampling.distribution import Filters, Logprob, SamplingParams, logprobs_of
+from engine.runner import ModelRunner, Prefill
+from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
 from engine.stats import Counts, RoundStats
 from engine.timing import synchronize
 from kv_cache import KVCache
@@ -68,18 +68,16 @@ class Decoder:
         assert pacing is None or drafter is None, "a pacing brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         self._runner, self._pacing = runner, pacing or Fixed(drafter)
-        resolve_mode(verification, [])
-        self._verification, self._mode = verification, GREEDY
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
-        self._filters, self._waiting, self._rows = Filters(), deque[Request](), Rows(runner)
+        self._waiting, self._rows = deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
-        self._starting: tuple[int, Request, Chunks[Prefilled]] | None = None
+        self._starting: tuple[int, Request, Prefill] | None = None
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
-        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters), PLAIN
-        self._following = Following(self._pacing.drafters, runner.max_batch)
+        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters, verification), PLAIN
+        self._sync = DraftSync(self._pacing.drafters, runner.max_batch)
 
     @property
     def idle(self) -> bool:
@@ -95,8 +93,8 @@ class Decoder:
         submitted before.
         """
         if request.text:
-            seen, fix = f"it has {len(request.tokens)} tokens", "make another Request of the same prompt"
-            raise ConfigError("a request is submitted once", f"prompt {request.index}", seen, "a new request", fix)
+            where, fix = f"prompt {request.index}", "make another Request of the same prompt"
+            refuse(where, f"it has {len(request.tokens)} tokens", "a new request", "a request is submitted once", fix)
         gamma = self._pacing.max_gamma
         limit = request.limit or int(request.prompt_logprobs is not None)
         check_prompt(self._runner, request.index, request.prompt, limit, gamma, request.sampling.ids)
@@ -108,8 +106,7 @@ class Decoder:
 
     def expect(self, sampling: SamplingParams) -> None:
         """Prepare captured rounds for requests that sample so. Errors: ConfigError if the mode cannot verify them."""
-        self._mode = self._mode if sampling.greedy else resolve_mode(self._verification, [sampling])
-        self._filters |= Filters.of([sampling])
+        self._rounds.expect(sampling)
 
     def cancel(self, request: Request) -> None:
         """Drop a waiting or running request; its row is free for the next one. A request that has ended stays as it is.
@@ -123,17 +120,17 @@ class Decoder:
         elif request in self._rows.requests:
             self._rows.leave(self._rows.requests.index(request), request)
         else:
-            what, where = "a decoder cancels requests that were submitted to it", f"prompt {request.index}"
-            raise ConfigError(what, where, "another request", "its request", "cancel it where it was submitted")
+            what, fix = "a decoder cancels requests that were submitted to it", "cancel it where it was submitted"
+            refuse(f"prompt {request.index}", "another request", "its request", what, fix)
         request.finish_reason = "cancelled"
 
-    def set_aside(self, kept: KVCache) -> None:
+    def swap_out(self, kept: KVCache) -> None:
         """Copy the entries behind the rows' prompts to another cache, so that another decoder can use the rows for the
         same prompts. `kept` has room for the most tokens that a request may get."""
         self._copy_answers(self._runner.cache, kept)
 
-    def take_back(self, kept: KVCache) -> None:
-        """Undo `set_aside`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
+    def swap_in(self, kept: KVCache) -> None:
+        """Undo `swap_out`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
         self._copy_answers(kept, self._runner.cache)
         synchronize(self._runner.device, self._runner.ranks.timeout)
 
@@ -156,18 +153,13 @@ class Decoder:
         then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have been called.
         """
         with self._recovering():
-            began = time.perf_counter()
-            self._prefill()
-            prefilled = time.perf_counter()
-            self.prefill_seconds += prefilled - began
+            self._admit()
+            started, prefill_seconds = time.perf_counter(), self.prefill_seconds
             choice = self._choose()
             if choice is None:
                 return None
-            choosing_seconds = time.perf_counter() - prefilled
-            self._last_choice = choice
-            if choice.drafter is not None and not self._catch_up(choice.drafter):
-                choice = PLAIN
-            return self._run_round(choice, time.perf_counter() - choosing_seconds)
+            choice = self._catch_up(choice)
+            return self._run_round(choice, started + self.prefill_seconds - prefill_seconds)
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -198,39 +190,34 @@ class Decoder:
         self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
         self._starting = None
         self._rows.forget_free()
-        self._following = Following(self._pacing.drafters, self._runner.max_batch)
+        self._sync = DraftSync(self._pacing.drafters, self._runner.max_batch)
         self._is_torn = False
         if is_alone:  # else before the next step: this waits for kernels, which may wait for a lost rank
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        self._runner.drop_graphs()
-        self._rounds, self._has_old_graphs = Rounds(self._runner, self._pacing.drafters), False
+        self._rounds.drop()
+        self._has_old_graphs = False
 
-    def _prefill(self) -> None:
+    def _admit(self) -> None:
         """Prefill waiting prompts: all, or at most `prefill_tokens` tokens."""
+        began = time.perf_counter()
         limit, n_run = self._prefill_tokens, 0
         while self._waiting and None in self._rows.requests:
             if not self._starting and limit is not None and n_run and n_run + len(self._waiting[0].prompt) > limit:
-                return
-            row, request, chunks = self._starting = self._starting or self._begin(self._waiting[0])
-            try:
-                n_tokens = next(chunks)
-            except StopIteration as done:
+                break
+            row, request, prefill = self._starting = self._starting or self._begin(self._waiting[0])
+            if not prefill.n_left:
                 self._starting = None
-                self._start(row, request, done.value)
+                self._start(row, request, prefill.finish())
                 continue
-            self._progress.prefilled(n_tokens)
-            n_held, n_run = self._rows.advance(row, n_tokens), n_run + n_tokens
-            if limit is not None:
-                drafter = self._last_choice.drafter
-                if drafter is not None and self._following.in_parts(drafter):
-                    self._following.follow(drafter, [(row, request, n_held)], self._mode)
-                if n_held < len(request.prompt):
-                    return
+            n_run += self._run_chunk(row, request, prefill)
+            if limit is not None and prefill.n_left:
+                break
+        self.prefill_seconds += time.perf_counter() - began
 
-    def _begin(self, request: Request) -> tuple[int, Request, Chunks[Prefilled]]:
-        """Give a request a row, and start its prefill behind the tokens that the row may reuse."""
+    def _begin(self, request: Request) -> tuple[int, Request, Prefill]:
+        """Give a request a row, and start its prefill after the tokens that the row may reuse."""
         reuses, group = self._reuses == "prefixes", request.group
         siblings = (row for row, other in self._rows.busy() if group is not None and other.group == group)
         sibling = next(siblings, None)
@@ -240,12 +227,23 @@ class Decoder:
             self._runner.cache.prefilled.pop(row, None)
         if sibling is not None and tap is None:
             self._runner.copy_prompt(sibling, row)
-        request.n_reused, chunks = self._runner.start_prefill(row, request.prompt, self._prefill_tokens, reuses, tap)
+        prefill = Prefill(self._runner, row, request.prompt, self._prefill_tokens, reuses, tap)
+        request.n_reused = prefill.n_reused
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
-        self._following.begin(row, n_followed, self._pacing.max_gamma + 1)
-        return row, request, chunks
+        self._sync.begin(row, n_followed, self._pacing.max_gamma + 1)
+        return row, request, prefill
+
+    def _run_chunk(self, row: int, request: Request, prefill: Prefill) -> int:
+        """Run a chunk of a prompt, and where rounds wait for chunks let the drafter follow it; return its tokens."""
+        n_tokens, drafter = prefill.run_chunk(), self._last_choice.drafter
+        self._progress.prefilled(n_tokens)
+        n_held = len(request.prompt) - prefill.n_left
+        self._rows.begin(row, n_held)
+        if self._prefill_tokens is not None and drafter is not None and self._sync.in_parts(drafter):
+            self._sync.follow(drafter, [(row, request, n_held)], self._rounds.mode)
+        return n_tokens
 
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
@@ -260,12 +258,11 @@ class Decoder:
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
-        tokens, logprobs = list[int](), list[Logprob]()
+        tokens = list[int]()
         if prefilled.bad_position is None:
-            mode = GREEDY if request.sampling.greedy else self._mode
+            mode = GREEDY if request.sampling.greedy else self._rounds.mode
             tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
-            if request.logprobs is not None and self._runner.ranks.leads:
-                logprobs = logprobs_of([tokens], prefilled.logits[None, None], [request.n_top])[0]
+        (logprobs,) = self._logprobs([request], [tokens], prefilled.logits[None, None])
         self._adding_to = [request]
         self._rows.requests[row] = self._waiting.popleft()
         request.emit(tokens)
@@ -299,11 +296,14 @@ class Decoder:
         # Where grammars force all that the drafter would draft, it does not run, and catches up later.
         return Choice(None, n_forced) if min(forced) >= max(choice.gamma, 1) else choice
 
-    def _catch_up(self, drafter: int) -> bool:
-        """Prefill the drafter with unseen prompts, then synchronise ranks; the time for this is no part of a round.
-        False: a backlog is left, so this round is plain."""
-        began = time.perf_counter()
-        n_run, is_all = self._following.catch_up(drafter, self._rows.busy(), self._prefill_tokens, self._mode)
+    def _catch_up(self, choice: Choice) -> Choice:
+        """Let the chosen drafter follow prompts that it has not seen, then synchronise ranks; the time for this is no
+        part of a round. Returns the choice of a plain round while a backlog is left."""
+        self._last_choice = choice
+        if choice.drafter is None:
+            return choice
+        began, limit = time.perf_counter(), self._prefill_tokens
+        n_run, is_all = self._sync.catch_up(choice.drafter, self._rows.busy(), limit, self._rounds.mode)
         if n_run:
             self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
@@ -311,47 +311,38 @@ class Decoder:
         seconds = time.perf_counter() - began
         self.prefill_seconds += seconds
         self.draft_prefill_seconds += seconds
-        return is_all
+        return choice if is_all else PLAIN
 
     def _run_round(self, choice: Choice, started: float) -> RoundStats:
-        busy, drafter = self._rows.busy(), choice.drafter
-        mode, whole = self._rounds.batch_of_kind([request.sampling for _, request in busy], self._mode, self._filters)
-        batch = self._rows.gather(whole)
-        round_ = self._rounds.make_round(choice, batch, mode)
+        """Run a round of the busy rows, and commit its tokens; its time counts from `started`."""
+        busy, round_ = self._rows.busy(), self._rounds.next(choice, self._rows)
         with self._phase("resume"):
-            if drafter is not None:
-                self._following.follow_round(drafter, busy, self._mode)
-        with self._phase("draft"):
-            if choice != PLAIN:
-                round_.propose(self._phase)
-        with self._phase("verify"):
-            round_.verify()
-        with self._phase("accept"):
-            round_.accept()
-            outcomes = round_.outcomes()
-        n_emitted = self._commit(drafter, outcomes, self._logprobs(round_, outcomes))
-        self._rows.set_state(batch)
+            self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
+        outcomes = round_.run(self._phase)
+        n_emitted = self._commit(choice.drafter, outcomes, round_.logits)
+        self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
         self._pacing.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
-        seconds = time.perf_counter() - started
+        seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
         self._progress.emitted(n_emitted)
-        stats = RoundStats(seconds, len(busy), n_emitted, choice._replace(gamma=round_.n_drafts))
-        self._progress.ended(stats)
+        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted))
         return stats
 
-    def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[Logprob]]:
-        """Return log-probabilities of each computed row's block: on the leader, and for requests that want them."""
-        requests = [request for _, request in self._rows.computed]
-        all_want = [request is not None and request.logprobs is not None for request in requests]
-        if not any(all_want) or not self._runner.ranks.leads:
-            return [[] for _ in all_want]
-        blocks = [outcome.block if wants else [] for outcome, wants in zip(outcomes, all_want, strict=True)]
-        return logprobs_of(blocks, round_.logits, [request.n_top if request else 0 for request in requests])
+    def _logprobs(
+        self, requests: Sequence[Request | None], blocks: Sequence[list[int]], logits: torch.Tensor
+    ) -> list[list[Logprob]]:
+        """Return log-probabilities of each request's block: on the leader, and for requests that want them."""
+        want = [request is not None and request.logprobs is not None for request in requests]
+        if not any(want) or not self._runner.ranks.leads:
+            return [[] for _ in requests]
+        wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
+        return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logprobs: Sequence[Sequence[Logprob]]) -> int:
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> int:
         """Emit each computed row's block, and free the rows that are done; return the number of tokens emitted."""
-        n_emitted = 0
+        requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
+        n_emitted, logprobs = 0, self._logprobs(requests, blocks, logits)
         for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
@@ -362,7 +353,7 @@ class Decoder:
             self._adding_to = []
             request.n_predicted = 0
             if drafter is not None:
-                self._following.lengths[row][drafter] = request.length
+                self._sync.lengths[row][drafter] = request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
                     request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
             self._progress.decoded(request, outcome, n_kept)

@@ -1,15 +1,18 @@
 """CUDA graphs of the parts of a round: each is captured once, and replayed from then on."""
 
 import gc
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from common.say import say
+from engine.parallel.ranks import Ranks
+from engine.sampling.distribution import Filters
 
 Outputs = TypeVar("Outputs")
 ROUNDING = 1e-2  # relative to the largest number
@@ -51,38 +54,74 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be captured into
 
 
-class Captured:
+class BatchKey(NamedTuple):
+    """The kind of the rounds that read a batch: weak references to a decoder's drafters, the mode, the filters, and the
+    model's kernels."""
+
+    drafters: tuple[ReferenceType[Any], ...]
+    mode: str
+    filters: Filters
+    kernels: tuple[Any, ...]
+
+
+class GraphKey(NamedTuple):
+    """What a captured part depends on, besides the values of its tensors: with another key, it is captured apart."""
+
+    part: str
+    batch: BatchKey
+    drafter: int  # its `id`
+    gamma: int
+    n_rows: int
+    observes: bool
+    is_masked: bool
+
+
+class CapturedParts:
     """Calls each part the first time, to warm it up; captures it the second time; replays it from then on.
 
     The function that is given the second time is captured, with the very tensors that it then finds: these, and all
     that they are computed from, must stay in place. A `checked` part is replayed and called that time; if the results
-    differ, it is always called. agreed: returns whether its argument is true on every rank. Errors: ConfigError if an
-    operation of the part cannot be captured.
+    differ, it is always called. Errors: ConfigError if an operation of the part cannot be captured.
+
+    batches: the tensors that captured parts read, by the kind of round; kept for the next decode of that kind.
+    captured: for each part, its replay and outputs; None before the second time.
     """
 
-    def __init__(self, graphs: CudaGraphs, agreed: Callable[[bool], bool]) -> None:
-        self._graphs, self._agreed = graphs, agreed
-        self._captured: dict[Hashable, tuple[Callable[[], object], Any] | None] = {}
-        self._wrong: set[Hashable] = set()
+    def __init__(self, graphs: CudaGraphs, ranks: Ranks) -> None:
+        self._graphs, self._ranks, self.batches = graphs, ranks, dict[BatchKey, Any]()
+        self.captured: dict[GraphKey, tuple[Callable[[], object], Any] | None] = {}
+        self._wrong: set[GraphKey] = set()
 
-    def __call__(self, name: str, kind: Hashable, part: Callable[[], Outputs], checked: bool = False) -> Outputs:
-        """Run the part `name` of a round of that kind. checked: compare a replay with a call; running twice is safe."""
-        key = name, kind
-        if key not in self._captured:
-            self._captured[key] = None
+    def drop(self) -> None:
+        """Destroy all graphs with their memory; parts are captured anew."""
+        self.batches.clear()
+        self.captured.clear()
+        self._wrong.clear()
+        self._graphs.close()
+
+    def drop_freed(self) -> None:
+        """Destroy all graphs if a drafter of any of them was freed."""
+        if any(drafter() is None for key in self.batches for drafter in key.drafters):
+            self.drop()
+
+    def __call__(self, key: GraphKey, part: Callable[[], Outputs], checked: bool = False) -> Outputs:
+        """Run a part. checked: compare its first replay with a call; running twice is safe."""
+        if key not in self.captured:
+            self.captured[key] = None
             return part()
-        known = self._captured[key]
-        replay, outputs = self._captured[key] = known or self._capture(name, part)
+        known = self.captured[key]
+        replay, outputs = self.captured[key] = known or self._capture(key.part, part)
         if key not in self._wrong:
             replay()
             if known or not checked:
                 return outputs
         called = part()  # after the replay, to overwrite entries that a wrong replay has written
         if key not in self._wrong:
-            if self._agreed(_agree(outputs, called)):
+            if all(self._ranks.gathered(_agree(outputs, called))):
                 return outputs
             self._wrong.add(key)
-            say(f"note: replayed as a CUDA graph, {name} gives other numbers; it is called instead, which is slower")
+            what = f"replayed as a CUDA graph, {key.part} gives other numbers"
+            say(f"note: {what}; it is called instead, which is slower")
         # Other graphs read the captured outputs, which stay where they are.
         for kept, new in zip(tree_leaves(outputs), tree_leaves(called), strict=True):
             if isinstance(kept, Tensor):
@@ -97,7 +136,7 @@ class Captured:
                 raise
             what, seen = "a part of a round cannot be captured as a CUDA graph", str(error).splitlines()[0]
             fix = f"add {flag('no_cuda_graphs')}, or choose another {flag('attention')}"
-            raise ConfigError(what, name, seen, "operations that a CUDA graph can hold", fix) from error
+            refuse(name, seen, "operations that a CUDA graph can hold", what, fix)
 
 
 def _agree(found: Any, expected: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.batch import Batch
 from engine.sampling.distribution import SamplingParams, greedy
 from engine.sampling.noise import Stream, gumbel, uniform
@@ -52,11 +52,11 @@ class Greedy:
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """Draw the i-th draft `[B]` by a draft model's `logits [B, V]`; return its distribution `[B, V]` if needed."""
-        return greedy(self._batch.edited_draft(logits, i)), None
+        return greedy(self._batch.processed_draft(logits, i)), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         """Return the verdict of the target's `logits [B, g + 1, V]`."""
-        return verify_greedy(drafts.tokens, self._batch.edited(logits, drafts.tokens), drafts.lengths)
+        return verify_greedy(drafts.tokens, self._batch.processed(logits, drafts.tokens), drafts.lengths)
 
 
 class Rejection:
@@ -78,12 +78,12 @@ class Rejection:
         return Rejection(self._batch, i)
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        probs = self._batch.distribution.probs(self._batch.edited_draft(logits, i))
+        probs = self._batch.distribution.probs(self._batch.processed_draft(logits, i))
         noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT + len(Stream) * i, probs)
         return (probs.log() + noise).argmax(dim=-1), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
-        probs = self._batch.distribution.probs(self._batch.edited(logits, drafts.tokens))
+        probs = self._batch.distribution.probs(self._batch.processed(logits, drafts.tokens))
         self.verified = probs if self._is_inner else None
         accept = self._accept(drafts.tokens.shape[1])
         # Keyed by the round's start, since the position is not known yet: a row resamples once a round.
@@ -130,13 +130,13 @@ class Coupled:
         return self._drawn_with
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
-        logprobs = self._batch.distribution.logprobs(self._batch.edited_draft(logits, i))
+        logprobs = self._batch.distribution.logprobs(self._batch.processed_draft(logits, i))
         return (logprobs + self.shared()[:, i]).argmax(dim=-1), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         # Noise that is computed here is not kept: where this is captured, a call computes it again, to be compared.
         noise = self._noise() if self._drawn_with is None else self._drawn_with
-        logprobs = self._batch.distribution.logprobs(self._batch.edited(logits, drafts.tokens))
+        logprobs = self._batch.distribution.logprobs(self._batch.processed(logits, drafts.tokens))
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
 
 
@@ -148,13 +148,12 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
     or cannot verify those requests."""
     where = f"verification ({flag('verification')})"
     if mode not in MODES:
-        required = ", ".join(MODES[:-1]) + f" or {MODES[-1]}"
-        raise ConfigError("unknown verification mode", where, mode, required, "use auto")
+        refuse(where, mode, ", ".join(MODES[:-1]) + f" or {MODES[-1]}", "unknown verification mode", "use auto")
     sampled = [row.temperature for row in params if not row.greedy]
     if mode == GREEDY and sampled:
-        what, seen = "greedy verification cannot verify samples", f"greedy at temperature {sampled[0]}"
-        where, fix = f"{where} and temperature ({flag('temperature')})", "or the rejection or coupled mode"
-        raise ConfigError(what, where, seen, "temperature 0", f"use temperature 0, {fix}")
+        what, fix = "greedy verification cannot verify samples", "use temperature 0, or the rejection or coupled mode"
+        where = f"{where} and temperature ({flag('temperature')})"
+        refuse(where, f"greedy at temperature {sampled[0]}", "temperature 0", what, fix)
     return mode if mode != "auto" else "rejection" if sampled else GREEDY
 
 

@@ -6,12 +6,13 @@ from numbers import Integral
 from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.runner import ModelRunner
 from engine.sampling.distribution import Logprob, SamplingParams
 from engine.sampling.grammars import Grammar
 from engine.stats import Counts, RoundStats
 
+FIX = "correct the Request, or the call to generate()"
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
 
 
@@ -27,18 +28,14 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False)
-class Request:
+class Inputs:
     """A prompt to be continued by at most `limit` tokens, the stop token included.
 
-    limit: 0 only with prompt_logprobs. id: keys its random numbers beside the seed, 0 <= id < 2**32. index: its name in
-    messages. logprobs: a list to get each token's log-probability, the model's at temperature 1 and without filters, on
-    the rank that decides; or None. prompt_logprobs: a list to get those of the prompt's tokens behind the first; then
-    the whole prompt runs. n_top: likeliest ids in each of them. speculate: False for plain rounds while it decodes.
-    group: requests of a group have the same prompt, which runs once if they decode at the same time. prediction: tokens
-    that drafters may look matches up in. n_predicted: draft tokens of its last draft that were copied from there.
-    grammar: rules that the answer follows, in their first state, or None. n_reused: tokens of the prompt that its row
-    held. text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. Errors:
-    ConfigError naming a field that is not of integers, or out of range.
+    limit: 0 only with prompt_logprobs. id: keys its random numbers with the seed, 0 <= id < 2**32. index: its name in
+    messages. speculate: False for plain rounds while it decodes. group: requests of a group have the same prompt, which
+    runs once if they decode at the same time. prediction: tokens that drafters may look matches up in. grammar: rules
+    that the answer follows, in their first state, or None. Errors: ConfigError naming a field that is not of integers,
+    or out of range.
     """
 
     prompt: Sequence[int]
@@ -47,20 +44,10 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: int = 0
     index: int = 0
-    counts: Counts = field(default_factory=Counts, init=False)
-    tokens: list[int] = field(default_factory=list, init=False)
-    text: list[int] = field(default_factory=list, init=False, repr=False)
-    finish_reason: FinishReason = field(default=None, init=False)
-    error: str | None = field(default=None, init=False)
-    logprobs: list[Logprob] | None = None
-    prompt_logprobs: list[Logprob] | None = None
-    n_top: int = 0
     speculate: bool = True
     group: int | None = None
     prediction: Sequence[int] = ()
-    n_predicted: int = field(default=0, init=False)
     grammar: Grammar | None = None
-    n_reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.index = self._integers("index", [self.index])[0]
@@ -69,25 +56,63 @@ class Request:
         self.prediction = self._integers("prediction", self.prediction)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if self.grammar is not None and not self.stop_tokens:
-            where = f"prompt {self.index}: stop_tokens"
-            raise _refuse("an answer ends where its grammar does", where, "none", "at least one")
+            what = "an answer ends where its grammar does"
+            refuse(f"prompt {self.index}: stop_tokens", "none", "at least one", what, FIX)
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
-            raise _refuse("a request id is out of range", f"prompt {self.index}: id", self.id, "0 <= id < 2**32")
+            what = "a request id is out of range"
+            refuse(f"prompt {self.index}: id", self.id, "0 <= id < 2**32", what, FIX)
 
     def _integers(self, name: str, values: Iterable[Any]) -> list[int]:
         """Return integers of Python for integers of any library."""
         try:
             return [*map(as_integer, values)]
         except TypeError:
-            where = f"prompt {self.index}: {name}"
-            raise _refuse(f"the {name} of a request has to be integers", where, values, "integers") from None
+            what = f"the {name} of a request has to be integers"
+            refuse(f"prompt {self.index}: {name}", values, "integers", what, FIX)
+
+
+@dataclass(eq=False, kw_only=True)
+class Sinks:
+    """Lists that a decode adds log-probabilities to, or None: the model's at temperature 1 and without filters, on the
+    rank that decides.
+
+    logprobs: of each new token. prompt_logprobs: of the prompt's tokens after the first; then the whole prompt runs.
+    n_top: likeliest ids in each of them.
+    """
+
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+    n_top: int = 0
+
+
+@dataclass(eq=False)
+class Result:
+    """What a request got so far, and why it ended.
+
+    text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. n_reused:
+    tokens of the prompt that its row held. n_predicted: draft tokens of its last draft that were copied from its
+    prediction.
+    """
+
+    tokens: list[int] = field(default_factory=list, init=False)
+    text: list[int] = field(default_factory=list, init=False, repr=False)
+    counts: Counts = field(default_factory=Counts, init=False)
+    finish_reason: FinishReason = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    n_reused: int = field(default=0, init=False)
+    n_predicted: int = field(default=0, init=False)
+
+
+@dataclass(eq=False)
+class Request(Inputs, Sinks, Result):
+    """A prompt that a decoder continues: its inputs, lists to add to, and its result so far."""
 
     @property
     def length(self) -> int:
         """The number of tokens whose entries the target's cache holds: all but the last emitted token."""
         return len(self.text) - 1
 
-    def draws(self, mode: str) -> tuple[int, int] | None:
+    def noise_key(self, mode: str) -> tuple[int, int] | None:
         """Return the seed and id that key its random numbers in rejection mode, where no guess may depend on them."""
         return (self.sampling.seed, self.id) if mode == "rejection" and not self.sampling.greedy else None
 
@@ -157,7 +182,13 @@ def make_requests(
     }
     for name, values in columns.items():
         if len(values) != n_prompts:
-            raise _refuse(f"{name} given per prompt does not match the prompts", name, len(values), n_prompts)
+            refuse(
+                f"generate(): {name}",
+                len(values),
+                n_prompts,
+                f"{name} given per prompt does not match the prompts",
+                FIX,
+            )
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
     each = zip(prompts, *columns.values(), strict=True)
@@ -165,8 +196,9 @@ def make_requests(
         requests.append(Request(prompt, limit, stop, params, request_id, index))
         first = index if params.greedy else owner.setdefault((request_id, params.seed), index)
         if first != index:
-            where, seen = f"prompt {index}: request_ids", f"id {request_id} and seed {params.seed}, as prompt {first}"
-            raise _refuse("two requests would share their random numbers", where, seen, "another id or seed")
+            seen = f"id {request_id} and seed {params.seed}, as prompt {first}"
+            what = "two requests would share their random numbers"
+            refuse(f"prompt {index}: request_ids", seen, "another id or seed", what, FIX)
     return requests
 
 
@@ -177,13 +209,13 @@ def check_prompt(
     have to be in the vocabulary."""
     where, vocab_size = f"prompt {index}", runner.model.config.vocab_size
     if not prompt:
-        raise _refuse("a prompt is empty", where, "0 tokens", "at least 1 token")
+        refuse(where, "0 tokens", "at least 1 token", "a prompt is empty", FIX)
     if min(*prompt, *others, 0) < 0 or max(*prompt, *others, 0) >= vocab_size:
         outside = next(token for token in (*prompt, *others) if not 0 <= token < vocab_size)
         fix = "encode texts with the model's tokenizer, and name its ids in biases and bans"
-        raise _refuse("a token id is outside the vocabulary", where, outside, f"0 <= id < {vocab_size}", fix)
+        refuse(where, outside, f"0 <= id < {vocab_size}", "a token id is outside the vocabulary", fix)
     if limit < 1:
-        raise _refuse("nothing to generate", f"{where}: max_new_tokens", limit, ">= 1")
+        refuse(f"{where}: max_new_tokens", limit, ">= 1", "nothing to generate", FIX)
     needed = len(prompt) + limit + gamma + 1
     for name, room in (
         ("the model's context", runner.model.config.max_context),
@@ -193,10 +225,4 @@ def check_prompt(
             seen = f"{len(prompt)} + {limit} + {gamma} + 1 = {needed} tokens"
             shorter = f"shorten the prompt ({flag('prefix_len')}) by {needed - room} tokens"
             fix = f"{shorter} or generate fewer ({flag('gen_len')})"
-            raise _refuse(f"prompt + new tokens + gamma + 1 exceeds {name}", where, seen, f"<= {room}", fix)
-
-
-def _refuse(
-    what: str, where: str, seen: object, required: object, fix: str = "correct the Request, or the call to generate()"
-) -> ConfigError:
-    return ConfigError(what, where, seen, required, fix)
+            refuse(where, seen, f"<= {room}", f"prompt + new tokens + gamma + 1 exceeds {name}", fix)

@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters import Drafter, check_drafts, wrong_drafts
 from engine.drafters.observed import ObservedStates
-from engine.graphs import Captured
-from engine.modes import GREEDY, Drafts, Verification, verification_in
+from engine.graphs import BatchKey, GraphKey
+from engine.modes import GREEDY, Drafts, Verification, resolve_mode, verification_in
 from engine.pacing import Choice
 from engine.requests import Outcome, Request
+from engine.rows import Rows
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling.distribution import ALL, Filters, SamplingParams
 from engine.sampling.grammars import MaskedDraws
@@ -37,8 +38,8 @@ class Round:
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
-    the logits at each position are finite. observed: the states that every round of the decode keeps; by default, the
-    drafter's.
+    the logits at each position are finite. key: the kind of round, if its parts may be captured. observed: the states
+    that every round of the decode keeps; by default, the drafter's.
     """
 
     proposed: tuple[Drafts, Verification]
@@ -52,21 +53,34 @@ class Round:
         drafter: Drafter | None,
         gamma: int,
         mode: str,
-        captured: Captured | None = None,
+        key: BatchKey | None = None,
         observed: Sequence[ObservedStates] | None = None,
     ) -> None:
-        self.runner, self.batch, self.drafter, self.gamma, self._captured = runner, batch, drafter, gamma, captured
+        self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
+        self._key = None if runner.graphs is None else key
         self._observed = observed_by([drafter] if drafter else []) if observed is None else observed
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
+    def run(self, phase: Callable[[str], AbstractContextManager[object]]) -> list[Outcome]:
+        """Run all parts but `roll_back`, in phases "draft", "verify" and "accept"; return each row's outcome."""
+        with phase("draft"):
+            if self.drafter is not None or self.gamma:
+                self.propose(phase)
+        with phase("verify"):
+            self.verify()
+        with phase("accept"):
+            self.accept()
+            return self.outcomes()
+
     def _part(self, name: str, part: Callable[[], Result], verifies: bool = False) -> Result:
         """Call a part of a round, or capture and replay it (see `engine.graphs`). verifies: the part runs the target,
         so its first replay is compared with a call, and rounds in which the drafter observes are captured apart."""
-        if self._captured is None:
+        if self._key is None or self.runner.graphs is None:
             return part()
-        kind = id(self.drafter), self.gamma, len(self.batch.rows), verifies and self.observes, self.batch.masks.applies
-        return self._captured(name, kind, part, verifies)
+        observes, is_masked = verifies and self.observes, self.batch.masks.applies
+        key = GraphKey(name, self._key, id(self.drafter), self.gamma, len(self.batch.rows), observes, is_masked)
+        return self.runner.graphs(key, part, checked=verifies)
 
     def propose(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Run the drafter, and before it `refresh` if that is due, in a `phase` "refresh". Tokens that grammars force
@@ -85,7 +99,7 @@ class Round:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
         drawing: Any = verification
-        if any(batch.masks.grammars) and self._captured is None:
+        if any(batch.masks.grammars) and self._key is None:
             drawing = MaskedDraws(verification, batch.masks)
         drafts = self.drafter.propose(batch, drawing, self.gamma)
         check_drafts(self.drafter, drafts, batch.current, self.gamma, self.runner.vocab_size)
@@ -178,60 +192,77 @@ class Round:
 
 
 class Rounds:
-    """Makes a decoder's rounds; it keeps none, since each holds its logits."""
+    """Makes a decoder's rounds; it keeps none, since each holds its logits.
 
-    def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
+    mode: the verification of requests that sample. Errors: ConfigError if it is unknown.
+    """
+
+    def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter], verification: str) -> None:
+        resolve_mode(verification, [])
         self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
-        self._kind: tuple[str, Filters] | None = None
+        self._verification, self.mode, self._filters = verification, GREEDY, Filters()
+        self._batches: dict[BatchKey, Batch] = {}
+        if runner.graphs is not None:
+            self._batches = runner.graphs.batches  # outlive this decoder, with the graphs that read them
+            runner.graphs.drop_freed()
 
-    def batch_of_kind(self, busy: Sequence[SamplingParams], mode: str, filters: Filters) -> tuple[str, Batch]:
-        """Return the mode of a round of rows that sample as `busy`, and a batch of all rows with their filters.
+    def expect(self, sampling: SamplingParams) -> None:
+        """Let rounds serve requests that sample so, too. Graphs for fewer filters go: they are never replayed again.
+        Errors: ConfigError if the mode cannot verify such requests."""
+        before = self.mode, self._filters
+        if not sampling.greedy:
+            self.mode = resolve_mode(self._verification, [sampling])
+        filters = self._filters | Filters.of([sampling])
+        if filters.any_top_k or filters.any_top_p:  # none or both, to limit the number of graphs
+            filters |= Filters(True, True, True, ALL)
+        self._filters = filters._replace(any_edits=False)  # rounds with and without edits are captured apart
+        if before != (self.mode, self._filters) and self._has_batch(*before):
+            self._runner.drop_graphs()
 
-        mode, filters: of all requests so far. When capturing, these are taken, to limit the number of graphs, and top-k
-        and top-p are none or both; rounds with and without edits are captured apart. A row's result does not depend on
-        either: a greedy row is a distribution with a single token, and filters that a row does not have exclude
-        nothing.
-        """
-        if self._runner.graphs is None:
-            mode, filters = GREEDY if all(row.greedy for row in busy) else mode, Filters.of(busy)
-        else:
-            if filters.any_top_k or filters.any_top_p:
-                filters |= Filters(True, True, True, ALL)
-            filters = filters._replace(any_edits=any(row.edits for row in busy))
-        if self._kind != (mode, filters):
-            if self._kind not in (None, (mode, filters._replace(any_edits=not filters.any_edits))):
-                self._runner.drop_graphs()  # those of fewer filters are never used again
-            self._kind = mode, filters
-            self._batch, self._captured = self._batch_and_parts(mode, filters)
-        return mode, self._batch
+    def _has_batch(self, mode: str, filters: Filters) -> bool:
+        """True if rounds of that kind, with edits or without, may have been captured."""
+        return any(self._key(mode, filters._replace(any_edits=edits)) in self._batches for edits in (False, True))
 
-    def _batch_and_parts(self, mode: str, filters: Filters) -> tuple[Batch, Captured | None]:
-        """Return the batch that rounds read, and the parts captured over it. The runner keeps these for the next decode
-        of this kind until one of their drafters is freed; then all are dropped (see `CudaGraphs`)."""
-        runner = self._runner
-        batch = partial(Batch, runner.max_batch, filters, runner.device, runner.narrows, runner.vocab_size)
-        if runner.graphs is None:
-            return batch(), None
-        if any(drafter() is None for drafters, *_ in runner.captured for drafter in drafters):
-            runner.drop_graphs()
-        # Captured parts belong to these objects. Drafters refer to the runner: with strong references here, neither
-        # would be freed before garbage is collected.
-        drafters = tuple(map(weakref.ref, self._drafters))
-        key = (drafters, mode, filters, runner.model.backend, runner.model.pointwise)
-        if key not in runner.captured:
-            ranks = runner.ranks  # not the runner itself, which keeps this
-            runner.captured[key] = batch(), Captured(runner.graphs, lambda agrees: all(ranks.gathered(agrees)))
-        return runner.captured[key]
+    def drop(self) -> None:
+        """Forget batches and graphs; later rounds make their own."""
+        self._batches.clear()
+        self._runner.drop_graphs()
 
-    def make_round(self, choice: Choice, batch: Batch, mode: str) -> Round:
-        """Return a round over that batch. Errors: ConfigError if the drafter has no such gamma."""
+    def next(self, choice: Choice, rows: Rows) -> Round:
+        """Return the next round of the busy rows. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = choice.gamma if drafter is None else drafter.gamma
         most = min([most, *(states.most_drafts for states in self._observed)])
         if not 0 <= choice.gamma <= most:
-            required, fix = f"a gamma of 0 to {most}", "build the drafters with the largest gamma that is chosen"
-            raise ConfigError("a round drafts more than its drafters can", "the pacing", choice, required, fix)
-        return Round(self._runner, batch, drafter, choice.gamma, mode, self._captured, self._observed)
+            what, fix = "a round drafts more than its drafters can", "build the drafters with the largest gamma chosen"
+            refuse("the pacing", choice, f"a gamma of 0 to {most}", what, fix)
+        key = self._key(*self._kind([request.sampling for _, request in rows.busy()]))
+        batch = rows.gather(self._batch(key))
+        return Round(self._runner, batch, drafter, choice.gamma, key.mode, key, self._observed)
+
+    def _kind(self, busy: Sequence[SamplingParams]) -> tuple[str, Filters]:
+        """Return the mode and the filters of a round of rows that sample as `busy`: when capturing, those of all
+        requests so far. A row's result does not depend on them: a greedy row is a distribution with a single token, and
+        filters that a row does not have exclude nothing."""
+        if self._runner.graphs is None:
+            return GREEDY if all(row.greedy for row in busy) else self.mode, Filters.of(busy)
+        return self.mode, self._filters._replace(any_edits=any(row.edits for row in busy))
+
+    def _key(self, mode: str, filters: Filters) -> BatchKey:
+        # Drafters refer to the runner: with strong references, neither would be freed before garbage is collected.
+        drafters, model = tuple(map(weakref.ref, self._drafters)), self._runner.model
+        kernels = () if self._runner.graphs is None else (model.backend, model.pointwise)
+        return BatchKey(drafters, mode, filters, kernels)
+
+    def _batch(self, key: BatchKey) -> Batch:
+        """Return the batch that rounds of a kind read."""
+        runner = self._runner
+        if key not in self._batches:
+            if runner.graphs is None:
+                self._batches.clear()  # a change of kinds is rare, and a batch has numbers for each token
+            sizes = runner.device, runner.narrows, runner.vocab_size
+            self._batches[key] = Batch(runner.max_batch, key.filters, *sizes)
+        return self._batches[key]
 
 
 def observed_by(drafters: Sequence[Drafter]) -> list[ObservedStates]:

@@ -72,11 +72,6 @@ class Rows:
         """Start another prompt in a row that holds its first `n_held` tokens."""
         self._state[row], self.computed = RowState(n_held), []
 
-    def advance(self, row: int, n_tokens: int) -> int:
-        """Add `n_tokens` of the prompt to the row's length, and return it."""
-        self.begin(row, self._state[row].length + n_tokens)
-        return self._state[row].length
-
     def gather(self, whole: Batch) -> Batch:
         """Return a batch of the busy rows, and of idle rows up to a number that rounds are made for."""
         n_busy = len(self.busy())

@@ -1,9 +1,9 @@
-"""ModelRunner: a model and its cache; chunked prefill of a row, and steps of the whole batch."""
+"""ModelRunner: a model and its cache. `Prefill` runs a prompt into a row; `step` runs a block of every row."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -11,7 +11,8 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, UserError, flag
+from common.errors import UserError, flag, refuse
+from engine.graphs import CapturedParts
 from engine.parallel.ranks import ALONE, ModelRanks, Ranks
 from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
@@ -22,9 +23,8 @@ from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
 from models.tensor_parallel import vocab_widths
 
-Value = TypeVar("Value")
-# A prefill: yields the number of tokens of every chunk that ran.
-Chunks: TypeAlias = Generator[int, None, Value]
+Items = TypeVar("Items", list[Any], range)
+# Called after each chunk of a prompt with its first position and its hidden states `[n, dim]`.
 Tap: TypeAlias = Callable[[int, Tensor], None] | None
 # Long enough to keep matmuls busy, short enough that a chunk's mask and activations stay small. On a GPU the kernels
 # of a chunk should take longer than the host takes to launch them: for an 8B model on 8 ranks an estimated 10 to 14 ms.
@@ -43,13 +43,9 @@ def not_finite(where: str, seen: str) -> UserError:
     return UserError("the model's logits are not finite", where, seen, required, fix)
 
 
-def run_through(chunks: Chunks[Value]) -> Value:
-    """Run all chunks at once; return the generator's value."""
-    while True:
-        try:
-            next(chunks)
-        except StopIteration as done:
-            return done.value
+def _parts(items: Items, n: int) -> list[Items]:
+    """Cut a sequence into parts of `n` items; the last may be shorter."""
+    return [items[first : first + n] for first in range(0, len(items), n)]
 
 
 def prefill_chunk_of(device: torch.device) -> int:
@@ -83,17 +79,14 @@ class ModelRunner:
         self.model, self.cache, self.ranks, self.prefixes = model, cache, ranks, prefixes
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
-        self.graphs = None if new_graphs is None else new_graphs(cache.device)
-        # Batches and parts that `engine.round` has captured over this model and cache.
-        self.captured: dict[tuple[Any, ...], Any] = {}
+        self.graphs = None if new_graphs is None else CapturedParts(new_graphs(cache.device), ranks)
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
         given = (model.dtype if keys.dtype in LARGEST else keys.dtype, keys.shape[0], keys.shape[2], keys.shape[4])
         if needed != given:
-            where = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)"
-            fix = "build the cache from model.config, with dtype=model.dtype, or an 8-bit dtype"
-            raise ConfigError("the cache does not fit the model", where, given, needed, fix)
+            where, what = "ModelRunner: (dtype, n_layer, n_kv_head, head_dim)", "the cache does not fit the model"
+            refuse(where, given, needed, what, "build the cache from model.config, with dtype=model.dtype, or 8 bits")
 
     @property
     def narrows(self) -> bool:
@@ -114,70 +107,20 @@ class ModelRunner:
     def drop_graphs(self) -> None:
         """Destroy captured rounds with their memory; later rounds are captured anew."""
         if self.graphs is not None:
-            self.captured.clear()
-            self.graphs.close()
+            self.graphs.drop()
 
-    def prefill_row(self, row: int, prompt: Sequence[int]) -> Prefilled:
+    def prefill(self, row: int, prompt: Sequence[int]) -> Prefilled:
         """Fill a row with `prompt` unless it holds it already."""
-        return run_through(self.start_prefill(row, prompt)[1])
-
-    def start_prefill(
-        self, row: int, prompt: Sequence[int], chunk: int | None = None, reuses: bool = False, tap: Tap = None
-    ) -> tuple[int, Chunks[Prefilled]]:
-        """Start a prefill: return the number of cached tokens, and a generator of chunks of at most `chunk` tokens.
-
-        reuses: begin behind the first tokens that the row shares with the prompt. They may have been computed in other
-        chunks, or by rounds, so that their last bits differ. tap: see `filling`.
-        """
-        n_shared, n_prompt = self.shared_prefix(row, prompt), len(prompt)
-        prefilled = self.cache.prefilled.pop(row, None)
-        is_whole = prefilled and prefilled.model is self.model and prefilled.prompt == tuple(prompt)
-        if prefilled and is_whole and n_shared in (n_prompt, prefilled.bad_position):
-            n_shared = n_prompt
-        else:
-            prefilled, n_shared = None, min(n_shared, n_prompt - 1) if reuses else 0
-        return n_shared, self._prefill(row, prompt, n_shared, prefilled, chunk, tap)
+        prefill = Prefill(self, row, prompt)
+        while prefill.n_left:
+            prefill.run_chunk()
+        return prefill.finish()
 
     def copy_prompt(self, source: int, row: int) -> None:
-        """Copy the prompt of the `source` row, with the logits behind it, to another row."""
+        """Copy the prompt of the `source` row, with the logits after it, to another row."""
         prefilled = self.cache.prefilled[source]
         self.cache.fill_row(row, self.cache, len(prefilled.prompt), source_row=source)
         self.cache.prefilled[row] = prefilled
-
-    def _prefill(
-        self, row: int, prompt: Sequence[int], n_shared: int, prefilled: Prefilled | None, chunk: int | None, tap: Tap
-    ) -> Chunks[Prefilled]:
-        """Roll the row back to the prompt that it holds, or run the prompt behind its first `n_shared` tokens."""
-        if prefilled is not None:
-            self._forget_from(row, len(prompt))
-            done = replace(prefilled, answer=())
-        elif chunk is None and tap is None and n_shared == 0 and (stored := self._take_over(row, prompt)):
-            yield len(prompt)
-            done = stored
-        else:
-            hidden, finite = yield from self.filling(row, prompt, n_shared, chunk, tap)
-            logits = self.model.logits(hidden)
-
-            def n_finite() -> Tensor:
-                """Return the number of positions before the first that is not finite, `[1]`."""
-                finite[-1] &= finite_rows(logits)
-                return n_shared + finite.long().cumprod(dim=0).sum(dim=0, keepdim=True)
-
-            n = int(self.ranks.decided(n_finite, 1))
-            done = Prefilled(self.model, tuple(prompt), logits, n if n < len(prompt) else None)
-            if self.prefixes and chunk is None and n_shared == 0:
-                self.prefixes.save(self.cache, row, prompt, done.logits, done.bad_position)
-        self.cache.prefilled[row] = done
-        return done
-
-    def _take_over(self, row: int, prompt: Sequence[int]) -> Prefilled | None:
-        """Fill a row with a prompt that an earlier run has prefilled; None unless every rank has its part."""
-        if self.prefixes is None:
-            return None
-        self.cache.reset_row(row)
-        found = self.prefixes.load(self.cache, row, prompt)
-        is_everywhere = all(self.ranks.gathered(found is not None))
-        return Prefilled(self.model, tuple(prompt), *found) if found and is_everywhere else None
 
     def shared_prefix(self, row: int, prompt: Sequence[int]) -> int:
         """Return how many first tokens of the prompt the row holds."""
@@ -195,87 +138,58 @@ class ModelRunner:
         if prefilled := self.cache.prefilled.get(row):
             self.cache.prefilled[row] = replace(prefilled, answer=tuple(answer))
 
-    def _forget_from(self, row: int, length: int) -> None:
-        self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
-
-    def fill_row(self, row: int, prompt: Sequence[int], n_known: int = 0) -> tuple[Tensor, Tensor]:
-        """Run all chunks of `filling`, and return its result."""
-        return run_through(self.filling(row, prompt, n_known))
-
-    def filling(
-        self, row: int, prompt: Sequence[int], n_known: int = 0, chunk: int | None = None, tap: Tap = None
-    ) -> Chunks[tuple[Tensor, Tensor]]:
-        """Run `prompt` into a row behind its first `n_known` tokens, which the row keeps. tap: called behind each
-        chunk with its first position and hidden states `[n, dim]`.
-
-        Returns the last token's hidden state `[dim]`, and whether each state that was computed is finite, `[n]` bool.
-        """
-        cache, n_token = self.cache, len(prompt)
-        if cache.selects and n_token > cache.capacity:
-            # Run the prompt over a full cache, then select entries from that.
-            whole = FullKVCache(self.model.config, 1, n_token, cache.device, cache.keys.dtype)
-            runner = self.over(whole)
-            result = yield from runner.filling(0, prompt, chunk=chunk, tap=tap)
-            queries = runner.last_queries(0, prompt, cache.n_queries) if cache.n_queries else None
-            cache.fill_row(row, whole, n_token, queries=queries, source_row=0)
-            return result
-        if n_known:
-            self._forget_from(row, n_known)
-        else:
-            cache.reset_row(row)
-        tokens = torch.tensor(prompt, device=self.device)[None]
-        positions = torch.arange(n_token, device=self.device)[None]
-        finite, n_run = [], min(self.prefill_chunk, chunk or n_token)
-        for start in range(n_known, n_token, n_run):
-            end = min(start + n_run, n_token)
-            view = cache.view(slice(row, row + 1), end, block_at_end=True)
-            hidden = self.model.hidden(tokens[:, start:end], positions[:, start:end], view)
-            finite.append(finite_rows(hidden[0]))
-            if tap is not None:
-                tap(start, hidden[0])
-            yield end - start
-        return hidden[0, -1], torch.cat(finite)
-
-    def fill_rows(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Run prompts into their rows, together where the cache has room for short blocks only."""
-        if self.cache.in_order or self.cache.selects:
-            for row, prompt in prompts.items():
-                self.fill_row(row, prompt)
-            return
-        for row in prompts:
+    def cut(self, row: int, length: int) -> None:
+        """Forget a row's entries at positions >= `length`, or with 0 all that the row holds."""
+        if length == 0:
             self.cache.reset_row(row)
-        self._run_blocks({row: (prompt, 0) for row, prompt in prompts.items()}, self.prefill_chunk)
+        else:
+            self.cache.view(slice(row, row + 1)).rollback(torch.tensor([length], device=self.device))
 
-    def extend_rows(self, behind: Mapping[int, tuple[Sequence[int], int]]) -> None:
-        """Append to each row the tokens of its text that the cache lacks: in a round's blocks, or in chunks of a single
-        row where these are fewer forwards. behind: by row, the text, and how many of its first tokens the row holds."""
-        n_alike = Counter(len(text) - n_known for text, n_known in behind.values())
-        together = {}
-        for row, (text, n_known) in behind.items():
-            n_missed = len(text) - n_known
-            if n_alike[n_missed] * MAX_BLOCK < n_missed and not self.cache.selects:
-                self.fill_row(row, text, n_known)
-            else:
-                together[row] = text, n_known
-        self._run_blocks(together, min(self.prefill_chunk, MAX_BLOCK))
+    def run_chunk(self, row: int, text: Sequence[int], at: range) -> Tensor:
+        """Run the tokens of `text` at positions `at` into a row; return their hidden states `[n, dim]`."""
+        tokens, positions = self._block(text, at)
+        return self.model.hidden(tokens, positions, self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))[0]
 
-    def _run_blocks(self, behind: Mapping[int, tuple[Sequence[int], int]], block: int) -> None:
-        """Append to each row the tokens that it lacks, in blocks that do not depend on the other rows. The first blocks
-        of all rows run together if they are equally long, then the second blocks, and so on, no more tokens at once
-        than a chunk of a prompt has."""
-        forwards: dict[tuple[int, int], list[tuple[int, range]]] = {}
-        for row, (text, n_known) in behind.items():
-            for i, start in enumerate(range(n_known, len(text), block)):
-                at = range(start, min(start + block, len(text)))
-                forwards.setdefault((i, len(at)), []).append((row, at))
+    def extend_row(self, row: int, text: Sequence[int], n_cached: int = 0) -> None:
+        """Run `text` into a row after its first `n_cached` tokens, which the row keeps."""
+        cache = self.cache
+        if cache.selects and len(text) > cache.capacity:
+            # Run the text over a full cache, then select entries from that.
+            whole = self.over(FullKVCache(self.model.config, 1, len(text), cache.device, cache.keys.dtype))
+            whole.extend_row(0, text)
+            queries = whole.last_queries(0, text, cache.n_queries) if cache.n_queries else None
+            cache.fill_row(row, whole.cache, len(text), queries=queries, source_row=0)
+            return
+        self.cut(row, n_cached)
+        for at in _parts(range(n_cached, len(text)), self.prefill_chunk):
+            self.run_chunk(row, text, at)
+
+    def extend(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> None:
+        """Append to each row the tokens of its text that the cache lacks. texts: by row, the text, and how many of its
+        first tokens the row holds; with 0 the row is filled anew.
+
+        A row runs alone in chunks if it is new and the cache has room for long blocks, or if that takes fewer forwards.
+        Other rows run in blocks that do not depend on each other: the first blocks of all rows together if they are
+        equally long, then the second blocks, and so on, no more tokens at once than a chunk has.
+        """
+        cache, forwards = self.cache, dict[tuple[int, int], list[tuple[int, list[int], list[int]]]]()
+        n_alike = Counter(len(text) - n_cached for text, n_cached in texts.values())
+        for row, (text, n_cached) in texts.items():
+            n_missed = len(text) - n_cached
+            is_shorter_alone = n_alike[n_missed] * MAX_BLOCK < n_missed and not cache.selects
+            if is_shorter_alone if n_cached else cache.in_order or cache.selects:
+                self.extend_row(row, text, n_cached)
+                continue
+            if n_cached == 0:
+                cache.reset_row(row)
+            block = min(self.prefill_chunk, MAX_BLOCK) if n_cached else self.prefill_chunk
+            for i, at in enumerate(_parts(range(n_cached, len(text)), block)):
+                forwards.setdefault((i, len(at)), []).append((row, [text[p] for p in at], [*at]))
         for (_, n_token), blocks in sorted(forwards.items()):
-            n_row = max(1, prefill_chunk_of(self.device) // n_token)
-            for first in range(0, len(blocks), n_row):
-                some = blocks[first : first + n_row]
-                texts = [[behind[row][0][p] for p in at] for row, at in some]
-                given = [row for row, _ in some], texts, [[*at] for _, at in some]
-                rows, tokens, positions = (torch.tensor(x, device=self.device) for x in given)
-                self.model.hidden(tokens, positions, self.cache.view(rows, max(at.stop for _, at in some)))
+            for some in _parts(blocks, max(1, prefill_chunk_of(self.device) // n_token)):
+                rows, tokens, positions = (torch.tensor(x, device=self.device) for x in zip(*some, strict=True))
+                extent = 1 + max(at[-1] for *_, at in some)
+                self.model.hidden(tokens, positions, cache.view(rows, extent))
 
     def last_queries(self, row: int, text: Sequence[int], n: int) -> list[Tensor]:
         """Return the queries of the last `n` tokens of `text`, which the row holds: `[n_head, n, head_dim]`."""
@@ -290,10 +204,14 @@ class ModelRunner:
         Returns the states `[1, n, ...]` (see `Transformer.hidden_states`) of the tokens of `text` at positions `at`,
         and each layer's queries `[1, n, n_head, head_dim]`.
         """
-        tokens, positions = torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
+        tokens, positions = self._block(text, at)
         view = ReadOnlyKVCache(self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
         _, states = self.model.hidden_states(tokens, positions, view, layers)
         return states, view.queries
+
+    def _block(self, text: Sequence[int], at: range) -> Tensor:
+        """Return the tokens of `text` at positions `at`, and these positions, `[2, 1, n]`."""
+        return torch.tensor([[text[p] for p in at], [*at]], device=self.device)[:, None]
 
     def step(self, tokens: Tensor, positions: Tensor, cache: KVCache | WriteThroughKVCache | None = None) -> Tensor:
         """Return logits `[B, T, V]` of `tokens [B, T]` at `positions [B, T]`; they are empty on ranks that do not
@@ -314,6 +232,83 @@ class ModelRunner:
         return self.model.logits(self.model.hidden(tokens, positions, cache or self.cache)[:, -1])
 
 
+class Prefill:
+    """Runs a prompt into a row of a runner's cache: `run_chunk` while `n_left`, then `finish`.
+
+    A row that holds the whole prompt only forgets what follows it. reuses: begin after the first tokens that the row
+    shares with the prompt, `n_reused` of them. They may have been computed in other chunks, or by rounds, so that their
+    last bits differ. chunk: the most tokens of a chunk; None: as many as the runner takes.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        row: int,
+        prompt: Sequence[int],
+        chunk: int | None = None,
+        reuses: bool = False,
+        tap: Tap = None,
+    ) -> None:
+        assert not runner.cache.selects, "caches that select are filled by `extend_row`"
+        self._runner, self._row, self._prompt, self._tap = runner, row, prompt, tap
+        n_shared, before = runner.shared_prefix(row, prompt), runner.cache.prefilled.pop(row, None)
+        is_whole = before and before.model is runner.model and before.prompt == tuple(prompt)
+        self._done: Prefilled | None = None
+        if before and is_whole and n_shared in (len(prompt), before.bad_position):
+            n_shared, self._done = len(prompt), replace(before, answer=())
+        elif not reuses:
+            n_shared = 0
+        self.n_reused = n_shared if self._done else min(n_shared, len(prompt) - 1)
+        self.n_left, self._finite = len(prompt) - self.n_reused, list[Tensor]()
+        runner.cut(row, self.n_reused)
+        self._chunk = min(runner.prefill_chunk, chunk or len(prompt))
+        self._is_stored = runner.prefixes is not None and chunk is None and self.n_reused == 0
+
+    def run_chunk(self) -> int:
+        """Run the next tokens of the prompt, or take all over from an earlier run; return how many these are."""
+        start = len(self._prompt) - self.n_left
+        at = range(start, start + min(self._chunk, self.n_left))
+        if start == 0 and self._is_stored and self._tap is None and self._take_over():
+            at = range(len(self._prompt))
+        else:
+            hidden = self._runner.run_chunk(self._row, self._prompt, at)
+            self._finite.append(finite_rows(hidden))
+            self._last = hidden[-1]
+            if self._tap is not None:
+                self._tap(start, hidden)
+        self.n_left -= len(at)
+        return len(at)
+
+    def _take_over(self) -> bool:
+        """Fill the row with a prompt that an earlier run has prefilled; False unless every rank has its part."""
+        runner, prompt = self._runner, self._prompt
+        found = runner.prefixes.load(runner.cache, self._row, prompt) if runner.prefixes else None
+        is_everywhere = all(runner.ranks.gathered(found is not None))
+        if found and is_everywhere:
+            self._done, self._is_stored = Prefilled(runner.model, tuple(prompt), *found), False
+        else:
+            runner.cache.reset_row(self._row)
+        return self._done is not None
+
+    def finish(self) -> Prefilled:
+        """Compute the logits after the prompt, once all chunks have run; return them with the prompt."""
+        runner, prompt = self._runner, self._prompt
+        if self._done is None:
+            logits = runner.model.logits(self._last)
+
+            def n_finite() -> Tensor:
+                """Return the number of positions before the first that is not finite, `[1]`."""
+                self._finite[-1][-1] &= finite_rows(logits)
+                return self.n_reused + torch.cat(self._finite).long().cumprod(dim=0).sum(dim=0, keepdim=True)
+
+            n = int(runner.ranks.decided(n_finite, 1))
+            self._done = Prefilled(runner.model, tuple(prompt), logits, n if n < len(prompt) else None)
+            if runner.prefixes and self._is_stored:
+                runner.prefixes.save(runner.cache, self._row, prompt, logits, self._done.bad_position)
+        runner.cache.prefilled[self._row] = self._done
+        return self._done
+
+
 @dataclass(frozen=True)
 class RemoteRunner:
     """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
@@ -329,10 +324,8 @@ class RemoteRunner:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    def _skip(self, *given: object) -> None:
+    def extend(self, texts: object) -> None:
         """Do nothing: only ranks that hold the model fill its cache."""
-
-    fill_rows = extend_rows = _skip
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """Return the logits `[B, V]` that the holders gather; they are empty on ranks that do not decide."""

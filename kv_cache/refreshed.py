@@ -41,11 +41,12 @@ class VerificationScores:
 
 
 class ObservingKVCache(WriteThroughKVCache):
-    """A write-through view that records in `scores` what the draft's cache selects its entries by."""
+    """A write-through view that records in the draft cache's `scores` what this cache selects its entries by."""
 
-    def __init__(self, through: WriteThroughKVCache, scores: VerificationScores) -> None:
+    def __init__(self, through: WriteThroughKVCache) -> None:
         super().__init__(through.target, through.draft, through.layers)
-        self.scores = scores
+        assert isinstance(through.draft, RefreshedKVCache) and through.draft.scores is not None
+        self.scores = through.draft.scores
 
     def begin(self, positions: Tensor) -> tuple[Any, Tensor]:
         self.scores.starts[self.draft.row_indices] = positions[:, 0]
@@ -62,11 +63,11 @@ class ObservingKVCache(WriteThroughKVCache):
         return kv
 
     def view(self, rows: slice | Tensor = slice(None), extent: int | None = None) -> ObservingKVCache:
-        return ObservingKVCache(super().view(rows, extent), self.scores)
+        return ObservingKVCache(super().view(rows, extent))
 
 
 class SelectionOps:
-    """Selects entries and copies them, in PyTorch. The C++ backend and the Triton kernel override these methods."""
+    """Selects entries and copies them, in PyTorch. Kernels override these methods (`models.attention.selection`)."""
 
     def choose(
         self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, share: Tensor, ends: Tensor
@@ -77,7 +78,7 @@ class SelectionOps:
         are chosen, `[B]` int64; a row with 0 stays as it is. The slots are filled in any order.
         """
         share = share[..., : -(-source.keys.shape[3] // to.chunk)]
-        chosen = self.best_chunks(share, to.chunk, ends, to.n_first, to.n_sink)
+        chosen = self.best_chunks(share, to.chunk, ends, to.n_first, to.n_fixed)
         self.copy_chosen(to, to_layer, source, from_layer, chosen, ends > 0)
 
     def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
@@ -120,7 +121,8 @@ class RefreshedKVCache(ScoredKVCache):
 
     Each layer and KV head keeps the text's first `n_first` tokens, its last `window`, and the best chunks of `chunk`
     tokens between them. A subclass defines `new_scores`, buffers for what verifications record, and `chunk_shares`, by
-    which chunks are ranked. Errors: ConfigError from ScoredKVCache, or if `refresh` or `n_sink` is too small.
+    which chunks are ranked. scores: the records of verifications, which a drafter makes. Errors: ConfigError from
+    ScoredKVCache, or if `refresh` or `n_sink` is too small.
     """
 
     def __init__(self, config: KVShape, max_batch: int, policy: Refreshed, device: Device, dtype: torch.dtype) -> None:
@@ -129,11 +131,17 @@ class RefreshedKVCache(ScoredKVCache):
         super().__init__(config, max_batch, policy, device, dtype)
         self.n_first, self.refresh_every, self.chunk = policy.n_first, policy.refresh, policy.score_chunk
         # The source's slot of each chosen entry: a copy can leave entries in place that are chosen again.
-        self.source_slots = torch.full((*self.keys.shape[:3], self.n_sink), EMPTY, device=device)
+        self.source_slots = torch.full((*self.keys.shape[:3], self.n_fixed), EMPTY, device=device)
+        self.scores: VerificationScores | None = None
 
     def reset_row(self, row: int) -> None:
         super().reset_row(row)
         self.source_slots[:, row] = EMPTY
+
+    def fill_row(self, row: int, *given: Any, **options: Any) -> None:
+        super().fill_row(row, *given, **options)
+        if self.scores is not None:
+            self.scores.forget(row)
 
     @property
     def n_bytes(self) -> int:
@@ -160,14 +168,14 @@ class RefreshedKVCache(ScoredKVCache):
         `VerificationScores.seen`. Other arguments are those of `choose`.
         """
 
-    def choose(
-        self, source: KVCache, lengths: Tensor, scores: VerificationScores, layers: Sequence[int], ops: SelectionOps
-    ) -> None:
+    def choose(self, source: KVCache, lengths: Tensor, layers: Sequence[int], ops: SelectionOps) -> None:
         """Select entries anew from `source`, whose rows hold `lengths [B]` tokens in order.
 
         A row stays as it is if it verified nothing since it was filled, or if the cache holds its whole text. layers:
         the source's layers that this cache has, in order.
         """
+        scores = self.scores
+        assert scores is not None
         self.follow_text(source, lengths, scores.seen.shape[2], layers)
         if source.keys.shape[3] <= self.capacity:
             return

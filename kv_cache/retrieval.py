@@ -49,8 +49,8 @@ class RetrievalKVCache(RefreshedKVCache):
     def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
         means, ends = self._means(keys), torch.tensor([length - self.window], device=kept.device)
         share = attention_received(queries, means, self._is_hidden(ends, means.shape[1]))
-        chosen = SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_sink)[0]
-        return torch.cat([chosen.sort(dim=1).values, kept[self.n_sink :].expand(len(chosen), -1)], dim=1)
+        chosen = SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_fixed)[0]
+        return torch.cat([chosen.sort(dim=1).values, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
 
     def new_scores(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         shape = *self.keys.shape[:2], n_token, n_head, self.keys.shape[-1]

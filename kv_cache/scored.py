@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, require_at_least
+from common.errors import refuse, require_at_least
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
-from kv_cache.streaming import StreamingKVCache
+from kv_cache.ring import RingKVCache
 
 
-class ScoredKVCache(StreamingKVCache):
+class ScoredKVCache(RingKVCache):
     """Keeps in each layer and KV head the `budget - window` entries of a prompt that the policy scores highest, and the
     last `window` tokens. A prompt within the budget is kept whole. As the text goes on, the window moves with it; the
     selection stays until the row is filled anew.
@@ -40,12 +40,11 @@ class ScoredKVCache(StreamingKVCache):
     def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
         scores, n_kv_head, n_older = self._score(keys, queries), self.entries.shape[3], length - self.window
         if scores.shape not in ((n_kv_head, length), (n_kv_head, n_older)):
-            what, seen = "a policy's scores are not one for each entry", tuple(scores.shape)
-            required, fix = f"[n_kv_head, length] = {n_kv_head, length}", "score each key of each head"
-            raise ConfigError(what, self._score.__qualname__, seen, required, fix)
-        n_selected = self.n_sink  # the streaming cache's sinks are the selected entries
-        chosen = scores[:, :n_older].topk(n_selected, dim=1).indices.sort(dim=1).values
-        return torch.cat([chosen, kept[n_selected:].expand(len(chosen), -1)], dim=1)
+            what, fix = "a policy's scores are not one for each entry", "score each key of each head"
+            required = f"[n_kv_head, length] = {n_kv_head, length}"
+            refuse(self._score.__qualname__, tuple(scores.shape), required, what, fix)
+        chosen = scores[:, :n_older].topk(self.n_fixed, dim=1).indices.sort(dim=1).values
+        return torch.cat([chosen, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
 
 
 @dataclass(frozen=True)

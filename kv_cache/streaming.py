@@ -11,19 +11,15 @@ from torch import Tensor
 from common.errors import require_at_least
 from kv_cache.base import Device, KVCache, KVShape
 from kv_cache.policy import BudgetedPolicy
+from kv_cache.ring import RingKVCache
 
 
-class StreamingKVCache(KVCache):
-    """Keeps the first `n_sink` tokens and the last `budget - n_sink`; `budget` counts both.
-
-    A position `p >= n_sink` takes the ring slot `n_sink + (p - n_sink) mod window`, so writing it evicts exactly the
-    token `window` before it; a block evicts before it attends. Tokens that a rejected draft evicted do not come back,
-    which costs later drafts a little and no emitted token anything.
+class StreamingKVCache(RingKVCache):
+    """Keeps the first `n_sink` tokens and the last `budget - n_sink`.
 
     Keys keep the rotation of their absolute position. With `rotate_on_read` they are stored un-rotated, and rotated at
     every read by their position *in the cache*, as in StreamingLLM (section 3.2): no rotary position then exceeds
-    `budget`, so a model with a short trained context can follow a text of any length. Errors: ConfigError if the budget
-    leaves no room for a window.
+    `budget`, so a model with a short trained context can follow a text of any length. Errors: see `RingKVCache`.
     """
 
     def __init__(
@@ -37,39 +33,20 @@ class StreamingKVCache(KVCache):
         rotate_on_read: bool = False,
     ) -> None:
         require_at_least("n_sink", n_sink, 0)
-        require_at_least("draft_budget", budget, n_sink + 1)
-        super().__init__(config, max_batch, budget, device, dtype)
-        self.n_sink, self.window, self.rotate_on_read = n_sink, budget - n_sink, rotate_on_read
-
-    @property
-    def max_block(self) -> int:
-        return self.window
-
-    @property
-    def prefill_block(self) -> int:
-        # A block evicts before it attends; its first token still sees half the window.
-        return max(1, self.window // 2)
-
-    def slots(self, positions: Tensor) -> Tensor:
-        ring = self.n_sink + (positions - self.n_sink) % self.window
-        return torch.where(positions < self.n_sink, positions, ring)
+        super().__init__(config, max_batch, budget, n_sink, device, dtype)
+        self.rotate_on_read = rotate_on_read
 
     def rotary_positions(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.rotate_on_read:
             return positions, None
-        in_window = self.positions >= self.n_sink
+        in_window = self.positions >= self.n_fixed
         oldest = self.positions.masked_fill(~in_window, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
 
         def in_cache(p: Tensor) -> Tensor:
             """Move the window next to the sinks; positions of empty slots are undefined."""
-            return torch.where(p < self.n_sink, p, p - oldest + self.n_sink)
+            return torch.where(p < self.n_fixed, p, p - oldest + self.n_fixed)
 
         return in_cache(positions), in_cache(self.positions)
-
-    def retained_positions(self, length: int) -> Tensor:
-        sinks = torch.arange(min(self.n_sink, length))
-        recent = torch.arange(max(self.n_sink, length - self.window), max(self.n_sink, length))
-        return torch.cat([sinks, recent])
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from common.errors import refuse
 
 FIX = "use a checkpoint of a supported family (docs/checkpoints.md) with a matching config.json"
+unsupported = partial(refuse, fix=FIX)
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.n_head % self.n_kv_head:
-            where = "n_head and n_kv_head (num_attention_heads, num_key_value_heads)"
-            seen, required = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}", "n_head a multiple of n_kv_head"
-            refuse(where, seen, required, "KV heads do not divide the query heads evenly", FIX)
+            seen = f"n_head {self.n_head}, n_kv_head {self.n_kv_head}"
+            unsupported("num_attention_heads, num_key_value_heads", seen, "n_head a multiple of n_kv_head")
         if self.head_dim % 2 or (self.rotary_dim or 0) % 2:
             seen = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}"
-            refuse("head_dim (partial_rotary_factor)", seen, "even numbers", "rotary embedding needs pairs", FIX)
+            unsupported("head_dim, partial_rotary_factor", seen, "even numbers")
         if self.n_expert_per_token > self.n_expert:
-            seen = f"{self.n_expert_per_token} of {self.n_expert}"
-            what = "a token has more experts than a layer"
-            refuse("config.json: num_experts_per_tok", seen, "at most all experts", what, FIX)
+            unsupported("config.json: num_experts_per_tok", self.n_expert_per_token, f"<= {self.n_expert}")
         for token in self.eos_tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                required = f"0 <= id < {self.vocab_size}"
-                where = "eos_token_id (of generation_config.json, or config.json)"
-                refuse(where, repr(token), required, "an end token is not in the vocabulary", FIX)
+                where, required = (
+                    "eos_token_id (of generation_config.json, or config.json)",
+                    f"0 <= id < {self.vocab_size}",
+                )
+                unsupported(where, repr(token), required)
 
     @property
     def group_size(self) -> int:

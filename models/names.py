@@ -3,7 +3,7 @@
 import re
 from typing import Literal, get_args
 
-from common.errors import ConfigError
+from common.errors import refuse
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 KVDtype = Literal["int8", "fp8"]
@@ -21,7 +21,6 @@ def parse_layers(text: str, flag: str = "--drop_layers") -> list[int]:
         bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
         first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
         if first > last:
-            what, fix = "the list of layers is not readable", "write it like 3,7,13-15"
-            raise ConfigError(what, flag, repr(text), "indices and ascending ranges", fix)
+            refuse(flag, repr(text), "a list of indices and ascending ranges, such as 3,7,13-15")
         layers.update(range(first, last + 1))
     return sorted(layers)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from common.process import local_rank, local_world_size
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
@@ -86,16 +86,14 @@ def resolve_device(name: str) -> str:
         device = torch.device("meta")
     if device.type == "cpu":
         return "cpu"
-    where = flag("device")
     if device.type != "cuda" or (device.index or 0) >= n_gpus:
         required = "cpu" + (" or cuda" if torch.cuda.is_available() else " (this PyTorch sees no CUDA device)")
-        raise ConfigError("the device is not available", where, name, required, f"use {where} auto")
+        refuse("device", name, required, "the device is not available", f"use {flag('device')} auto")
     if n_processes == 1:
         return f"cuda:{device.index or 0}"
     is_masked = n_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if device.index is not None or (n_processes > n_gpus and not is_masked):
-        what, where = "every process needs a GPU to itself", "--device, torchrun --nproc_per_node"
         seen = f"{name}, {n_processes} processes on a machine with {n_gpus} GPUs"
-        fix = f"use --device cuda and --nproc_per_node={min(n_gpus, n_processes)}"
-        raise ConfigError(what, where, seen, f"--device cuda, and at most {n_gpus} processes", fix)
+        required = f"--device cuda, and --nproc_per_node={min(n_gpus, n_processes)} or less"
+        refuse("--device, torchrun --nproc_per_node", seen, required, "every process needs a GPU to itself")
     return f"cuda:{0 if is_masked else local_rank()}"

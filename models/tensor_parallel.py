@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from models.config import ModelConfig
 from models.llama import Block, Embedding, FeedForward, Head, Transformer
 
@@ -68,7 +68,7 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
     if count > (most := config.n_kv_head):
         seen = f"{most} KV heads, {count} ranks"
         fix = f"use at most {most} ranks (torchrun --nproc_per_node), or replicas ({flag('data_parallel')})"
-        raise ConfigError("the model has fewer KV heads than ranks", where, seen, f"1 to {most} ranks", fix)
+        refuse(where, seen, f"1 to {most} ranks", "the model has fewer KV heads than ranks", fix)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:

@@ -5,7 +5,7 @@
 
     python -m reproduce.plot long.jsonl --x generated_tokens    # the stretches of runs with --by_length
 
-Reads what benchmarks and reproduce/acceptance.py append to --output, and sweeps. Repeats are drawn as their median.
+Reads what benchmarks and reproduce/compare.py append to --output, and sweeps. Repeats are drawn as their median.
 Records without both numbers are left out.
 """
 

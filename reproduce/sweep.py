@@ -5,7 +5,6 @@
 
 A row is a line of JSON: the script, its flags, and the record that it printed last. Interrupted at any point, the same
 command goes on with the cells that have not succeeded yet. Sweeps that run at the same time need an output file each.
-Flags that a script of this project lacks are refused before the first cell.
 --fixed and --axis replace the values that a grid's file gives for those flags. Exit code 1 if a cell failed.
 """
 
@@ -28,7 +27,7 @@ from tyro.conf import UseAppendAction
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError, DataError, flag
+from common.errors import DataError, flag, refuse
 from common.jsonl import append_record, read_lines, require_appendable
 from common.say import say
 
@@ -80,9 +79,9 @@ def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[An
     for field, text in (*(("fixed", text) for text in fixed), *(("axis", text) for text in axes)):
         name, _, value = text.partition("=")
         if not name or not value:
-            raise ConfigError("a flag has no value", flag(field), text, "name=value", f"write {flag(field)} gamma=3")
+            refuse(field, text, "name=value", "a flag has no value", f"write {flag(field)} gamma=3")
         if name in found:
-            raise ConfigError("a flag is given twice", flag(field), name, "every flag once", "leave out all but one")
+            refuse(field, name, "every flag once", "a flag is given twice", "leave out all but one")
         values = parse(f"[{value}]") if field == "axis" else [parse(value)]
         found[name] = values if isinstance(values, list) else [parse(part.strip()) for part in value.split(",")]
     return found
@@ -103,7 +102,7 @@ def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
         return tables(**tomllib.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         required = 'tables [[sweep]] with script = "...", flags, and axes of lists'
-        raise ConfigError("the grid cannot be read", path, error, required, "see grids/example.toml") from None
+        refuse(path, error, required, "the grid cannot be read", "see reproduce/grids/example.toml")
 
 
 def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[str, list]) -> list[Cell]:
@@ -118,20 +117,6 @@ def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[
     return cells
 
 
-def check_flags(cells: Sequence[Cell]) -> None:
-    """Raise ConfigError if a script of this project has a flag in a cell that its --help does not list."""
-    for script in {cell.script for cell in cells if not os.path.isabs(cell.script)}:
-        command = [sys.executable, *Cell(script, {"help": True}).words()]
-        helped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if helped.returncode:
-            seen = "\n".join(helped.stderr.splitlines()[-1:])
-            raise ConfigError("a script does not start", script, seen, "a script with --help", "correct its name")
-        given = {name for cell in cells if cell.script == script for name in cell.flags}
-        if unknown := sorted(given.difference(re.findall(r"--(\w+)", helped.stdout))):
-            required, fix = "flags that its --help lists", "correct the name"
-            raise ConfigError("a script has no such flag", script, f"--{unknown[0]}", required, fix)
-
-
 def read_states(path: str) -> dict[str, str]:
     """Return the last status of each cell of the output file. Errors: DataError."""
     states = {}
@@ -139,8 +124,8 @@ def read_states(path: str) -> dict[str, str]:
         try:
             states[str(Cell(row["script"], row["flags"]))] = row["status"]
         except (KeyError, TypeError):
-            where, fix = f"{path}, line {number}", "name a sweep's file, or a new file"
-            raise DataError("a line is not a sweep's", where, str(row)[:80], "script, flags, status", fix) from None
+            what, fix = "a line is not a sweep's", "name a sweep's file, or a new file"
+            refuse(f"{path}, line {number}", str(row)[:80], "script, flags, status", what, fix, DataError)
     return states
 
 
@@ -171,13 +156,12 @@ def run_cell(cell: Cell, log: Path, timeout: float | None) -> dict[str, Any]:
 def main(flags: Flags) -> None:
     if (flags.grid is None) == (flags.script is None):
         fix = "give --grid reproduce/grids/example.toml, or --script tests/selfspec_benchmark.py"
-        raise ConfigError("it is not clear what to run", flag("script"), flags.script, "a grid or a script", fix)
+        refuse("script", flags.script, "a grid or a script", "it is not clear what to run", fix)
     require_appendable(flags.output)
     sweeps = read_grid(flags.grid) if flags.grid else [(str(flags.script), {})]
     cells = {str(cell): cell for cell in make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))}
     states = read_states(flags.output)
     waiting = [name for name in cells if states.get(name) != "ok"]
-    check_flags([cells[name] for name in waiting])
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
     for number, name in enumerate(waiting, 1):

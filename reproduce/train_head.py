@@ -1,7 +1,7 @@
 """Train an EAGLE-3.1 head and a DFlash head on text that a target has generated, at length.
 
     python -m reproduce.train_head --out reproduction/heads
-    H=reproduction/heads; python -m reproduce.context_sweep --drafters eagle:$H/eagle --dataset $H/held_back.txt
+    H=reproduction/heads; python -m reproduce.compare --drafters eagle:$H/eagle --dataset $H/held_back.txt
 
 The target continues prompts of many lengths from the first half of the book. The heads learn from these texts, and
 held_back.txt is the half that they have not seen. Ended at any time, the same command goes on. Once examples are

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.record import rounded
-from engine.counts import Counts, total
+from engine.stats import Counts, total
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser
@@ -48,6 +48,12 @@ class Failure(Exception):
 def invalid(param: str, message: str, kind: str = "validation") -> Failure:
     """Return the failure of a request with a wrong field."""
     return Failure(422, kind, f"{param}: {message}", param)
+
+
+def require(is_right: object, param: str, message: str, kind: str = "validation") -> None:
+    """Raise the failure of a request with a wrong field, unless it is right."""
+    if not is_right:
+        raise invalid(param, message, kind)
 
 
 def internal(error: Exception) -> Failure:

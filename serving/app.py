@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bench.record import rounded
 from common.jsonl import why_no_value
-from serving.answers import LENGTH, Answer, Failure, Token, batches, best, internal, invalid, report
+from serving.answers import LENGTH, Answer, Failure, Token, batches, best, internal, report, require
 from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate
 from serving.service import Prompt, Service
 
@@ -180,9 +180,9 @@ def tgi_routes(service: Service) -> APIRouter:
     async def respond(http: Request, body: Generate, streams: bool) -> Response | dict[str, Any]:
         spec = body.parameters
         has_prefill, samples = spec.decoder_input_details, ("parameters.best_of", spec.best_of)
-        if streams and (has_prefill or spec.best_of > 1):
-            name = "decoder_input_details" if has_prefill else "best_of"
-            raise invalid(f"parameters.{name}", "is not possible in a stream")
+        name = "decoder_input_details" if has_prefill else "best_of"
+        is_possible = not streams or not (has_prefill or spec.best_of > 1)
+        require(is_possible, f"parameters.{name}", "is not possible in a stream")
         has_details = spec.details or has_prefill or spec.top_n_tokens > 0
         prompt: Prompt = [{"role": "user", "content": body.inputs}] if spec.chat else body.inputs
         n_top = spec.top_n_tokens if streams or has_details else None
@@ -292,19 +292,19 @@ def openai_routes(service: Service) -> APIRouter:
         several = isinstance(body.prompt, list) and any(isinstance(each, str | list) for each in body.prompt[:1])
         prompts: Any = body.prompt if several else [body.prompt]
         name, n = ("best_of", body.best_of) if body.best_of else ("n", body.n)
-        if n < body.n or (body.stream and n > body.n):
-            raise invalid(name, f"is {n}, but `n` is {body.n}: best_of is at least n, and in a stream equal to n")
-        if body.max_tokens == 0 and (n > 1 or not body.echo):
-            raise invalid("max_tokens", "is 0, which needs `echo` and a single sample of each prompt")
+        is_enough, says = body.n <= n <= (body.n if body.stream else n), "best_of is at least n, in a stream equal to n"
+        require(is_enough, name, f"is {n}, but `n` is {body.n}: {says}")
+        is_scored = body.max_tokens != 0 or (n == 1 and body.echo)
+        require(is_scored, "max_tokens", "is 0, which needs `echo` and a single sample of each prompt")
         return await respond(http, body, prompts, (name, n), body.logprobs, body.echo)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(http: Request, body: ChatCompletion) -> Any:
         messages = [message.for_template() for message in body.messages]
-        if body.top_logprobs and not body.logprobs:
-            raise invalid("top_logprobs", "needs `logprobs`: true")
-        if body.tool_choice not in ("none", "auto") and (body.grammar is not None or not body.required_tools()):
-            raise invalid("tool_choice", "asks for a call: name a tool of `tools`, and leave out `response_format`")
+        require(body.logprobs or not body.top_logprobs, "top_logprobs", "needs `logprobs`: true")
+        is_possible = body.tool_choice in ("none", "auto") or (body.grammar is None and body.calls().required)
+        says = "asks for a call: name a tool of `tools`, and leave out `response_format`"
+        require(is_possible, "tool_choice", says)
         return await respond(http, body, [messages], ("n", body.n), body.top_logprobs if body.logprobs else None, False)
 
     @router.get("/models")

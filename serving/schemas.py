@@ -4,8 +4,8 @@ A list is checked up to its first wrong value, since checks run on the event loo
 """
 
 import secrets
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,10 +19,9 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.sampling.distribution import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 from models.checkpoints.model_source import ModelSource
-from models.checkpoints.tool_calls import ToolCallParser
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
@@ -34,41 +33,47 @@ LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 RECOMMENDED["max_new_tokens"] = "max_tokens"
 # Fields that some clients always send, on routes that lack them, with their values that have no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("top_n_tokens", "top_logprobs"), (0,)),
-    **dict.fromkeys(("watermark", "decoder_input_details", "include_obfuscation", "echo", "store"), (False,)),
-    "metadata": ({},),
-    **dict.fromkeys(("tools", "functions", "tool_calls", "annotations"), ([],)),
-    "function_call": ("none", "auto"),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    **dict.fromkeys(("priority", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
-    **dict.fromkeys(("length_penalty", "repeat_penalty"), (1,)),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "strict"), (False,)),
-    **dict.fromkeys(("return_token_ids", "continue_final_message", "continuous_usage_stats"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("stop_token_ids", "documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)),
-    "prompt_cache_retention": ("in-memory", "in_memory"),
-}
+_WITHOUT_EFFECT: list[tuple[tuple[Any, ...], str]] = [
+    ((0,), "top_n_tokens top_logprobs priority mirostat xtc_probability dry_multiplier"),
+    ((1,), "n best_of length_penalty repeat_penalty"),
+    ((False,), "watermark decoder_input_details include_obfuscation echo store use_beam_search strict"),
+    ((False,), "include_stop_str_in_output return_token_ids continue_final_message continuous_usage_stats"),
+    ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    (([],), "tools functions tool_calls annotations stop_token_ids documents logits_processors"),
+    (({},), "metadata"),
+    (("",), "suffix"),
+    (("medium",), "verbosity reasoning_effort"),
+    (("none", "auto"), "function_call"),
+    (("auto", "default"), "service_tier"),
+    (("in-memory", "in_memory"), "prompt_cache_retention"),
+    (({"type": "text"},), "response_format"),
+    ((["text"],), "modalities"),
+]
+NEUTRAL = {name: values for values, names in _WITHOUT_EFFECT for name in names.split()}
+
+
+def _listed(text: Any) -> Any:
+    return [text] if isinstance(text, str) else text
+
 
 # A constraint makes pydantic refuse text that no tokenizer reads: half a character, which JSON can escape.
 Text = Annotated[str, Field(min_length=0)]
+Name = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 # JSON that text can be written of: neither half a character nor more than 200 levels.
 Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_json(value)))]
 Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
 Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(fail_fast=True)]
+Natural = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 Id = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Stop = Annotated[list[Word], Field(max_length=LONGEST_STOP, fail_fast=True), BeforeValidator(_listed)]
 
 
 def _grammar(given: Any) -> tuple[str, str]:
@@ -89,6 +94,7 @@ def _grammar(given: Any) -> tuple[str, str]:
 
 
 Constraint = Annotated[Any, BeforeValidator(_grammar)]
+ResponseFormat = Annotated[Constraint, Field(validation_alias="response_format")]
 
 
 class Body(BaseModel):
@@ -103,6 +109,16 @@ class Body(BaseModel):
             return data
         given = {name: value for name, value in data.items() if value is not None}
         return {k: v for k, v in given.items() if k in cls.model_fields or v not in NEUTRAL.get(k, ())}
+
+
+class Calls(NamedTuple):
+    """The tools of a conversation. variables: for the chat template. offered: the tools that it reads. required: the
+    functions of which the answer has to call one. most: the most calls of an answer; None for any number."""
+
+    variables: Mapping[str, Any] = {}
+    offered: Sequence[Mapping[str, Any]] = ()
+    required: Sequence["Function"] = ()
+    most: int | None = None
 
 
 class GenerationSpec(Body):
@@ -128,16 +144,10 @@ class GenerationSpec(Body):
     frequency_penalty: Penalty = 0.0  # of each occurrence in the answer
     logit_bias: Annotated[dict[Id, Bias], Field(max_length=MOST_BIASES)] = {}  # added to logits, by token id
     bad_words: Annotated[list[Word], Field(max_length=MOST_BANS // 2, fail_fast=True)] = []  # not in the answer
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0  # tokens before an end token, at least
+    min_tokens: Natural = 0  # tokens before an end token, at least
     ignore_eos: Switch = False  # end tokens do not end the answer
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = Field(
-        default_factory=lambda: secrets.randbelow(DRAWN_SEEDS)
-    )  # drawn if it is not given, and part of the answer
-    stop: Annotated[
-        list[Word],
-        Field(max_length=LONGEST_STOP, fail_fast=True),
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
-    ] = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's behind it
+    seed: Seed = Field(default_factory=lambda: secrets.randbelow(DRAWN_SEEDS))  # default: drawn; part of the answer
+    stop: Stop = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's after it
     speculate: Switch = True  # false: plain rounds for all requests while this one runs, unless `--no_plain_requests`
     grammar: Constraint = None  # `{"type": "json", "value": SCHEMA}`, or `"regex"` with a regular expression
 
@@ -150,17 +160,8 @@ class GenerationSpec(Body):
         missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return self.model_copy(update=missing)
 
-    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-        """Return variables and tools for the chat template."""
-        return {}, None
-
-    def required_tools(self) -> list["Tool"]:
-        """Return the tools of which the answer has to call one."""
-        return []
-
-    def tool_call_parser(self) -> ToolCallParser:
-        """Return a parser that finds calls of the request's tools in an answer."""
-        return ToolCallParser()
+    def calls(self) -> Calls:
+        return Calls()
 
     def sampling(self) -> SamplingParams:
         """Return the distribution of the next token, without `bad_words`; greedy decoding has no filters."""
@@ -178,9 +179,10 @@ def sampling_defaults(model: ModelSource) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors()[0]
         key = next(key for key, name in RECOMMENDED.items() if name == wrong["loc"][0])
-        what, where = "generation_config.json has a value that no request may have", f"{model.path}: {key}"
-        fix = f"correct the file, or add {flag('no_sampling_defaults')}"
-        raise ConfigError(what, where, repr(wrong["input"])[:80], wrong["msg"], fix) from None
+        what, fix = "generation_config.json has a value that no request may have", "correct the file, or add "
+        refuse(
+            f"{model.path}: {key}", repr(wrong["input"])[:80], wrong["msg"], what, fix + flag("no_sampling_defaults")
+        )
     return given
 
 
@@ -227,9 +229,7 @@ class OpenAISpec(GenerationSpec):
     n: Count = 1  # answers to each prompt; sample `i` of a request has the tokens that `seed` + `i` gets alone
     stream: Switch = False  # send tokens as they come
     stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
-    grammar: Annotated[Constraint, Field(validation_alias="response_format")] = (
-        None  # JSON: any object, or of a schema; below
-    )
+    grammar: ResponseFormat = None  # JSON: any object, or of a schema; below
 
 
 class Completion(OpenAISpec):
@@ -238,7 +238,7 @@ class Completion(OpenAISpec):
     PROMPT, LENGTH, DEFAULT_LENGTH = "prompt", "max_tokens", 16
 
     prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(fail_fast=True)]  # texts or token ids
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None  # default: 16; with `echo` also 0
+    max_tokens: Natural | None = None  # default: 16; with `echo` also 0
     best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
     echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens behind the first
     logprobs: Likeliest | None = None  # of each token, and of this number of likeliest tokens
@@ -249,19 +249,27 @@ class TextPart(Body):
     text: Text
 
 
+def _parts(text: Any) -> Any:
+    return [{"type": "text", "text": text}] if isinstance(text, str) else text
+
+
+def joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+# Parts of a text; a text is a single part.
+Content = Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_parts)]
+
+
 class Prediction(Body):
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    content: Content
 
 
 class Function(Body):
     """A function that answers may call."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     description: Text = ""
     parameters: Object = {}
 
@@ -271,17 +279,8 @@ class Tool(Body):
     function: Function
 
 
-class FunctionName(Body):
-    name: Annotated[str, Field(min_length=1)]
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    function: FunctionName
-
-
 class FunctionCall(Body):
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     arguments: Arguments = {}
 
 
@@ -298,11 +297,7 @@ class Message(Body):
     name: Text = ""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Text = ""
-    content: Annotated[
-        list[TextPart],
-        Field(fail_fast=True),
-        BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
-    ] = []
+    content: Content = []
 
     @model_validator(mode="after")
     def _require_content(self) -> "Message":
@@ -312,7 +307,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it: with the arguments of calls as objects."""
-        content = None if self.tool_calls and not self.content else "".join(part.text for part in self.content)
+        content = None if self.tool_calls and not self.content else joined(self.content)
         more = self.model_dump(exclude_unset=True, include={"name", "tool_calls", "tool_call_id"})
         return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
 
@@ -329,21 +324,15 @@ class ChatCompletion(OpenAISpec):
     prediction: Prediction | None = None  # a text like the answer, if a `suffix` drafter reads it
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"  # none: tools are hidden; required: a call
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
 
-    @property
-    def _offered(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools
-
-    def required_tools(self) -> list[Tool]:
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return self.tools if self.tool_choice == "required" else []
-
-    def for_template(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-        tools = [tool.model_dump(exclude_unset=True) for tool in self._offered]
-        return self.chat_template_kwargs, tools or None
-
-    def tool_call_parser(self) -> ToolCallParser:
-        return ToolCallParser([tool.function.name for tool in self._offered], None if self.parallel_tool_calls else 1)
+    def calls(self) -> Calls:
+        choice = self.tool_choice
+        required = [
+            tool.function
+            for tool in self.tools
+            if choice == "required" or (isinstance(choice, Tool) and choice.function.name == tool.function.name)
+        ]
+        offered = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return Calls(self.chat_template_kwargs, offered, required, None if self.parallel_tool_calls else 1)

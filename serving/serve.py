@@ -19,7 +19,7 @@ from tyro.conf import arg
 from bench.config import RankOptions, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
 from bench.session import Session
-from common.errors import ConfigError, flag, refuse, require_at_least
+from common.errors import flag, refuse, require_at_least
 from common.process import is_leader, world_size
 from common.say import say
 from engine.drafters.config import Trait
@@ -68,10 +68,9 @@ class Http:
         can carry."""
         key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
         if key is not None and not (key.strip() and key.isprintable()):
-            where, required = f"{flag('api_key')} or ${API_KEY}", "printable characters, which a header can carry"
             seen = repr("".join(char for char in key if not char.isprintable()) or key)  # a message shows no secret
-            fix = f"use another key, or leave out {flag('api_key')} and unset {API_KEY} to serve without a key"
-            raise ConfigError("clients cannot bring this key", where, seen, required, fix)
+            required, fix = "printable characters, which a header can carry", f"unset {API_KEY} to serve without a key"
+            refuse(f"{flag('api_key')} or ${API_KEY}", seen, required, "clients cannot bring this key", fix)
         return key and key.strip()
 
     def bind(self) -> socket.socket:
@@ -83,12 +82,10 @@ class Http:
             sock.bind((self.host, self.port))
             sock.listen()
         except (OSError, UnicodeError, OverflowError) as error:
-            where, required, fix = flag("port"), "a port that is free", f"use {flag('port')} 0, which is any free port"
-            has_no_host = isinstance(error, socket.gaierror | UnicodeError)
-            if has_no_host or (isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL):
-                where, required, fix = flag("host"), "an address of this machine", f"leave out {flag('host')}"
-            seen = f"{self.host}, {self.port}: {error}"
-            raise ConfigError("the server cannot listen there", where, seen, required, fix) from None
+            what, seen = "the server cannot listen there", f"{self.host}, {self.port}: {error}"
+            if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
+                refuse("host", seen, "an address of this machine", what, f"leave out {flag('host')}")
+            refuse("port", seen, "a port that is free", what, f"use {flag('port')} 0, which is any free port")
         return sock
 
 
@@ -113,17 +110,16 @@ class Serve:
         (drafts,) = self.draft.choices({"draft": "self"} if self.draft.gamma == 0 else {})  # notes flags without effect
         drafts = () if self.draft.gamma == 0 else drafts
         if needing := [draft.kind for draft in drafts if Trait.NEEDS_BASELINE in draft.traits]:
-            what, fix = "this draft needs the answer of plain decoding", f"leave out {flag('draft')}"
-            refuse("draft", needing[0], "a draft that can be served, such as self", what, fix)
+            what = "this draft needs the answer of plain decoding"
+            refuse("draft", needing[0], "a draft that can be served, such as self", what, f"leave out {flag('draft')}")
         sharing = [draft.kind for draft in drafts if Trait.SHARES_TEXTS in draft.traits]
         if sharing and self.batch.no_prefix_reuse:
-            what, where = "this draft takes its guesses from all requests", f"{flag('draft')}, {flag('text_drafts')}"
-            required = f"drafts from the text of the row, beside {flag('no_prefix_reuse')}"
-            raise ConfigError(what, where, sharing[0], required, "use suffix, which copies from the row's text")
-        sampling = Sampling(verification=self.batch.verification)
+            where, what = f"{flag('draft')}, {flag('text_drafts')}", "this draft takes its guesses from all requests"
+            required = f"drafts from the text of the row, with {flag('no_prefix_reuse')}"
+            refuse(where, sharing[0], required, what, "use suffix, which copies from the row's text")
         draft, *others = drafts or (None,)
-        run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), sampling=sampling)
-        return replace(run, ranks=self.ranks)
+        run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), ranks=self.ranks)
+        return replace(run, sampling=Sampling(verification=self.batch.verification))
 
     def _check(self) -> None:
         values = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}
@@ -133,8 +129,8 @@ class Serve:
                 require_at_least(name, value, least.get(name, 1))
         self.target.require_trained("random weights have nothing to say")
         if self.ranks.data_parallel != 1:
-            where, fix = flag("data_parallel"), "start a server for every replica"
-            raise ConfigError("a server has one copy of the model", where, self.ranks.data_parallel, 1, fix)
+            what, fix = "a server has one copy of the model", "start a server for every replica"
+            refuse("data_parallel", self.ranks.data_parallel, 1, what, fix)
         self.http.key()
 
     def run(self) -> None:

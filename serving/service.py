@@ -29,10 +29,11 @@ from engine.drafters.config import Trait
 from engine.sampling.distribution import LONGEST_BAN
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
-from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError, Tools
-from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens
+from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
+from models.checkpoints.tool_calls import ToolCallParser
+from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens, require
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import GenerationSpec, Prediction
+from serving.schemas import Calls, GenerationSpec, Prediction, joined
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
@@ -198,8 +199,9 @@ class Service(Collector):
             raise invalid(field, f"asks for {len(prompts)} x {n_samples} samples; {room_of}")
         if len(self.answers) + n_all > room:
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
+        calls = spec.calls()
         for prompt in prompts:
-            self._check(spec, prompt)
+            self._check(spec, prompt, calls)
         ends = () if spec.ignore_eos else self._ends
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         # Log-probabilities rank the samples of best_of.
@@ -211,12 +213,12 @@ class Service(Collector):
             request.logprobs = [] if has_logprobs else None
             stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
             answer = Answer(request, self.tokenizer, self._specials, stops, counts, changed, n_top is not None)
-            answer.tool_calls = spec.tool_call_parser()
+            answer.tool_calls = ToolCallParser([tool["function"]["name"] for tool in calls.offered], calls.most)
             answers.append(answer)
             self.answers[request.index] = answer
         self._watch(http, answers)
         run = partial(self.loop.run_in_executor, self._thread)
-        grammar, bans, prediction = await run(self._shared, spec)
+        grammar, bans, prediction = await run(self._shared, spec, calls)
         for i, prompt in enumerate(prompts):
             if answers[0].finish is None:  # the client has not left
                 await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
@@ -228,10 +230,10 @@ class Service(Collector):
                 self.scheduler.submit(request)
         return answers
 
-    def _shared(self, spec: GenerationSpec) -> tuple[Grammar | None, list[list[int]], list[int]]:
+    def _shared(self, spec: GenerationSpec, calls: Calls) -> tuple[Grammar | None, list[list[int]], list[int]]:
         """Return what all samples of a request share: grammar, bans and the tokens of a prediction. Raises Failure."""
         grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
-        if tools := {tool.function.name: tool.function.parameters for tool in spec.required_tools()}:
+        if tools := {function.name: function.parameters for function in calls.required}:
             assert self.template is not None
             constraint = "lark", call_grammar(tools, self.template.is_hermes)
         if constraint is not None:
@@ -245,7 +247,7 @@ class Service(Collector):
         """Tokenise the prompt of some samples. Raises Failure."""
         run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
         try:
-            ids = await run(self._encode, prompt, *spec.for_template())
+            ids = await run(self._encode, prompt, spec.calls())
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
@@ -257,55 +259,50 @@ class Service(Collector):
         for sample in samples:
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 
-    def _check(self, spec: GenerationSpec, prompt: Prompt) -> None:
+    def _check(self, spec: GenerationSpec, prompt: Prompt, calls: Calls) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""
-        length, n_stops, limits = spec.max_tokens or 0, len(spec.stop), self.limits
-        if length > (most := min(limits.max_new_tokens, self.max_total - 1)):
-            raise invalid(spec.LENGTH, f"is {length}; this server gives {most}")
-        if n_stops > limits.max_stop_sequences:
-            raise invalid(f"{spec.WITHIN}stop", f"has {n_stops} strings; this server takes {limits.max_stop_sequences}")
-        if limits.no_plain_requests and not spec.speculate:
-            raise invalid(f"{spec.WITHIN}speculate", "is false; this server has no plain rounds on demand")
-        if (highest := max(spec.logit_bias, default=0)) >= (n_ids := self.plan.target.config.vocab_size):
-            raise invalid(f"{spec.WITHIN}logit_bias", f"has the token id {highest}; the model has {n_ids}")
-        if spec.grammar is not None or spec.required_tools():
-            if self.session.ranks.size > 1:
-                raise invalid(
-                    "tool_choice" if spec.required_tools() else spec.GRAMMAR, "needs a server on a single rank"
-                )
-            if spec.ignore_eos:
-                raise invalid(f"{spec.WITHIN}ignore_eos", "is true; an answer ends where its grammar does")
-        if len(prompt) == 0:
-            raise invalid(spec.PROMPT, "is empty")
-        if isinstance(prompt[0], dict) and self.template is None:
-            raise invalid(spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
+        limits, within, n_ids = self.limits, spec.WITHIN, self.plan.target.config.vocab_size
+        n_new, n_stops, highest = spec.max_tokens or 0, len(spec.stop), max(spec.logit_bias, default=0)
+        most, most_stops = min(limits.max_new_tokens, self.max_total - 1), limits.max_stop_sequences
+        require(n_new <= most, spec.LENGTH, f"is {n_new}; this server gives {most}")
+        require(n_stops <= most_stops, f"{within}stop", f"has {n_stops} strings; this server takes {most_stops}")
+        is_allowed = spec.speculate or not limits.no_plain_requests
+        require(is_allowed, f"{within}speculate", "is false; this server has no plain rounds on demand")
+        require(highest < n_ids, f"{within}logit_bias", f"has the token id {highest}; the model has {n_ids}")
+        if spec.grammar is not None or calls.required:
+            field = "tool_choice" if calls.required else spec.GRAMMAR
+            require(self.session.ranks.size == 1, field, "needs a server on a single rank")
+            require(not spec.ignore_eos, f"{within}ignore_eos", "is true; an answer ends where its grammar does")
+        require(len(prompt), spec.PROMPT, "is empty")
+        has_template = self.template is not None or not isinstance(prompt[0], dict)
+        require(has_template, spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
 
-    def _encode(self, prompt: Any, variables: dict[str, Any], tools: Tools) -> list[int]:
+    def _encode(self, prompt: Any, calls: Calls) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if self.template is not None and isinstance(prompt[0], dict):
-            return self.template.encode(prompt, variables, tools)
+            return self.template.encode(prompt, calls.variables, calls.offered or None)
         return list(prompt)
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
         """Return the tokens of a predicted text. Raises Failure."""
-        if not any(Trait.READS_PREDICTIONS in draft.config.traits for draft in self.plan.candidates):
-            fix = "start the server with --draft suffix or --text_drafts suffix"
-            raise invalid("prediction", f"this server's draft does not read it: {fix}")
-        if self.scheduler.verification == "rejection" and spec.samples and "seed" in spec.model_fields_set:
-            # It may be an earlier answer, and guesses must not depend on the request's random numbers.
-            raise invalid("prediction", "is not taken with a seed by a server with --verification rejection")
-        tokens = self.tokenizer.encode(prediction.text, add_bos=False)
-        if len(tokens) > self.max_total:
-            raise invalid("prediction", f"has {len(tokens)} tokens; this server takes {self.max_total}")
+        is_read = any(Trait.READS_PREDICTIONS in draft.config.traits for draft in self.plan.candidates)
+        fix = "start the server with --draft suffix or --text_drafts suffix"
+        require(is_read, "prediction", f"this server's draft does not read it: {fix}")
+        # It may be an earlier answer, and guesses must not depend on the request's random numbers.
+        is_seeded = spec.samples and "seed" in spec.model_fields_set and self.scheduler.verification == "rejection"
+        require(not is_seeded, "prediction", "is not taken with a seed by a server with --verification rejection")
+        tokens = self.tokenizer.encode(joined(prediction.content), add_bos=False)
+        n, most = len(tokens), self.max_total
+        require(n <= most, "prediction", f"has {n} tokens; this server takes {most}")
         return tokens
 
     def _bans(self, spec: GenerationSpec) -> list[list[int]]:
-        """Return the token ids of `bad_words`, as tokenised alone and behind a space. Raises Failure."""
+        """Return the token ids of `bad_words`, as tokenised alone and after a space. Raises Failure."""
         forms = [form for word in spec.bad_words for form in (word, f" {word.lstrip()}")]
         bans = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys(forms)]
-        if (longest := max(map(len, bans), default=0)) > LONGEST_BAN:
-            raise invalid(f"{spec.WITHIN}bad_words", f"has a string of {longest} tokens; at most {LONGEST_BAN} fit")
+        longest, says = max(map(len, bans), default=0), f"tokens; at most {LONGEST_BAN} fit"
+        require(longest <= LONGEST_BAN, f"{spec.WITHIN}bad_words", f"has a string of {longest} {says}")
         return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
 
     @cached_property
@@ -313,18 +310,15 @@ class Service(Collector):
         return Grammars(self.tokenizer, self.plan.target.config.vocab_size, self._ends)
 
     def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
-        """Return the most new tokens behind a prompt. Raises Failure."""
+        """Return the most new tokens after a prompt. Raises Failure."""
         n, room, n_ids = len(prompt), self.max_total - len(prompt), self.plan.target.config.vocab_size
-        if n > self.max_input:
-            raise invalid(spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
-        if (highest := max(prompt, default=0)) >= n_ids:
-            raise invalid(spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
+        require(n <= self.max_input, spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
+        highest = max(prompt, default=0)
+        require(highest < n_ids, spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
         longest = min(room, self._longest, spec.DEFAULT_LENGTH)
-        limit = longest if spec.max_tokens is None else spec.max_tokens
-        if limit > room:
-            raise invalid(spec.LENGTH, f"is {limit}; behind {n} prompt tokens there is room for {room}", TOO_LONG)
-        if spec.min_tokens > limit:
-            raise invalid(f"{spec.WITHIN}min_tokens", f"is {spec.min_tokens}; the answer has at most {limit} tokens")
+        limit, least = longest if spec.max_tokens is None else spec.max_tokens, spec.min_tokens
+        require(limit <= room, spec.LENGTH, f"is {limit}; after {n} prompt tokens there is room for {room}", TOO_LONG)
+        require(least <= limit, f"{spec.WITHIN}min_tokens", f"is {least}; the answer has at most {limit} tokens")
         return limit
 
     def _watch(self, http: Request, answers: Sequence[Answer]) -> None:

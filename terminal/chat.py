@@ -11,7 +11,7 @@ from typing import ClassVar
 from bench.config import AUTO, RunConfig, Sizes
 from bench.plan import Plan, resolve
 from bench.session import Session
-from common.errors import flag, refuse, require_at_least
+from common.errors import refuse, require_at_least
 from common.say import say
 from engine.decoding import Decoder
 from engine.drafters import Drafter
@@ -20,7 +20,7 @@ from engine.runner import not_finite
 from models.checkpoints.text_stream import TextStream
 from terminal.in_turn import require_fixed_text
 from terminal.models import ModelFlags
-from terminal.track import printable
+from terminal.panes import printable
 
 RESET, EXIT = "/reset", "/exit"
 Message = dict[str, str]
@@ -32,14 +32,10 @@ class Chat(ModelFlags):
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"max_length": "--context"}
 
-    system: str | None = None
-    """what the conversation begins with, before the first message"""
-    gen_len: int = 512
-    """the most new tokens of an answer"""
-    no_thinking: bool = False
-    """ask a model that thinks before it answers, such as Qwen3, not to"""
-    context: int = 4096
-    """the most tokens of a conversation, if the model's context has as many"""
+    system: str | None = None  # what the conversation begins with, before the first message
+    gen_len: int = 512  # the most new tokens of an answer
+    no_thinking: bool = False  # ask a model that thinks before it answers, such as Qwen3, not to
+    context: int = 4096  # the most tokens of a conversation, if the model's context has as many
 
     def run(self) -> None:
         """Answer what is typed, or each line that is piped in. Errors: UserError."""
@@ -76,9 +72,8 @@ def plan_of(config: RunConfig, context: int) -> Plan:
     require_fixed_text(config)
     plan = resolve(replace(config, sizes=Sizes(B=1)), max_length=context)
     for name in plan.automatic:
-        what = "costs are measured on prompts, which are not known beforehand"
         required = "a policy" if name == "draft_policy" else "a number"
-        refuse(name, AUTO, required, what, f"use {flag(name)} with {required}")
+        refuse(name, AUTO, required, "costs are measured on prompts, which are not known beforehand")
     return plan
 
 

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bench.config import BatchSize, Output, Rows, Sampling, Sizes
@@ -13,21 +13,11 @@ from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
-from engine.counts import Counts, acceptance_standard_error, acceptance_text, total
-from engine.evaluation.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
-from engine.evaluation.success import compared
-from terminal.in_turn import decode_in_turn, plan_of
+from engine.stats import Counts, acceptance_text
+from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
 from terminal.models import ModelFlags
-
-
-@dataclass(frozen=True)
-class SeededSampling(Sampling):
-    """The distribution of the next token, and the rule by which drafts are verified."""
-
-    temperature: float = 0.6
-    """0 is greedy"""
-    seed: int = 0
-    """key of the problems and of the random numbers"""
+from terminal.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
+from terminal.significance import compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +27,20 @@ class Eval(ModelFlags):
 
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"save_rows": "--save"}
 
-    sampling: SeededSampling = field(default_factory=SeededSampling)
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6, seed=0))  # also draws the problems
     output: Output = field(default_factory=Output)
-    nb_prompts: int = 2000
-    """problems"""
-    B: BatchSize = 64
-    """problems decoded together"""
-    save: str = "eval/generations.jsonl"
-    """append every problem to this file, with what both ways answered"""
+    nb_prompts: int = 2000  # problems
+    B: BatchSize = 64  # problems decoded together
+    save: str = "eval/generations.jsonl"  # append every problem to this file, with what both ways answered
 
     def run(self) -> None:
         require_at_least("nb_prompts", self.nb_prompts, 1)
-        tasks = problems(self.sampling.seed, self.nb_prompts)
         if self.save == Eval.save:
             with suppress(OSError):  # reported when the file is opened
                 os.makedirs(os.path.dirname(self.save), exist_ok=True)
-        # A seed has no effect on greedy decoding.
-        sampling = Sampling(**vars(self.sampling) | ({} if self.sampling.temperature else {"seed": None}))
+        seed, sampling = self.sampling.seed or 0, self.sampling
+        sampling = sampling if sampling.temperature else replace(sampling, seed=None)  # greedy decoding has none
+        tasks = problems(seed, self.nb_prompts)
         sizes, saved = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
         config = self.config(sizes=sizes, rows=saved, sampling=sampling)
         texts, evicts = [prompt(task) for task in tasks], self.draft.draft_budget is None
@@ -73,12 +60,9 @@ class Eval(ModelFlags):
                 rows.append(row | {"identical": ids[0] == ids[1]})
                 append_or_put_off(self.save, rows[-1], session.put_off)
         found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
-        drafted, n_identical = total(counts), sum(row["identical"] for row in rows)
-        names = ("acceptance_rate", "mean_accepted_length")
-        found["speculative"] |= {name: getattr(drafted, name) for name in names}
-        found["speculative"] |= {"acceptance_standard_error": acceptance_standard_error(counts)}
-        measured = {"run": session.run, "problem_seed": self.sampling.seed}
-        measured |= {"problems": len(rows), **found, "identical_answers": n_identical, "generations": self.save}
+        found["speculative"] |= acceptance_of(counts)
+        found |= {"identical_answers": sum(row["identical"] for row in rows), "generations": self.save}
+        measured = {"run": session.run, "problem_seed": seed, "problems": len(rows), **found}
         record = record_of("eval", session, measured)
         publish(self.output.output, record, _summary(record), put_off=session.put_off, for_people=True)
 

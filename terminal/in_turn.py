@@ -10,11 +10,12 @@ from bench.passes import make_pacing, take_turns, warm_up
 from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
-from common.errors import ConfigError, flag
+from common.errors import refuse
 from common.say import say
 from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
 from engine.pacing import Fixed
+from engine.stats import Counts, acceptance_standard_error, total
 
 
 def require_fixed_text(config: RunConfig) -> None:
@@ -22,7 +23,7 @@ def require_fixed_text(config: RunConfig) -> None:
     config.target.require_trained("random weights have nothing to say")
     if config.draft and Trait.NEEDS_BASELINE in config.draft.traits:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
-        raise ConfigError(what, flag("draft"), config.draft.kind, required, "use tests/selfspec_benchmark.py")
+        refuse("draft", config.draft.kind, required, what, "use tests/selfspec_benchmark.py")
 
 
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
@@ -60,3 +61,10 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
             drafted.output.require_finite("speculation")
             bar.update(len(batch.prompts))
             yield plain.output, drafted.output
+
+
+def acceptance_of(rows: Sequence[Counts]) -> dict[str, float | None]:
+    """Return the acceptance of all rows together, with its standard error, and their tokens per round."""
+    counts, error = total(rows), acceptance_standard_error(rows)
+    found = {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
+    return found | {"acceptance_standard_error": error}

@@ -15,16 +15,16 @@ from bench.plan import Plan
 from bench.record import rounded
 from bench.session import Session
 from bench.settings import nested, settings_record
+from common.contention import contention, usage_so_far
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
-from engine.contention import contention, usage_so_far
-from engine.counts import acceptance_standard_error, acceptance_text, total
 from engine.generation import GenerateOutput
+from engine.stats import acceptance_text, total
 from models.names import Scheme
-from terminal.in_turn import decode_in_turn, plan_of
+from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
 from terminal.models import ModelFlags, PositionalTarget
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
@@ -71,12 +71,9 @@ class Latency(ModelFlags):
     output: Output = field(default_factory=Output)
     length: Literal["short", "long"] | int = "short"
     """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
-    nb_prompts: int = 15
-    """batches of prompts that are measured, behind a batch that warms up"""
-    B: BatchSize = 1
-    """rows decoded together, each with a different prompt"""
-    gen_len: int = 64
-    """new tokens per row"""
+    nb_prompts: int = 15  # batches of prompts that are measured, behind a batch that warms up
+    B: BatchSize = 1  # rows decoded together, each with a different prompt
+    gen_len: int = 64  # new tokens per row
 
     def run(self) -> None:
         require_at_least("nb_prompts", self.nb_prompts, 1)
@@ -121,8 +118,6 @@ def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
         ms.append(1e3 * waited / sum(round_.emitted for round_ in rounds))
     p10, p50, p90 = np.percentile(ms, (10, 50, 90)).tolist()
     rows = [row for output in outputs for row in output.stats.rows]
-    counts = total(rows)
-    rate = counts.emitted / sum(output.stats.decode_seconds for output in outputs)
+    rate = total(rows).emitted / sum(output.stats.decode_seconds for output in outputs)
     found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
-    found |= {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
-    return found | {"acceptance_standard_error": acceptance_standard_error(rows)}
+    return found | acceptance_of(rows)

@@ -7,7 +7,7 @@ from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
 from bench.draft_flags import NamedDraft
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
 SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
@@ -25,8 +25,7 @@ class PositionalTarget(Target):
 class Draft(NamedDraft):
     """The draft."""
 
-    second: Positional[Annotated[str | None, SECOND]] = None
-    """the draft, as --draft"""
+    second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given. Errors: ConfigError for two drafts."""
@@ -35,8 +34,8 @@ class Draft(NamedDraft):
         if second is None:
             return given
         if self.draft not in (None, second):
-            where, fix = f"DRAFT, {flag('draft')}", f"leave out {flag('draft')}"
-            raise ConfigError("two drafts are named", where, f"{second}, {self.draft}", "one draft", fix)
+            where, seen = f"DRAFT, {flag('draft')}", f"{second}, {self.draft}"
+            refuse(where, seen, "one draft", "two drafts are named", f"leave out {flag('draft')}")
         return given | {"draft": second}
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from bench.auto.costs import Costs
 from bench.progress import BarProgress, progress_bar
 from bench.session import Session
-from engine.counts import AcceptanceRate, verified_positions
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
+from engine.stats import AcceptanceRate, verified_positions
 from engine.timing import PhaseTimer
 
 # Bounds of the timed rounds of each choice, as many as fit into MEASURING_SECONDS.

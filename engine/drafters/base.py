@@ -10,11 +10,11 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.counts import Counts
 from engine.drafters.observed import ObservedStates
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
+from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -22,16 +22,16 @@ class RowUpdate(NamedTuple):
     """The tokens of a row of the target that a drafter has to catch up on.
 
     tokens: the text whose entries the row holds; read only, since the list grows later. n_seen: how many of these the
-    drafter has followed; 0 for the prompt of a new request, `request_id`. draws, prediction: see `Request`. verified:
-    the positions that rounds of this decode have verified, from the prompt's length on; may reach beyond `tokens`. By
-    default, `tokens` is a prompt.
+    drafter has followed; 0 for the prompt of a new request, `request_id`. noise_key, prediction: see `Request`.
+    verified: the positions that rounds of this decode have verified, from the prompt's length on; may reach beyond
+    `tokens`. By default, `tokens` is a prompt.
     """
 
     row: int
     request_id: int
     tokens: Sequence[int]
     n_seen: int
-    draws: tuple[int, int] | None = None
+    noise_key: tuple[int, int] | None = None
     prediction: Sequence[int] = ()
     verified: range = range(0)
 

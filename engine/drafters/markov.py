@@ -22,7 +22,7 @@ VERSION = 1
 
 class NGramTable:
     """Counts of the tokens that followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is
-    dropped. drawn: the random numbers (`Request.draws`) that drew any of the texts."""
+    dropped. drawn: the random numbers (`Request.noise_key`) that drew any of the texts."""
 
     def __init__(self, order: int, size: int | None = None) -> None:
         self.order, self._size = order, size
@@ -91,7 +91,7 @@ class Markov(HostDrafter):
         self._table = table
 
     def continued(self, update: RowUpdate) -> Guess:
-        return Guess() if update.draws in self._table.drawn else self._table.continued(update.tokens, self.gamma)
+        return Guess() if update.noise_key in self._table.drawn else self._table.continued(update.tokens, self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)

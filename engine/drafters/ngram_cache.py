@@ -51,9 +51,9 @@ class NGramCache(HostDrafter):
             if len(drawn) >= self._size:
                 self._table.forget()
                 self._learnt = dict.fromkeys(self._learnt)
-            self._learnt[update.row] = None if update.draws in drawn else 0
-            if update.draws is not None:
-                drawn.add(update.draws)
+            self._learnt[update.row] = None if update.noise_key in drawn else 0
+            if update.noise_key is not None:
+                drawn.add(update.noise_key)
         if (learnt := self._learnt[update.row]) is None:
             return Guess()
         self._table.learn(update.tokens, learnt)

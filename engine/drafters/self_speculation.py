@@ -10,7 +10,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from common.errors import ConfigError, flag, refuse
-from common.launch import triton_reads
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import DraftBytes, Parts
@@ -18,8 +17,9 @@ from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafter
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
-from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache, SelectionOps
+from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache
 from models import Transformer
+from models.attention.selection import selection_ops
 from models.llama import select_layers
 from models.names import parse_layers
 from models.storage import KV_DTYPES
@@ -53,14 +53,10 @@ class SelfSpeculation(ModelDrafter):
             raise ConfigError(ROTATED, "SelfSpeculation: cache.rotate_on_read", True, False, fix)
         self._target, self.cache, self.layers = runner, cache, layers
         self.write_through = WriteThroughKVCache(runner.cache, cache, layers)
-        self._scores, self._ops = None, SelectionOps()
         if isinstance(cache, RefreshedKVCache):
             sizes = runner.model.config.n_head, runner.model.dtype, runner.cache.capacity
-            self.refresh_every, self._scores = cache.refresh_every, cache.new_scores(gamma + 1, *sizes)
-            if triton_reads(cache.entries):
-                from kv_cache.triton_choosing import TritonSelectionOps
-
-                self._ops = TritonSelectionOps()
+            self.refresh_every, cache.scores = cache.refresh_every, cache.new_scores(gamma + 1, *sizes)
+            self._ops = selection_ops(runner.model.backend, cache.entries)
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         for row, _, text, n_seen, *_ in rows:
@@ -70,20 +66,14 @@ class SelfSpeculation(ModelDrafter):
             if self.cache.n_queries and len(text) > self.cache.capacity and not n_seen:
                 queries = self._target.last_queries(row, text, self.cache.n_queries)
             self.cache.fill_row(row, self._target.cache, len(text), self.layers, queries, n_known=n_seen)
-            if self._scores is not None:
-                self._scores.forget(row)
 
     def verified_cache(self, observe: bool) -> WriteThroughKVCache:
-        if observe and self._scores is not None:
-            return ObservingKVCache(self.write_through, self._scores)
-        return self.write_through
+        return ObservingKVCache(self.write_through) if observe else self.write_through
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         source, view = batch.view_of(self._target.cache, gamma), batch.view_of(self.cache)
-        assert isinstance(view, RefreshedKVCache) and self._scores is not None
-        backend = self._target.model.backend
-        ops = backend if isinstance(backend, SelectionOps) else self._ops
-        view.choose(source, batch.lengths, self._scores, self.layers or range(len(view.entries)), ops)
+        assert isinstance(view, RefreshedKVCache)
+        view.choose(source, batch.lengths, self.layers or range(len(view.entries)), self._ops)
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         return self.runner.last_logits(tokens[:, None], batch.lengths[:, None] + i, cache)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from common.errors import flag, refuse, require_at_least
 from engine.batch import Batch
-from engine.counts import Counts
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
 from engine.drafters.config import AUTO, DrafterConfig, DraftPlan, Maker, Parts, Trait, Wrapper
 from engine.drafters.model_drafter import ModelDrafter, ModelDrafterConfig
@@ -23,6 +22,7 @@ from engine.drafters.standalone import StandaloneConfig
 from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
+from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.streaming import Streaming
 

@@ -60,12 +60,12 @@ class StandaloneDraft(ModelDrafter):
             else:
                 prompts[row] = draft_ids
         self._fill(prompts)
-        self._runner.extend_rows(behind)
+        self._runner.extend(behind)
 
     def _fill(self, prompts: dict[int, list[int]]) -> None:
         """Run the prompts, or restore the entries that they left in their rows."""
         missing = {row: prompt for row, prompt in prompts.items() if self.kept.get(row, ([],))[0] != prompt}
-        self._runner.fill_rows(missing)
+        self._runner.extend({row: (prompt, 0) for row, prompt in missing.items()})
         for row, prompt in prompts.items() if self.keeps_prompts else ():
             tensors = self._runner.cache.view(slice(row, row + 1)).tensors if self._runner.cache else []
             if row in missing:

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import refuse
 from engine.runner import ModelRunner, not_finite
 from engine.sampling.distribution import Distribution, SamplingParams, greedy
 from engine.sampling.noise import Stream, gumbel
@@ -128,8 +128,8 @@ def replay(
     """
     sampling = sampling or SamplingParams()
     if sampling.filters or sampling.edits:
-        what, required = "the certificate covers neither filters nor edits", "a temperature and a seed"
-        raise ConfigError(what, "certificate: sampling", sampling, required, "certify with a temperature alone")
+        what, fix = "the certificate covers neither filters nor edits", "certify with a temperature alone"
+        refuse("certificate: sampling", sampling, "a temperature and a seed", what, fix)
     runner = ModelRunner(model, cache)
     lengths, first = _prefill_anew(runner, prompts)
     columns = []
@@ -172,7 +172,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
     logits = []
     for row, prompt in enumerate(prompts):
         runner.cache.reset_row(row)
-        logits.append(runner.prefill_row(row, prompt).logits)
+        logits.append(runner.prefill(row, prompt).logits)
     return torch.tensor([len(prompt) for prompt in prompts], device=runner.device), torch.stack(logits)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.modes import resolve_mode
@@ -35,17 +35,17 @@ def forced_acceptance(
     n_token = min(map(len, continuations), default=0)
     shape = len(prompts), len(continuations), max(map(len, continuations), default=0)
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:
-        what = "teacher forcing takes a prompt and a continuation per row"
         seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
         required = f"{n_rows} of each, continuations of the same length, {gamma + 2} tokens or more"
-        raise ConfigError(what, "forced_acceptance", seen, required, "give as many prompts as rows, or longer texts")
+        what, fix = "a prompt and a continuation are needed per row", "give as many prompts as rows, or longer texts"
+        refuse("forced_acceptance", seen, required, what, fix)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)
     params = [sampling or SamplingParams()] * n_rows
     mode = resolve_mode(verification, params)
     for row, prompt in enumerate(prompts):
-        if (bad := runner.prefill_row(row, prompt).bad_position) is not None:
+        if (bad := runner.prefill(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
         drafter.follow([RowUpdate(row, row, prompt, 0)])
     if reads_current:

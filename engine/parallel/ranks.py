@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError, RankError, flag, require_at_least
+from common.errors import RankError, flag, refuse, require_at_least
 from common.process import LEADER, rank, world_size
 from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
@@ -154,9 +154,8 @@ def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
 def require_single_process() -> None:
     """Raise ConfigError if torchrun started more than one process for a script that runs on one."""
     if world_size() > 1:
-        where, seen = "torchrun --nproc_per_node", f"{world_size()} processes"
-        fix = "use --nproc_per_node=1, or run the script without torchrun"
-        raise ConfigError("this script runs on one process", where, seen, "1 process", fix)
+        what, fix = "this script runs on one process", "use --nproc_per_node=1, or run the script without torchrun"
+        refuse("torchrun --nproc_per_node", f"{world_size()} processes", "1 process", what, fix)
 
 
 def require_alike(store: dist.Store, facts: Mapping[str, str | None]) -> None:
@@ -218,9 +217,9 @@ def check_replicas(n_replicas: int, n_ranks: int) -> int:
     """Return the number of ranks of each replica. Errors: ConfigError unless it is the same for all."""
     require_at_least("data_parallel", n_replicas, 1)
     if n_ranks % n_replicas:
-        where, seen = flag("data_parallel"), f"{n_replicas} replicas, {n_ranks} ranks"
-        fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {where}"
-        raise ConfigError("the ranks cannot be divided evenly", where, seen, f"a multiple of {n_replicas} ranks", fix)
+        seen, required = f"{n_replicas} replicas, {n_ranks} ranks", f"a multiple of {n_replicas} ranks"
+        fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {flag('data_parallel')}"
+        refuse("data_parallel", seen, required, "the ranks cannot be divided evenly", fix)
     return n_ranks // n_replicas
 
 
@@ -229,9 +228,9 @@ def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        what, where, required = "the rank group is not the ranks that run", flag("rank_group"), [*range(size)]
-        fix = f"leave out {where}, or start other ranks with torchrun --nproc_per_node"
-        raise ConfigError(what, where, [*group], f"each rank of a replica once: {required}", fix)
+        what, required = "the rank group is not the ranks that run", f"each rank of a replica once: {[*range(size)]}"
+        fix = f"leave out {flag('rank_group')}, or start other ranks with torchrun --nproc_per_node"
+        refuse("rank_group", [*group], required, what, fix)
     return tuple(group)
 
 
@@ -240,7 +239,6 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
-        what, where = "the draft's ranks are not ranks of the target, each named once", flag("draft_ranks")
-        required, fix = f"some of {[*group]}, each once", f"name ranks of {flag('rank_group')}, none twice"
-        raise ConfigError(what, where, [*draft_ranks], required, fix)
+        what, fix = "the draft's ranks are not ranks of the target", f"name ranks of {flag('rank_group')}, none twice"
+        refuse("draft_ranks", [*draft_ranks], f"some of {[*group]}, each once", what, fix)
     return tuple(draft_ranks)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from engine.sampling.noise import triton_kernels
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
@@ -86,14 +86,13 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", tuple((as_integer(id_), float(x)) for id_, x in bias))
             object.__setattr__(self, "bad_words", tuple(tuple(map(as_integer, ids)) for ids in self.bad_words))
         except (TypeError, ValueError) as error:
-            what, where = "biases or bans cannot be read", "SamplingParams.logit_bias or .bad_words"
-            required, fix = "numbers by token id; lists of token ids", "name token ids as integers"
-            raise ConfigError(what, where, error, required, fix) from None
+            what, required = "biases or bans cannot be read", "numbers by token id; lists of token ids"
+            refuse("SamplingParams.logit_bias or .bad_words", error, required, what, "name token ids as integers")
         for name, kind, fits, required in checks:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
-                where, fix = f"SamplingParams.{name} ({flag(name)})", f"choose another {name}"
-                raise ConfigError(f"{name} is out of range", where, repr(value), required, fix)
+                where = f"SamplingParams.{name} ({flag(name)})"
+                refuse(where, repr(value), required, f"{name} is out of range", f"choose another {name}")
             if kind is Integral:  # numpy's integers have no bit_length
                 object.__setattr__(self, name, int(getattr(self, name)))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from common.errors import ConfigError
+from common.errors import refuse
 from models.checkpoints.tokenizer import JsonTokenizer, Tokenizer
 
 # JSON as Python's json.dumps writes it. With free whitespace no token would be certain, and some models never stop.
@@ -66,9 +66,9 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits, LLTokenizer
         except ImportError:
-            raise ConfigError(what, "this Python", f"no llguidance: {fix}", "llguidance", fix) from None
+            refuse("this Python", f"no llguidance: {fix}", "llguidance", what, fix)
         if not isinstance(tokenizer, JsonTokenizer):
-            raise ConfigError(what, "the checkpoint", "a tokenizer.model", "a tokenizer.json", "add it")
+            refuse("the checkpoint", "a tokenizer.model", "a tokenizer.json", what, "add it")
         self._matcher, self._tokenizer = LLMatcher, LLTokenizer(tokenizer.definition(), n_ids, [*ends])
         self._limits = LLParserLimits(initial_lexer_fuel=MOST_FUEL)
 
@@ -82,7 +82,7 @@ class Grammars:
         except ValueError as error:
             matcher, why = None, str(error)
         if matcher is None or (why := Grammar(matcher).error):
-            raise ConfigError(f"llguidance cannot use the {kind}", "a grammar", why, "what it can use", "correct it")
+            refuse("a grammar", why, "what it can use", f"llguidance cannot use the {kind}", "correct it")
         return Grammar(matcher)
 
 

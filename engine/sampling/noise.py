@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from common.launch import missing_launcher, works
-from common.say import say
-from models.kernels.build import BuildError, load_library
+from models.kernels.build import use_kernel
 
 MASK = 0xFFFFFFFF
 ROUNDS = 10
@@ -129,8 +128,4 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
 @functools.cache
 def _kernel() -> Draw | None:
     """Return the function that draws by the C++ kernel; None if that cannot be built."""
-    try:
-        return drawn_by(load_library("noise"))
-    except BuildError as error:
-        say(f"note: random numbers are drawn by PyTorch: {error}")
-        return None
+    return use_kernel("noise", drawn_by, "random numbers are drawn by PyTorch")

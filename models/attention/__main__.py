@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from common import cli
-from models.attention.gpu_check import checked
 from models.kernels.build import KERNELS, BuildError, choose
 
 ROW = "{kernel:9} {build:6} {what:36} error {error:.1e} of {allowed:.1e}, {ms:.3f} ms, PyTorch {pytorch_ms:.3f} ms"
@@ -19,10 +18,9 @@ class Flags:
 
 def main(flags: Flags) -> None:
     used = []
-    for kernel in (*KERNELS, *(("triton", "flash") if torch.cuda.is_available() else ())):
+    for kernel in (name for name in KERNELS if KERNELS[name].source or torch.cuda.is_available()):
         try:
-            cpp = kernel in KERNELS
-            choice = choose(kernel, flags.check) if cpp else checked(kernel, torch.device("cuda"), flags.check)
+            choice = choose(kernel, flags.check)
         except BuildError as error:
             used.append(f"{kernel}: not used; {error}")
             continue

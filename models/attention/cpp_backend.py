@@ -1,16 +1,13 @@
 """The `cpp` backend: a C++ kernel for CPUs that reads every key and value once."""
 
 import ctypes
-import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_cache.base import KVCache
 from kv_cache.entries import KV
-from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from models.attention.base import AnySlots, AttentionSpec
 from models.kernels.build import load_library
 
@@ -22,11 +19,6 @@ ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 PART = 1024
 # The most numbers of a vector. Entries in 4 bits are unpacked first if their groups are no multiple of it.
 LANES = 16
-
-
-@functools.cache
-def load_kernel() -> ctypes.CDLL:
-    return load_library("attention")
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -44,7 +36,7 @@ class CppPrepared(NamedTuple):
     slots: Tensor  # positions of the slots, `[B, C]`
 
 
-class CppAttention(SelectionOps):
+class CppAttention:
     """Attention of blocks of any length over entries in ENTRIES and in 4 bits.
 
     The bits of a token's result do not depend on other rows, other tokens of the block, or the capacity. Raises
@@ -54,7 +46,7 @@ class CppAttention(SelectionOps):
     name = "cpp"
 
     def __init__(self, kernel: ctypes.CDLL | None = None) -> None:
-        self._kernel = kernel or load_kernel()
+        self._kernel = kernel or load_library("attention")
 
     def dequantizes(self, n_token: int, group: int | None = None) -> bool:
         return group is not None and group % LANES > 0
@@ -89,37 +81,11 @@ class CppAttention(SelectionOps):
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
         kinds = head_dim, ENTRIES.index(kv.keys.dtype)
-        failed = self._run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores), kinds)
+        failed = self.run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores), kinds)
         assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
         return out
 
-    def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
-        chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
-        assert share.dtype == torch.float32 and share.stride(-1) == 1
-        sizes = [*share.shape, *share.stride()[:2], chunk, n_chosen, n_first]
-        self._run("best_chunks", sizes, (share, ends, chosen))
-        return chosen
-
-    def copy_chosen(
-        self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
-    ) -> None:
-        """Copy the chosen entries that `to` lacks, or all of them if they have to be quantised; see `SelectionOps`."""
-        narrows = (source.entries.dtype, to.entries.dtype) == (torch.float32, torch.bfloat16)
-        if not narrows and source.entries.dtype != to.entries.dtype:
-            return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
-        assert chosen.is_contiguous() and chosen.shape[-1] == to.source_slots.shape[-1]
-        read_rows, written_rows = source.row_indices.contiguous(), to.row_indices.contiguous()
-        sizes = [*chosen.shape, source.capacity]
-        self._run("keep_chosen", sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
-        pairs = [(source.entries[from_layer], to.entries[to_layer])]
-        if source.scales is not None and to.scales is not None:
-            pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]
-        for read, written in pairs:
-            sizes = [*chosen.shape, read.shape[-1], *read.stride()[:4], *written.stride()[:4]]
-            tensors = read, written, read_rows, written_rows, chosen, is_new
-            self._run("copy_chosen", sizes, tensors, (read.element_size(), narrows))
-
-    def _run(
+    def run(
         self, name: str, sizes: Sequence[int], tensors: Iterable[Tensor | None], numbers: Iterable[int] = ()
     ) -> int:
         """Call a function of the kernel with an array of sizes, numbers, tensors and the number of threads."""

@@ -53,6 +53,7 @@ struct bfloat16 {
 struct float8 { uint8_t bits; };  // e4m3fn
 
 inline vec broadcast(float x) { return x - vec{}; }
+inline vec broadcast(bfloat16 x) { return (vec)((uint32_t)x.bits << 16 | uvec{}); }
 inline vec load(const float* p) { return *reinterpret_cast<const unaligned_vec*>(p); }
 inline void store(float* p, vec x) { *reinterpret_cast<unaligned_vec*>(p) = x; }
 inline vec load(const bfloat16* p) {
@@ -405,6 +406,18 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
+// Queries and entries. rows: the row of entries that each row of queries attends to; null: the row of the same number.
+struct Read {
+    const void* q;
+    const int64_t* rows;
+    const void *keys, *values;
+    const float *key_scales, *value_scales;
+    const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
+    const uint8_t *key_codes, *value_codes;  // the fields of Packed, and the positions of its slots; or null
+    const bfloat16 *key_grids, *value_grids;
+    const int64_t* packed_slots;
+};
+
 // The entries of a row and head as they are stored. scales: those of entries in 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
@@ -433,27 +446,33 @@ struct Stored {
         for (int m = 0; m < n_row; ++m)
             for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
     }
+    void score_tile(int n_row, const Ahead* next, float* weights) {
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : next,
+                                    weights + m * TILE);
+        });
+    }
+    void add_tile(const float* weights, int n_row, const Ahead* next, float* out) {
+        constexpr int WORDS = P::PLANES * TILE / P::PACK;
+        for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : next, out + m * D);
+        });
+    }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
         const Entry* from = keys + start * key_stride;
         P::template transpose<D>(from, key_stride, n, tile);
         const Ahead next{(const char*)(from + TILE * key_stride), TILE * P::PACK * (int)sizeof(Entry)};
-        in_passes(0, n_row, [&](int m, auto size) {
-            tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : &next,
-                                    weights + m * TILE);
-        });
+        score_tile(n_row, &next, weights);
         if (key_scales) multiply(key_scales, start, n, n_row, weights);
     }
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
-        constexpr int WORDS = P::PLANES * TILE / P::PACK;
-        for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
         P::template interleave<D>(from, value_stride, n, tile);
         const Ahead next{(const char*)(from + TILE * value_stride), D * P::PACK * (int)sizeof(Entry)};
-        in_passes(0, n_row, [&](int m, auto size) {
-            tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : &next, out + m * D);
-        });
+        add_tile(weights, n_row, &next, out);
     }
     void finish(int n_row, float* out) {
         if (P::PACK == 1) return;
@@ -465,117 +484,61 @@ struct Stored {
     }
 };
 
-// Entries in 4 bits, code * step + low: a byte has a code of each half of the head dimension, the first in the lower
-// bits. Grids (low and step) are multiplied into the queries of keys and into the weights of values, so that a number
-// only has to be unpacked. In a group of keys, slots are the last dimension: [D / 2, group].
+// Entries in 4 bits, code * step + low, which are unpacked to tiles of float32. A byte has a code of each half of the
+// head dimension, the first in the lower bits. In a group of keys, slots are the last dimension: [D / 2, group].
 template <int D>
-struct In4Bits {
+struct In4Bits : Stored<D, float, Float32Products> {
     static constexpr int HALF = D / 2;
+    using Stored<D, float, Float32Products>::tile;
     const uint8_t *key_codes, *value_codes;
     const bfloat16 *key_low, *key_step, *value_low, *value_step;
     int64_t group, n_value_grid, value_grid_part;
-    float q[BLOCK * D];
 
-    In4Bits(const uint8_t* key_codes, const uint8_t* value_codes, const bfloat16* key_grids, int64_t key_grid_both,
-            const bfloat16* value_grids, int64_t value_grid_both, const Layout& at)
-        : key_codes(key_codes), value_codes(value_codes), key_low(key_grids), key_step(key_grids + key_grid_both),
-          value_low(value_grids), value_step(value_grids + value_grid_both), group(at.packed_group),
-          n_value_grid(at.n_value_grid), value_grid_part(at.value_grid_part) {}
+    In4Bits(const Read& read, int64_t row, int64_t head, const Layout& at)
+        : Stored<D, float, Float32Products>(nullptr, nullptr, 0, 0, nullptr, nullptr, 0),
+          key_codes(read.key_codes + row * at.key_code_row + head * at.key_code_head),
+          value_codes(read.value_codes + row * at.value_code_row + head * at.value_code_head),
+          key_low(read.key_grids + row * at.key_grid_row + head * at.key_grid_head), key_step(key_low + at.key_grid_both),
+          value_low(read.value_grids + row * at.value_grid_row + head * at.value_grid_head),
+          value_step(value_low + at.value_grid_both), group(at.packed_group), n_value_grid(at.n_value_grid),
+          value_grid_part(at.value_grid_part) {}
 
-    void take(const float* queries, int n_row, float scale) {
-        for (int i = 0; i < n_row * D; i += W) store(q + i, load(queries + i) * broadcast(scale));
-    }
-    void finish(int, float*) {}
-
-    static void unpack(const uint8_t* codes, vec& low, vec& high) {
+    static void unpack(const uint8_t* codes, vec (&halves)[2]) {
         ubvec bytes;
         std::memcpy(&bytes, codes, sizeof bytes);
-        const ubvec first = bytes & 15, second = bytes >> 4;
-        low = __builtin_convertvector(__builtin_convertvector(first, ivec), vec);
-        high = __builtin_convertvector(__builtin_convertvector(second, ivec), vec);
+        halves[0] = __builtin_convertvector(__builtin_convertvector(bytes & 15, ivec), vec);
+        halves[1] = __builtin_convertvector(__builtin_convertvector(bytes >> 4, ivec), vec);
     }
-
-    template <int N>
-    void block_scores(const float* q, int64_t slot, float* weights) const {
-        const int64_t in = slot / group;
-        alignas(64) float scaled[N * D];
-        vec acc[N][2];
-#pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) {
-            vec lowest{};
-            for (int d = 0; d < D; d += W) {
-                const vec x = load(q + m * D + d);
-                lowest += x * load(key_low + in * D + d);
-                store(scaled + m * D + d, x * load(key_step + in * D + d));
-            }
-            acc[m][0] = broadcast(sum_of_lanes(lowest));
-            acc[m][1] = vec{};
-        }
-        const uint8_t* codes = key_codes + in * HALF * group + slot % group;
-        for (int d = 0; d < HALF; ++d, codes += group) {
-            __builtin_prefetch(codes + TILE * HALF, 0, 2);
-            vec low, high;
-            unpack(codes, low, high);
-#pragma GCC unroll 8
-            for (int m = 0; m < N; ++m) {
-                acc[m][0] += broadcast(scaled[m * D + d]) * low;
-                acc[m][1] += broadcast(scaled[m * D + HALF + d]) * high;
+    void scores(int n_row, int64_t start, int n, float* weights) {
+        vec halves[2];
+        alignas(64) float low[D], step[D];
+        for (int block = 0; block < n; block += W) {
+            const int64_t in = (start + block) / group;
+            for (int d = 0; d < D; d += W) store(low + d, load(key_low + in * D + d)), store(step + d, load(key_step + in * D + d));
+            const uint8_t* codes = key_codes + in * HALF * group + (start + block) % group;
+            for (int d = 0; d < HALF; ++d, codes += group) {
+                __builtin_prefetch(codes + TILE * HALF, 0, 2);
+                unpack(codes, halves);
+                for (int half = 0, at = d; half < 2; ++half, at += HALF)
+                    store(tile + at * TILE + block, halves[half] * broadcast(step[at]) + broadcast(low[at]));
             }
         }
-#pragma GCC unroll 8
-        for (int m = 0; m < N; ++m) store(weights + m * TILE, acc[m][0] + acc[m][1]);
+        this->score_tile(n_row, nullptr, weights);
     }
-
-    void scores(int n_row, int64_t start, int n, float* weights) const {
-        for (int block = 0; block < n; block += W)
-            in_passes(0, n_row, [&](int m, auto size) {
-                block_scores<size>(q + m * D, start + block, weights + m * TILE + block);
-            });
-    }
-
-    template <int N>
-    void add_rows(const float* weights, int64_t start, int n, float* out) const {
-        for (int at = 0; at < HALF; at += 2 * W) {
-            // Two vectors of the head dimension's first half, then the vectors of the second half in the same bytes.
-            const int dims[4] = {at, at + W, HALF + at, HALF + at + W};
-            alignas(64) float scaled[4][N][TILE];
-            vec acc[N][4];
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; ++v) {
-                const int64_t grid = dims[v] * n_value_grid / D * value_grid_part + start;
-#pragma GCC unroll 8
-                for (int m = 0; m < N; ++m) {
-                    vec lowest{};
-                    for (int s = 0; s < n; s += W) {
-                        const vec w = load(weights + m * TILE + s);
-                        lowest += w * load(value_low + grid + s);
-                        store(scaled[v][m] + s, w * load(value_step + grid + s));
-                    }
-                    acc[m][v] = load(out + m * D + dims[v]) + broadcast(sum_of_lanes(lowest));
+    void add(const float* weights, int n_row, int64_t start, int n, float* out) {
+        vec halves[2];
+        std::memset(tile + n * D, 0, (TILE - n) * D * sizeof(float));
+        for (int s = 0; s < n; ++s)
+            for (int d = 0; d < HALF; d += W) {
+                const uint8_t* codes = value_codes + (start + s) * HALF + d;
+                __builtin_prefetch(codes + TILE * HALF, 0, 2);
+                unpack(codes, halves);
+                for (int half = 0, at = d; half < 2; ++half, at += HALF) {
+                    const int64_t grid = at * n_value_grid / D * value_grid_part + start + s;
+                    store(tile + s * D + at, halves[half] * broadcast(value_step[grid]) + broadcast(value_low[grid]));
                 }
             }
-            for (int s = 0; s < n; ++s) {
-                const uint8_t* codes = value_codes + (start + s) * HALF + at;
-                __builtin_prefetch(codes + TILE * HALF, 0, 2);
-                vec x[4];
-                unpack(codes, x[0], x[2]);
-                unpack(codes + W, x[1], x[3]);
-#pragma GCC unroll 8
-                for (int m = 0; m < N; ++m)
-#pragma GCC unroll 4
-                    for (int v = 0; v < 4; ++v) acc[m][v] += broadcast(scaled[v][m][s]) * x[v];
-            }
-#pragma GCC unroll 8
-            for (int m = 0; m < N; ++m)
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; ++v) store(out + m * D + dims[v], acc[m][v]);
-        }
-    }
-
-    void add(const float* weights, int n_row, int64_t start, int n, float* out) const {
-        in_passes(0, n_row, [&](int m, auto size) {
-            add_rows<size>(weights + m * TILE, start, n, out + m * D);
-        });
+        this->add_tile(weights, n_row, nullptr, out);
     }
 };
 
@@ -686,13 +649,6 @@ inline void write_shares(const float* scores, int64_t n_kept, int64_t group, con
     }
 }
 
-// Entries in 4 bits, or null pointers without any, and the positions of their slots.
-struct Packed {
-    const uint8_t *key_codes, *value_codes;
-    const bfloat16 *key_grids, *value_grids;
-    const int64_t* slots;
-};
-
 // Copies positions of slots to `to`, with EMPTY for tokens in the ring [n_ring], so that no token is seen twice.
 inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_ring, int64_t first, int64_t last,
                            int64_t* to) {
@@ -701,15 +657,6 @@ inline void without_recent(const int64_t* slots, const int64_t* ring, int64_t n_
         in_ring = in_ring + 1 == n_ring ? 0 : in_ring + 1;
     }
 }
-
-// Queries and entries. rows: the row of entries that each row of queries attends to; null: the row of the same number.
-struct Read {
-    const void* q;
-    const int64_t* rows;
-    const void *keys, *values;
-    const float *key_scales, *value_scales;
-    const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
-};
 
 // Copies numbers from a row of queries, and to a row of the output.
 inline void copy_row(const void* from, int64_t at, bool is_bfloat16, float* to, int n) {
@@ -723,7 +670,7 @@ inline void copy_row(const float* from, void* to, int64_t at, bool is_bfloat16, 
 }
 
 template <int D, typename Entry, typename P>
-void attend(const Layout& at, const Read& read, const Packed& packed, float* workspace, void* out, float* chunk_scores,
+void attend(const Layout& at, const Read& read, float* workspace, void* out, float* chunk_scores,
             int n_thread) {
     const int64_t n_own = (at.n_slot + at.part - 1) / at.part, n_part = n_own + (at.n_packed + at.part - 1) / at.part;
     const int64_t n_row = at.n_token * at.group, n_block = (n_row + BLOCK - 1) / BLOCK;
@@ -769,13 +716,9 @@ void attend(const Layout& at, const Read& read, const Packed& packed, float* wor
                 continue;
             }
             const int64_t first = (part - n_own) * at.part, last = std::min(first + at.part, at.n_packed);
-            without_recent(packed.slots + row * at.n_packed, read.slots + row * at.n_slot, at.n_slot, first, last,
+            without_recent(read.packed_slots + row * at.n_packed, read.slots + row * at.n_slot, at.n_slot, first, last,
                            older.data());
-            In4Bits<D> own(packed.key_codes + stored * at.key_code_row + kv_head * at.key_code_head,
-                           packed.value_codes + stored * at.value_code_row + kv_head * at.value_code_head,
-                           packed.key_grids + stored * at.key_grid_row + kv_head * at.key_grid_head, at.key_grid_both,
-                           packed.value_grids + stored * at.value_grid_row + kv_head * at.value_grid_head,
-                           at.value_grid_both, at);
+            In4Bits<D> own(read, stored, kv_head, at);
             attend_to(own, older.data(), first, last);
         }
     }
@@ -929,10 +872,10 @@ extern "C" int foretoken_attend(const int64_t* layout, int64_t head_dim, int64_t
                                 float* chunk_scores, int n_thread) {
     Layout at;
     std::memcpy(&at, layout, sizeof at);
-    const Packed packed{key_codes, value_codes, (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
-    const Read read{q, rows, keys, values, key_scales, value_scales, slots, newest};
+    const Read read{q, rows, keys, values, key_scales, value_scales, slots, newest, key_codes, value_codes,
+                    (const bfloat16*)key_grids, (const bfloat16*)value_grids, packed_slots};
     return with_types(head_dim, at.q_is_bfloat16, entries, [&](auto size, auto entry, auto products) {
-        attend<size, decltype(entry), decltype(products)>(at, read, packed, workspace, out, chunk_scores, n_thread);
+        attend<size, decltype(entry), decltype(products)>(at, read, workspace, out, chunk_scores, n_thread);
     });
 }
 

@@ -4,14 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import refuse
 from common.launch import missing_launcher
 from models.attention import cpp_backend
 from models.attention.base import AttentionBackend, AttentionSpec
 from models.attention.flash_backend import FlashAttention, find_flavour
-from models.attention.gpu_check import refusal
 from models.attention.torch_backend import TorchAttention
-from models.kernels.build import BuildError
+from models.kernels.build import BuildError, choose
 from models.names import BACKENDS
 
 
@@ -31,7 +30,7 @@ def select_backend(
     Raises ConfigError if a named backend needs another device, a package or a compiler.
     """
     if name not in BACKENDS:
-        raise ConfigError("unknown attention backend", "attention (--attention)", name, ", ".join(BACKENDS), "use auto")
+        refuse("--attention", name, f"one of {', '.join(BACKENDS)}")
     device = torch.device(device)
     kind = name if name != "auto" else "triton" if device.type == "cuda" else "cpp"
     if kind == "torch":
@@ -41,8 +40,8 @@ def select_backend(
     except BuildError as error:
         if name == "auto":
             return Selection(TorchAttention(), f"{kind} is not available: {error}")
-        what, seen = "the attention backend is not available", f"{name} on {device.type}: {error}"
-    raise ConfigError(what, "--attention", seen, "a backend that this machine has", "use --attention auto")
+        seen = f"{name} on {device.type}: {error}"
+        refuse("--attention", seen, "a backend that this machine has", fix="use --attention auto")
 
 
 def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
@@ -67,7 +66,7 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
     if not triton_backend.runs_on(torch.cuda.get_device_capability(device), spec.dtype, entries):
         why = f"the Triton kernel does not run here in {spec.dtype} over {entries} entries"
         return Selection(TorchAttention(), why)
-    if reason := missing_launcher() or refusal("triton", device):
+    if reason := missing_launcher() or refusal("triton"):
         raise BuildError(reason)
     return Selection(triton_backend.TritonAttention(), f"Triton {triton.__version__}")
 
@@ -80,9 +79,17 @@ def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> S
         fallback = _triton(device, spec, entries).backend
     except BuildError:
         fallback = TorchAttention()
-    if reason := flavour.unsupported(spec) or refusal("flash", device):
+    if reason := flavour.unsupported(spec) or refusal("flash"):
         return Selection(fallback, reason)
     return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
+
+
+def refusal(name: str) -> str | None:
+    """Return why the kernels of a backend, "triton" or "flash", are not used on this GPU; None if they are."""
+    try:
+        return "; ".join(choose(name).refused) or None
+    except BuildError as error:
+        return str(error)
 
 
 _SELECT = {"cpp": _cpp, "triton": _triton, "flash": _flash}

@@ -60,7 +60,7 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
     """Return the tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
 
     The stages keep some 64 KiB in flight on a multiprocessor, in the one to four programs whose registers fit there.
-    Nothing spills on sm_80 or sm_90 (`reproduce/kernel_report.py`).
+    Nothing spills on sm_80 or sm_90 (`tests/support/kernel_launches.py`).
     """
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
     num_stages = 3 if head_dim * kv_itemsize >= 256 else 4

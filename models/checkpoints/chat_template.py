@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, refuse
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.loading import CONVERT
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
@@ -54,16 +54,15 @@ class ChatTemplate:
         that are not for clients.
         """
         if taken := {"messages", "tools", "documents", "add_generation_prompt", *self.tokens} & variables.keys():
-            what, required = "a variable of the chat template is taken", "other names"
-            raise ConfigError(what, "chat_template_kwargs", ", ".join(sorted(taken)), required, "leave it out")
+            what = "a variable of the chat template is taken"
+            raise ConfigError(what, "chat_template_kwargs", ", ".join(sorted(taken)), "other names", "leave it out")
         given = {**variables, "tools": tools, "documents": None, "add_generation_prompt": True, **self.tokens}
         try:
             text = self.template.render({**given, "messages": messages})
         except Exception as error:  # a template is a program
-            required = "messages that this model's template takes"
             seen = f"{', '.join(str(message.get('role')) for message in messages) or 'no messages'}: {error}"
-            fix = "send the roles that it wants, in its order"
-            raise ConfigError("the chat template refuses a conversation", self.path, seen, required, fix) from None
+            what, fix = "the chat template refuses a conversation", "send the roles that it wants, in its order"
+            refuse(self.path, seen, "messages that this model's template takes", what, fix)
         if tools and text == self.render(messages, variables):
             what, fix = "the model's chat template reads no tools", "leave them out, or use another template"
             raise ConfigError(what, "tools", json.dumps(tools)[:200], "none", fix)
@@ -86,8 +85,9 @@ class ChatTemplate:
 
         rendered = self.render([marked(message) for message in messages], marked(variables), marked(tools))
         if found := re.search(rf"\\ufdd0({control})\\ufdd1", rendered):  # a list that is printed as Python writes it
-            what, required = "the chat template prints a list with a control token", "text without control tokens"
-            raise ConfigError(what, "messages, tools, chat_template_kwargs", found[1], required, "leave it out")
+            what = "the chat template prints a list with a control token"
+            where = "messages, tools, chat_template_kwargs"
+            refuse(where, found[1], "text without control tokens", what, "leave it out")
         texts = map(UNMARKED, re.split(f"{BEGIN}({control}){END}", rendered))
         return [id_ for odd, text in enumerate(texts) for id_ in self.tokenizer.encode_chat(text, control=odd % 2 == 0)]
 
@@ -122,12 +122,12 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         template = None if named is None else _compiled(named)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, jinja2.TemplateError) as error:
         seen = f"line {error.lineno}: {error}" if isinstance(error, jinja2.TemplateSyntaxError) else error
-        required, fix = "a Jinja template, as transformers renders it", "download the checkpoint again (download.py)"
-        raise CheckpointError("the chat template cannot be read", where, seen, required, fix) from None
+        fix = "download the checkpoint again (download.py)"
+        refuse(where, seen, "a Jinja template, as transformers renders it", fix=fix, error=CheckpointError)
     if template is None:
-        seen, required = f"no such file, and no chat_template in {TOKENIZER_CONFIG}", "the model's own template"
+        seen, what = f"no such file, and no chat_template in {TOKENIZER_CONFIG}", "the checkpoint has no chat template"
         fix = f"copy the original model's {CHAT_TEMPLATE} there, or convert a GGUF that has one again ({CONVERT})"
-        raise NoChatTemplateError("the checkpoint has no chat template", own, seen, required, fix)
+        refuse(own, seen, "the model's own template", what, fix, NoChatTemplateError)
     return ChatTemplate(where, template, _special_ids(folder, tokenizer, tokens) | tokens, tokenizer)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError, flag
+from common.errors import ConfigError, flag, refuse
 from common.jsonl import parse_json
 from models.checkpoints.hf_config import config_from_hf
 from models.checkpoints.hf_rope import ORIGINAL, extended
@@ -37,8 +37,8 @@ class ConfigChanges:
         for override in () if self.may_be_void else overrides:
             others = {**values, **dict(pair for name, pair in overrides.items() if name != override)}
             if _config(changed) == _config(others):
-                what, required = "this key changes nothing", "KEY=VALUE, a key of config.json and another value for it"
-                raise ConfigError(what, flag("config_overrides"), override, required, "see docs/checkpoints.md")
+                required = "KEY=VALUE, a key of config.json (docs/checkpoints.md) and another value for it"
+                refuse("config_overrides", override, required, "this key changes nothing")
         if self.rope_scaling is None:
             return changed
         changed = extended(changed, self.rope_scaling, where)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from models.config import ModelConfig
 
 USE_PLAIN = "use a plain checkpoint of a supported family (docs/checkpoints.md) with its own config.json, whole"
@@ -47,38 +47,35 @@ class Source:
 
 def source_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     """Return the source tensors, with shapes, that are stacked on dim 0 to each tensor of `loading.expected_shapes`."""
-    dim, ffn_dim, embedding = config.dim, config.ffn_dim, (config.vocab_size, config.dim)
-    n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    qkv = {"q": n_q, "k": n_kv, "v": n_kv}
-    norms: dict[str, tuple[int, ...]] = {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
-    ups = ("gate", "up")
-    of_layer: dict[str, dict[str, tuple[int, ...]]] = {
-        "attention_norm.weight": {"input_layernorm.weight": (dim,)},
-        "attention.wqkv.weight": {f"self_attn.{name}_proj.weight": (rows, dim) for name, rows in qkv.items()},
-        "attention.wqkv.bias": {
-            f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv.items() if config.qkv_bias
-        },
-        "attention.wo.weight": {"self_attn.o_proj.weight": (dim, n_q)},
-        "attention.wo.bias": {"self_attn.o_proj.bias": (dim,)} if config.wo_bias else {},
-        "attention.qk_norm.weight": norms if config.qk_norm else {},
-        "ffn_norm.weight": {"post_attention_layernorm.weight": (dim,)},
-        "feed_forward.w13.weight": {f"mlp.{name}_proj.weight": (ffn_dim, dim) for name in ups},
-        "feed_forward.w13.bias": {f"mlp.{name}_proj.bias": (ffn_dim,) for name in ups if config.mlp_bias},
-        "feed_forward.w2.weight": {"mlp.down_proj.weight": (dim, ffn_dim)},
-        "feed_forward.w2.bias": {"mlp.down_proj.bias": (dim,)} if config.mlp_bias else {},
+    dim, ffn_dim, head_dim, embedding = config.dim, config.ffn_dim, config.head_dim, (config.vocab_size, config.dim)
+    n_q, n_kv, gate_and_up = config.n_head * head_dim, config.n_kv_head * head_dim, ("gate_proj", "up_proj")
+    qkv = {"self_attn.q_proj": n_q, "self_attn.k_proj": n_kv, "self_attn.v_proj": n_kv}
+    qk_norm = {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim} if config.qk_norm else {}
+    # The rows of each part, the columns of a matrix, and whether it has a bias.
+    stacks: dict[str, tuple[dict[str, int], tuple[int, ...], bool]] = {
+        "attention_norm": ({"input_layernorm": dim}, (), False),
+        "attention.wqkv": (qkv, (dim,), config.qkv_bias),
+        "attention.wo": ({"self_attn.o_proj": dim}, (n_q,), config.wo_bias),
+        "attention.qk_norm": (qk_norm, (), False),
+        "ffn_norm": ({"post_attention_layernorm": dim}, (), False),
+        "feed_forward.w13": ({f"mlp.{name}": ffn_dim for name in gate_and_up}, (dim,), config.mlp_bias),
+        "feed_forward.w2": ({"mlp.down_proj": dim}, (ffn_dim,), config.mlp_bias),
     }
     if config.n_expert:
         experts = [f"mlp.experts.{index}" for index in range(config.n_expert)]
-        of_layer["feed_forward.router.weight"] = {"mlp.gate.weight": (config.n_expert, dim)}
-        both = {f"{expert}.{name}_proj.weight": (ffn_dim, dim) for expert in experts for name in ups}
-        of_layer["feed_forward.w13.weight"] = dict(both)
-        of_layer["feed_forward.w2.weight"] = {f"{expert}.down_proj.weight": (dim, ffn_dim) for expert in experts}
+        both = {f"{expert}.{name}": ffn_dim for expert in experts for name in gate_and_up}
+        stacks |= {
+            "feed_forward.router": ({"mlp.gate": config.n_expert}, (dim,), False),
+            "feed_forward.w13": (both, (dim,), False),
+            "feed_forward.w2": ({f"{expert}.down_proj": dim for expert in experts}, (ffn_dim,), False),
+        }
     parts: dict[str, tuple[Part, ...]] = {"tok_embeddings.weight": ((EMBEDDING, embedding),)}
     for layer in range(config.n_layer):
-        for ours, theirs in of_layer.items():
-            if theirs:
-                stacked = ((f"model.layers.{layer}.{name}", shape) for name, shape in theirs.items())
-                parts[f"layers.{layer}.{ours}"] = tuple(stacked)
+        for ours, (theirs, columns, has_bias) in stacks.items():
+            for kind, size in (("weight", columns), *([("bias", ())] if has_bias else [])):
+                stacked = ((f"model.layers.{layer}.{name}.{kind}", (rows, *size)) for name, rows in theirs.items())
+                if theirs:
+                    parts[f"layers.{layer}.{ours}.{kind}"] = tuple(stacked)
     parts["norm.weight"] = (("model.norm.weight", (dim,)),)
     if not config.tie_embeddings:
         parts["output.weight"] = ((HEAD, embedding),)
@@ -127,12 +124,11 @@ def match_parts(
     required = dict(part for stacked in parts.values() for part in stacked)
     check_names(folder, tensors, required, fix)
     if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
-        seen = f"{len(unknown)}, such as {unknown[0]}"
-        raise CheckpointError("tensors that this model has no place for", folder, seen, "none", fix)
+        what = "tensors that this model has no place for"
+        refuse(folder, f"{len(unknown)}, such as {unknown[0]}", "none", what, fix, CheckpointError)
     for name, shape in required.items():
-        found = tensors[name]
-        if found.shape != shape:
-            raise CheckpointError("a tensor has the wrong shape", found.file, f"{name} {found.shape}", shape, fix)
+        if (found := tensors[name]).shape != shape:
+            refuse(found.file, f"{name} {found.shape}", shape, "a tensor has the wrong shape", fix, CheckpointError)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 
@@ -140,8 +136,8 @@ def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collec
     """Raise CheckpointError if one of the names is missing, naming the file if all tensors are in one."""
     if missing := sorted(set(names) - tensors.keys()):
         files = {tensor.file for tensor in tensors.values()}
-        seen, required = f"{len(missing)}, such as {missing[0]}", f"all {len(names)} of the config"
-        raise CheckpointError("tensors are missing", files.pop() if len(files) == 1 else folder, seen, required, fix)
+        where, seen = files.pop() if len(files) == 1 else folder, f"{len(missing)}, such as {missing[0]}"
+        refuse(where, seen, f"all {len(names)} of the config", "tensors are missing", fix, CheckpointError)
 
 
 def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
@@ -154,12 +150,9 @@ def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
     dtype = torch.promote_types(head.dtype, embedding.dtype)
     if not torch.equal(*(weight.to(dtype) for weight in both)):
         seen, required = f"{HEAD} unlike {EMBEDDING}", "equal weights, or none, with tie_word_embeddings true"
-        fix = (
-            "set tie_word_embeddings to false in config.json, if the model was trained with an output layer of its own"
-        )
-        raise CheckpointError(
-            "the output layer is not the embedding that it is tied to", head.file, seen, required, fix
-        )
+        fix = "set tie_word_embeddings to false in config.json, if the model was trained with another output layer"
+        what = "the output layer is not the embedding that it is tied to"
+        refuse(head.file, seen, required, what, fix, CheckpointError)
 
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
@@ -170,13 +163,13 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
         try:
             tensors.append(source.read().to(target))
         except (RuntimeError, ValueError, OSError) as error:
-            raise CheckpointError("a tensor cannot be read", source.file, error, "a whole file", USE_PLAIN) from None
-        if not is_finite(tensors[-1]):
-            seen = f"{name} in {target}"
-            raise CheckpointError("NaN or infinite weights", source.file, seen, "finite numbers", USE_PLAIN)
+            refuse(source.file, error, "a whole file", fix=USE_PLAIN, error=CheckpointError)
+        require_finite(source.file, name, tensors[-1])
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).contiguous()
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """True if all values are finite. Takes one pass and no further memory."""
-    return all(bool(bound.isfinite()) for bound in tensor.aminmax())
+def require_finite(file: object, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a value is NaN or infinite. Takes one pass and no further memory."""
+    if not all(bool(bound.isfinite()) for bound in tensor.aminmax()):
+        what, fix = "NaN or infinite weights", "use weights without these, or a wider dtype"
+        refuse(file, f"{name} in {tensor.dtype}", "finite numbers", what, fix, CheckpointError)

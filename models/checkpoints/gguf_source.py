@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from models.checkpoints.convert import Source, SourceTensor, source_parts
 from models.checkpoints.hf_config import config_from_hf, read_config
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
@@ -41,6 +41,10 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+OTHER_CONFIG = f"put the {CONFIG} of this very model next to the GGUF"
+OTHER_TOKENIZER = "put tokenizer.json or tokenizer.model of the original model next to the GGUF"
+OTHER_FILE = "use another GGUF of a supported family (docs/checkpoints.md), or the model's safetensors"
+refuse_gguf = partial(refuse, fix=OTHER_FILE, error=CheckpointError)
 PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2")
 
 
@@ -50,8 +54,7 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     metadata, stored = read_gguf(path)
     architecture = str(metadata.get("general.architecture", "(none given)"))
     if architecture not in ARCHITECTURES:
-        required, fix = " or ".join(ARCHITECTURES), "use a GGUF of a supported family (Llama, Mistral, Qwen2, Qwen3)"
-        raise CheckpointError("unsupported architecture", f"{path}: general.architecture", architecture, required, fix)
+        refuse_gguf(f"{path}: general.architecture", architecture, " or ".join(ARCHITECTURES))
     hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
     config = config_from_hf(hf_config, where=str(path))
     if has_config:
@@ -114,14 +117,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
             shapes = [tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors]
     except Exception as error:  # on a damaged header the package raises whatever comes first
         what, seen = "the GGUF file is truncated or garbled", f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(what, path, seen, "a whole GGUF file", "download the file again (download.py)") from None
+        refuse_gguf(path, seen, "a whole GGUF file", what, fix="download the file again (download.py)")
     if reader.endianess == GGUFEndian.BIG:
-        fix = "use the little-endian file of the same model"
-        raise CheckpointError("the GGUF file is big-endian", path, "big-endian numbers", "little-endian ones", fix)
+        refuse_gguf(path, "big-endian numbers", "a little-endian GGUF file")
     if (n_files := metadata.get("split.count", 1)) not in (0, 1):
-        seen, required = f"split.count {n_files}: one of {n_files} files", "the whole model in one file"
         fix = "join the files with llama.cpp (llama-gguf-split --merge), and keep only the result in this folder"
-        raise CheckpointError("the GGUF file is split", path, seen, required, fix)
+        refuse_gguf(path, f"split.count {n_files}: one of {n_files} files", "the whole model in one file", fix=fix)
     tensors = {
         tensor.name: SourceTensor(shape, torch.float32, path, partial(_dequantized, path, tensor, shape), kind)
         for tensor, shape in zip(reader.tensors, shapes, strict=True)
@@ -135,9 +136,8 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
     try:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
-        seen, fix = f"{tensor.name}: {tensor.tensor_type.name}", "use a Q4_1, Q8_0 or F16 file of the same model"
-        required = "F32, F16, BF16, or a block quantisation that the gguf package decodes"
-        raise CheckpointError("unsupported GGUF quantisation", path, seen, required, fix) from None
+        required = "in F32, F16, BF16, or a block quantisation that the gguf package decodes, such as Q4_1"
+        refuse_gguf(f"{path}: {tensor.name}", tensor.tensor_type.name, required)
     return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
@@ -150,8 +150,8 @@ def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rop
     for name in names:
         seen, required = getattr(config, name), getattr(described, name)
         if seen != required:
-            fix = f"put the {CONFIG} of this very model beside the GGUF, or none"
-            raise CheckpointError(f"{CONFIG} is not of the GGUF's model", beside, f"{name} {seen}", required, fix)
+            what = f"{CONFIG} is not of the GGUF's model"
+            refuse_gguf(beside, f"{name} {seen}", required, what, fix=f"{OTHER_CONFIG}, or none")
     if rope_factors is not None:
         _check_rope_factors(rope_factors, config)
 
@@ -160,12 +160,9 @@ def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
     """Raise CheckpointError unless the file's divisors of the rotary frequencies are those of the config."""
     expected = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
     if tensor.shape != expected.shape or not torch.allclose(tensor.read(), expected, rtol=1e-3):
-        seen, required = (
-            f"{ROPE_FACTORS} {tensor.shape}",
-            f"the factors of rope_scaling {config.rope_scaling} ({CONFIG})",
-        )
-        fix = f"put the {CONFIG} of this very model beside the GGUF"
-        raise CheckpointError("the GGUF was made with another rope scaling", tensor.file, seen, required, fix)
+        required = f"the factors of rope_scaling {config.rope_scaling} ({CONFIG})"
+        what = "the GGUF was made with another rope scaling"
+        refuse_gguf(tensor.file, f"{ROPE_FACTORS} {tensor.shape}", required, what, fix=OTHER_CONFIG)
 
 
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
@@ -213,9 +210,8 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
             if keys[key] != NEUTRAL.get(key):
                 raise ValueError(f"{prefix}{key} {keys[key]} is not supported")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        what, seen = "the GGUF metadata does not describe a supported model", f"{type(error).__name__}: {error}"
-        fix = "use another file of the model, or its safetensors"
-        raise CheckpointError(what, path, seen, "sizes and settings that are supported", fix) from None
+        what = "the GGUF metadata does not describe a supported model"
+        refuse_gguf(path, f"{type(error).__name__}: {error}", "sizes and settings that are supported", what)
     return config
 
 
@@ -243,15 +239,13 @@ def tokenizer_json(path: Path, metadata: dict[str, Any]) -> str:
     model, pre, adds_eos = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_eos_token"))
     if model != "gpt2" or pre not in PRE_TOKENIZERS or adds_eos:
         seen = f"tokenizer.ggml.model {model}, tokenizer.ggml.pre {pre}, tokenizer.ggml.add_eos_token {adds_eos}"
-        required = f"gpt2 with one of {PRE_TOKENIZERS}, and no end token behind every text"
-        fix = "put tokenizer.json or tokenizer.model of the original model beside the GGUF"
-        raise CheckpointError("this GGUF's tokenizer is not supported", path, seen, required, fix)
+        required = f"gpt2 with one of {PRE_TOKENIZERS}, and no end token after every text"
+        refuse_gguf(path, seen, required, "this GGUF's tokenizer is not supported", fix=OTHER_TOKENIZER)
     try:
         return _build(metadata, pre).to_str()
     except Exception as error:  # the tokenizers package raises plain Exception on a bad vocabulary
         seen, required = f"{type(error).__name__}: {error}", "tokens, token types and merges that belong together"
-        fix = "put tokenizer.json of the original model beside the GGUF, or download the GGUF again"
-        raise CheckpointError("the GGUF's tokenizer is damaged", path, seen, required, fix) from None
+        refuse_gguf(path, seen, required, "the GGUF's tokenizer is damaged", fix=OTHER_TOKENIZER)
 
 
 def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:

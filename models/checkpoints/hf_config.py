@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from common.jsonl import parse_json
-from models.checkpoints.hf_rope import ROPE_TYPES, rope_fields
+from models.checkpoints.hf_rope import ORIGINAL, ROPE_TYPES, rope_fields
 from models.checkpoints.hf_rules import (
     BOOLEAN,
     INTEGER,
@@ -24,7 +24,7 @@ from models.checkpoints.hf_rules import (
     of_type,
     only,
     positive,
-    refuse,
+    unsupported,
 )
 from models.config import ModelConfig
 
@@ -35,11 +35,8 @@ FULL_LAYERS = Rule(
 )
 LAYER_FLAGS = Rule(
     "no such key, null, or 0 or 1 for each layer",
-    lambda value: (
-        value is None or (isinstance(value, list) and all(type(flag) is int and flag in (0, 1) for flag in value))
-    ),
+    lambda value: value is None or (isinstance(value, list) and all(type(x) is int and x in (0, 1) for x in value)),
 )
-
 IDS = Rule(
     "a token id, a list of token ids, or null",
     lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
@@ -67,18 +64,20 @@ DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embed
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture's rules in addition to RULES, and transformers' defaults for absent keys."""
+    """An architecture's rules in addition to RULES, and transformers' defaults for absent keys.
+
+    renamed: keys of older files, and their present names. is_fused: q, k and v are one tensor, gate and up another.
+    fixed: fields of ModelConfig that every model of the architecture has. sizes, switches: fields that a key gives, a
+    number or true or false.
+    """
 
     model_type: str
     rules: Mapping[str, Rule]
     defaults: Values
-    has_window: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of older files, and their present names
+    renamed: Mapping[str, str] = field(default_factory=dict)
     rope_types: Collection[str] = tuple(ROPE_TYPES)
-    is_fused: bool = False  # q, k and v are one tensor, gate and up another
-    # Fields of ModelConfig that every model of the architecture has.
+    is_fused: bool = False
     fixed: Mapping[str, bool] = field(default_factory=dict)
-    # Fields of ModelConfig that a key gives: sizes, and what is true or false.
     sizes: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,7 +88,7 @@ ARCHITECTURES = {
     # transformers' Llama ignores a window when it attends, but its cache drops the entries behind the window.
     "LlamaForCausalLM": Architecture(
         "llama",
-        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "sliding_window": UNSET, "layer_types": FULL_LAYERS},
+        {"sliding_window": UNSET, "layer_types": FULL_LAYERS},
         {"max_position_embeddings": 2048},
         switches=ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     ),
@@ -98,7 +97,6 @@ ARCHITECTURES = {
         "mistral",
         {"layer_types": only()},
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        has_window=True,
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2",
@@ -108,17 +106,15 @@ ARCHITECTURES = {
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
-        {"head_dim": INTEGER, "attention_bias": BOOLEAN, **FULL_ATTENTION},
+        {"head_dim": INTEGER, **FULL_ATTENTION},
         {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
         fixed={"qk_norm": True},
         switches=ATTENTION_BIAS,
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        {
-            **{"head_dim": INTEGER, "attention_bias": BOOLEAN, "norm_topk_prob": BOOLEAN, **FULL_ATTENTION},
-            **{"decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},  # else, some layers lack experts
-        },
+        # Other values of the last two keys: some layers lack experts.
+        {"head_dim": INTEGER, **FULL_ATTENTION, "decoder_sparse_step": only(1), "mlp_only_layers": only(None, [])},
         {
             **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "moe_intermediate_size": 768},
             **{"num_local_experts": 128, "num_experts_per_tok": 8},
@@ -135,17 +131,13 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(
         "phi3",
         {"partial_rotary_factor": NUMBER, "layer_types": only()},
-        {
-            **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-            **{"sliding_window": None},
-        },
-        has_window=True,
+        {"max_position_embeddings": 4096, ORIGINAL: 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
         rope_types=("default", "longrope"),
         is_fused=True,
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
-        {"attention_bias": BOOLEAN, "mlp_bias": BOOLEAN, "no_rope_layers": LAYER_FLAGS, **FULL_ATTENTION},
+        {"no_rope_layers": LAYER_FLAGS, **FULL_ATTENTION},
         {
             **{"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2000000.0},
             **{"tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4},
@@ -163,19 +155,20 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
-        raise refuse("unsupported architecture", f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
-    check(given, {"model_type": only(architecture.model_type)} | RULES | dict(architecture.rules), where)
+        unsupported(f"{where}: architectures", name, f"one of {', '.join(ARCHITECTURES)}")
+    switches = dict.fromkeys(architecture.switches.values(), BOOLEAN)
+    check(given, {"model_type": only(architecture.model_type)} | RULES | switches | dict(architecture.rules), where)
     renamed = {architecture.renamed.get(key, key): value for key, value in given.items()}
     if len(renamed) < len(given):
         seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
-        raise refuse("a key is given under two names", where, seen, "one of them")
+        unsupported(where, seen, "one name for each key")
     values = {**DEFAULTS, **architecture.defaults, **renamed}
     n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
     n_layer, head_dim = positive(values, "num_hidden_layers", where), positive(values, "head_dim", where, dim // n_head)
     rope = rope_fields(values, head_dim, architecture.rope_types, where)
     if rope["rotary_dim"] and "partial_rotary_factor" not in architecture.rules:
-        raise refuse("heads are rotated in part", f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
-    has_window = architecture.has_window and values["sliding_window"] is not None
+        unsupported(f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
+    has_window = architecture.defaults.keys() >= {"sliding_window"} and values["sliding_window"] is not None
     eos = values.get("eos_token_id")
     return {
         "vocab_size": positive(values, "vocab_size", where),
@@ -201,9 +194,9 @@ def require_unquantized(given: Values, where: str) -> None:
     """Raise ConfigError naming the scheme of a config.json whose weights are quantised, such as fp8, awq or gptq."""
     if (scheme := given.get("quantization_config")) is not None:
         name = scheme.get("quant_method") if isinstance(scheme, dict) else None
-        what, required = f"the checkpoint is quantised by {name or 'an unknown scheme'}", "no such key, or null"
+        what = f"the checkpoint is quantised by {name or 'an unknown scheme'}"
         fix = f"download the unquantised model; {flag('quantize')} stores it in 8 or 4 bits"
-        raise ConfigError(what, f"{where}: quantization_config", repr(scheme)[:200], required, fix)
+        refuse(f"{where}: quantization_config", repr(scheme)[:200], "no such key, or null", what, fix)
 
 
 def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
@@ -212,7 +205,7 @@ def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
         interval = positive(values, "no_rope_layer_interval", where)
         return list(range(interval - 1, n_layer, interval))
     if len(rotates) < n_layer:
-        raise refuse("layers are missing", f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
+        unsupported(f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
     return [layer for layer in range(n_layer) if not rotates[layer]]
 
 
@@ -229,17 +222,13 @@ def config_from_json(path: str | Path) -> ModelConfig:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a `config.json`, or a file like it, into a dictionary. Raises ConfigError naming the file."""
-    required, fix = "a JSON object", "download it again (download.py)"
+    required, fix = f"the checkpoint's {path.name}, a JSON object", "download it again (download.py)"
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
-    except FileNotFoundError:
-        what, required = "the model's config.json is missing", "the config.json that belongs to the checkpoint"
-        fix += ", or copy config.json beside the weights"
-        raise ConfigError(what, path, "no such file", required, fix) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the model's {path.name} cannot be read", path, error, required, fix) from None
+        refuse(path, error, required, f"the model's {path.name} is missing, or cannot be read", fix)
     return dict(values)
 
 
@@ -248,8 +237,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     path = folder / GENERATION_CONFIG
     values = read_config(path) if path.exists() else {}
     if not IDS.accepts(ends := values.get("eos_token_id")):
-        where, fix = f"{path}: eos_token_id", "write the ids as numbers, or leave the key out for config.json's"
-        raise ConfigError("the end tokens are no token ids", where, repr(ends)[:200], IDS.required, fix)
+        fix = "write the ids as numbers, or leave the key out for config.json's"
+        refuse(f"{path}: eos_token_id", repr(ends)[:200], IDS.required, fix=fix)
     return values
 
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from common.errors import ConfigError, flag
-from models.checkpoints.hf_rules import BOOLEAN, MAX_SIZE, NUMBER, STRING, Values, check, of_type, positive, refuse
+from common.errors import flag, refuse
+from models.checkpoints.hf_rules import BOOLEAN, MAX_SIZE, NUMBER, STRING, Values, check, of_type, positive, unsupported
 
 RULES = {"rope_type": STRING, "type": STRING, "rope_theta": NUMBER, "truncate": BOOLEAN}
 RULES |= dict.fromkeys(("mscale", "mscale_all_dim"), of_type("a number or null", int, float, type(None)))
@@ -32,22 +32,20 @@ def rope_fields(values: Values, head_dim: int, types: Collection[str], where: st
     check(settings, RULES, where)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in types:
-        raise refuse("unsupported rope type", where, kind, f"one of {', '.join(types)}")
+        unsupported(where, kind, f"one of {', '.join(types)}", "unsupported rope type")
     max_context = positive(values, "max_position_embeddings", where)
     # The model's key overrides the key in the rotary settings; the default is max_position_embeddings.
     original = positive({ORIGINAL: values.get(ORIGINAL, settings.get(ORIGINAL))}, ORIGINAL, where, max_context)
     rotary_dim = int(head_dim * positive(settings, "partial_rotary_factor", where, 1.0, kind=float))
     if not 2 <= rotary_dim <= head_dim:
-        seen = f"{rotary_dim} of {head_dim} elements of a head"
-        raise refuse("no share of a head", f"{where}: partial_rotary_factor", seen, "2 elements to all")
+        unsupported(f"{where}: partial_rotary_factor", f"{rotary_dim} of {head_dim} elements", "2 elements to all")
     theta = positive(settings, "rope_theta", where, kind=float)
     if kind in ("yarn", "longrope") and (theta == 1 or original == 1):
-        seen = f"rope_theta {theta}, {ORIGINAL} {original}"
-        raise refuse("the rotary scaling divides by the logarithm of 1", where, seen, "other numbers")
+        unsupported(where, f"rope_theta {theta}, {ORIGINAL} {original}", "numbers whose logarithm is not 0")
     scaling = {key: positive(settings, key, where, kind=float) for key in ROPE_TYPES[kind]}
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        seen, required = scaling["high_freq_factor"], f"more than low_freq_factor, {scaling['low_freq_factor']}"
-        raise refuse("the corners of the rotary scaling cross", f"{where}: high_freq_factor", seen, required)
+        required = f"more than low_freq_factor, {scaling['low_freq_factor']}"
+        unsupported(f"{where}: high_freq_factor", scaling["high_freq_factor"], required)
     if kind == "yarn":
         scaling |= _yarn(settings, scaling["factor"], where)
         max_context = max(max_context, int(original * scaling["factor"]))
@@ -74,11 +72,11 @@ def extended(values: Values, scaling: str, where: str) -> dict[str, Any]:
     except ValueError:
         by = 0.0
     if not 1 < by < MAX_SIZE:
-        required, fix = "yarn:FACTOR or linear:FACTOR, with a factor above 1", f"try {flag('rope_scaling')} yarn:4"
-        raise ConfigError("unknown scaling of the context", flag("rope_scaling"), scaling, required, fix)
+        refuse("rope_scaling", scaling, "yarn:FACTOR or linear:FACTOR, with a factor above 1")
     settings, where = _settings(values, where)
     if (present := settings.pop("type", settings.get("rope_type", "default"))) != "default":
-        raise refuse("the context is extended already", where, present, f"default, with {flag('rope_scaling')}")
+        required = f"default, with {flag('rope_scaling')}"
+        unsupported(where, present, required, "the context is extended already")
     context = positive(values, "max_position_embeddings", where)
     rope = settings | {"rope_type": kind, "factor": by, ORIGINAL: context}
     changed = {**values, "max_position_embeddings": int(context * by), "rope_parameters": rope}
@@ -92,12 +90,12 @@ def _settings(values: Values, where: str) -> tuple[dict[str, Any], str]:
     """
     given = {name: values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)}
     if len({str(sorted(settings.items())) for settings in given.values()}) > 1:
-        raise refuse("two rotary settings differ", where, given, "rope_scaling or rope_parameters, or equal ones")
+        unsupported(where, given, "rope_scaling or rope_parameters, or equal ones", "two rotary settings differ")
     usual = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if values.get(key) is not None}
     for name, settings in given.items():
         where = f"{where}: {name}"
         if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
-            raise refuse("rotary settings for each type of layer are not supported", where, nested, "the same for all")
+            unsupported(where, nested, "the same settings for each type of layer")
         return usual | settings, where
     return usual, where
 
@@ -124,7 +122,7 @@ def _longrope(settings: Values, max_context: int, original: int, n_pair: int, wh
     name = "long_factor" if max_context > original else "short_factor"
     divisors = settings.get(name)
     if not isinstance(divisors, list) or len(divisors) != n_pair:
-        raise refuse(f"{name} does not fit the heads", f"{where}: {name}", divisors, f"{n_pair} numbers")
+        unsupported(f"{where}: {name}", divisors, f"{n_pair} numbers")
     factor = max(positive(settings, "factor", where, max_context / original, float), 1.0)
     usual = math.sqrt(1 + math.log(factor) / math.log(original))
     return {

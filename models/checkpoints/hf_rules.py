@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError
-from models.config import FIX
+from models.config import FIX, unsupported
 
 MAX_SIZE = 1 << 31
 Values = Mapping[str, Any]
@@ -44,9 +43,9 @@ def check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
     """Raise ConfigError for the first key whose value is not accepted."""
     for key, rule in rules.items():
         if key in values and not rule.accepts(values[key]):
-            what, seen = f"{key} has a value that is not supported", repr(values[key])[:200]
             fix = f"{FIX}; leave out {key} if the model does not use it"
-            raise ConfigError(what, f"{where}: {key}", seen, rule.required, fix)
+            what = f"{key} has a value that is not supported"
+            unsupported(f"{where}: {key}", repr(values[key])[:200], rule.required, what, fix=fix)
 
 
 def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
@@ -57,11 +56,6 @@ def positive(values: Values, key: str, where: str, default: float | None = None,
     value = default if values.get(key) is None else values[key]
     end = MAX_SIZE if kind is int else sys.float_info.max
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:
-        seen, name = "no such key" if value is None else repr(value), "integer" if kind is int else "number"
-        raise refuse(f"{key} is not a positive {name}", f"{where}: {key}", seen, f"> 0 and < {end:g}")
+        seen, name = "no such key" if value is None else repr(value), "an integer" if kind is int else "a number"
+        unsupported(f"{where}: {key}", seen, f"{name} > 0 and < {end:g}")
     return kind(value)
-
-
-def refuse(what: str, where: str, seen: object, required: str) -> ConfigError:
-    """Return the error for a configuration that is not supported."""
-    return ConfigError(what, where, seen, required, FIX)

@@ -4,25 +4,18 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, refuse
 from models.attention import select_backend
-from models.checkpoints.convert import is_finite, source_parts
+from models.checkpoints import manifest as files
+from models.checkpoints.convert import require_finite, source_parts
 from models.checkpoints.hf_config import config_from_json
-from models.checkpoints.manifest import (
-    CONFIG,
-    SIDE_FILES,
-    WEIGHTS,
-    atomic_path,
-    check_files,
-    read_manifest,
-    remembered_sha256,
-)
 from models.checkpoints.presets import preset_config
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
@@ -34,7 +27,7 @@ from models.llama import Transformer, attention_spec, logits_dtype
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
-CONVERT_AGAIN = f"convert the checkpoint again ({CONVERT} --force)"
+refuse_weights = partial(refuse, fix=f"convert the checkpoint again ({CONVERT} --force)", error=CheckpointError)
 
 Value = TypeVar("Value")
 
@@ -54,9 +47,7 @@ def drop_layers(
     dropped = set(layers)
     kept = [layer for layer in range(config.n_layer) if layer not in dropped]
     if not dropped <= set(range(config.n_layer)) or not kept:
-        what, required = "these layers cannot be dropped", f"some, not all, of layers 0 to {config.n_layer - 1}"
-        fix = "name layers of this model, and keep at least one"
-        raise ConfigError(what, "layers to drop", sorted(dropped), required, fix)
+        refuse("layers to drop", sorted(dropped), f"some, not all, of layers 0 to {config.n_layer - 1}")
     shallower: dict[str, Value] = {}
     for name, value in state_dict.items():
         module, *rest = name.split(".", 2)
@@ -70,7 +61,7 @@ def drop_layers(
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
     """Write a model.pth atomically. The caller updates the manifest. Raises CheckpointError."""
     content = {"config": asdict(config), "state_dict": dict(state_dict)}
-    with atomic_path(path) as partial:
+    with files.atomic_path(path) as partial:
         torch.save(content, partial)
 
 
@@ -84,42 +75,40 @@ def read_checkpoint(
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
     path = Path(path)
-    path = path if path.suffix == ".pth" else path / WEIGHTS
+    path = path if path.suffix == ".pth" else path / files.WEIGHTS
     if not path.is_file():
-        required, fix = f"a {WEIGHTS}, or a folder with one", f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
-        raise CheckpointError("the weights are missing", path, "no such file", required, fix)
-    expected = config or config_from_json(path.parent / CONFIG)
-    check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
+        fix = f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
+        refuse_weights(path, "no such file", f"a {files.WEIGHTS}, or a folder with one", fix=fix)
+    expected = config or config_from_json(path.parent / files.CONFIG)
+    files.check_files(path.parent, (path.name, files.CONFIG, *TOKENIZER_FILES), verify=verify)
     _check_sources(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
         shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}"
-        raise CheckpointError("the weights cannot be read", path, seen, required, CONVERT_AGAIN) from None
+        refuse_weights(path, f"{type(error).__name__}: {str(error)[:200]}", f"a {files.WEIGHTS} written by {CONVERT}")
     stored = replace(stored, eos_tokens=expected.eos_tokens)  # the weights are no other with other end tokens
     if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
-        what = "the weights belong to another config"
-        raise CheckpointError(what, path, seen, f"{required} ({CONFIG})", CONVERT_AGAIN)
+        refuse_weights(path, seen, f"{required} ({files.CONFIG})", "the weights belong to another config")
     if shapes != (required_shapes := expected_shapes(expected)):
         unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
-        raise CheckpointError("the tensors are not the config's", path, unknown[:4], sorted(missing)[:4], CONVERT_AGAIN)
+        refuse_weights(path, unknown[:4], sorted(missing)[:4], "the tensors are not the config's")
     return expected, state_dict
 
 
 def _check_sources(path: Path) -> None:
     """Raise CheckpointError if weights beside a model.pth were saved again after it was converted from them."""
-    for name, entry in read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
+    for name, entry in files.read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
         source = path.parent / name
-        if name in SIDE_FILES or not source.is_file():
+        if name in files.SIDE_FILES or not source.is_file():
             continue
         is_newer, has_size = source.stat().st_mtime > path.stat().st_mtime, source.stat().st_size == entry["size"]
-        if not has_size or (is_newer and remembered_sha256(source) != entry["sha256"]):
-            what, required = "weights were saved again after their conversion", f"the weights that {path.name} has"
-            raise CheckpointError(what, source, "other content", required, CONVERT_AGAIN)
+        if not has_size or (is_newer and files.remembered_sha256(source) != entry["sha256"]):
+            what = "weights were saved again after their conversion"
+            refuse_weights(source, "other content", f"the weights that {path.name} has", what)
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -160,7 +149,7 @@ def load_model(
         CheckpointError also for weights that are not finite in `dtype`.
     """
     if load_format not in ("pth", "dummy"):
-        raise ConfigError("unknown format", "load_format", load_format, "pth or dummy", "use pth for trained weights")
+        refuse("load_format", load_format, "pth, or dummy for random weights")
     state_dict: dict[str, Tensor] = {}
     if load_format == "dummy":
         config = config or preset_config(str(path))
@@ -188,9 +177,7 @@ def load_model(
             tensor = state_dict.pop(name)
             if load_format != "dummy":
                 tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
-                if not is_finite(tensor):
-                    seen, required = f"{name} in {dtype}", "finite numbers, as in float32"
-                    raise CheckpointError("NaN or infinite weights", path, seen, required, CONVERT_AGAIN)
+                require_finite(path, name, tensor)
             weights[parameter] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from common.jsonl import parse_json
 from models.checkpoints.hf_config import GENERATION_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
@@ -49,8 +49,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(partial, path)
     except (OSError, RuntimeError, SafetensorError) as error:  # the last two: torch and safetensors, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        required, fix = "a writable folder with enough free space", "free some space, or choose another folder"
-        raise CheckpointError("a file cannot be written", path, seen, required, fix) from None
+        what, fix = "a file cannot be written", "free some space, or choose another folder"
+        refuse(path, seen, "a writable folder with enough free space", what, fix, CheckpointError)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         required = '{"files": {name: {"size": ..., "sha256": ...}}}'
         fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
-        raise CheckpointError("the manifest is damaged", path, repr(error), required, fix) from None
+        refuse(path, repr(error), required, fix=fix, error=CheckpointError)
     return dict(manifest)
 
 
@@ -127,7 +127,7 @@ def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> 
         if seen != required:
             what = "a file is not the one that the manifest describes"
             fix = "download or convert it again (--force, where it was changed on purpose)"
-            raise CheckpointError(what, path, seen, f"{required} ({MANIFEST})", fix)
+            refuse(path, seen, f"{required} ({MANIFEST})", what, fix, CheckpointError)
 
 
 def downloaded_side_files(folder: Path) -> tuple[str, ...]:

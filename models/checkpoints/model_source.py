@@ -16,21 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, refuse
+from models.checkpoints import manifest as files
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.hf_config import config_from_hf, read_config, read_generation_config, with_end_tokens
 from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
-from models.checkpoints.manifest import (
-    CONFIG,
-    MANIFEST,
-    WEIGHTS,
-    check_files,
-    read_manifest,
-    remembered_sha256,
-    sha256_of,
-)
 from models.checkpoints.presets import PRESETS, preset_name
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
@@ -74,7 +66,8 @@ class ModelSource:
         """SHA-256 of the file of weights; of random weights, a word."""
         if not self.has_text:
             return "random"
-        return remembered_sha256(Path(self.path) if self.path.endswith(".pth") else Path(self.path) / WEIGHTS)
+        path = Path(self.path)
+        return files.remembered_sha256(path if path.suffix == ".pth" else path / files.WEIGHTS)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
@@ -98,13 +91,13 @@ class ModelSource:
     @property
     def manifest_sha256(self) -> str | None:
         """SHA-256 of the checkpoint's manifest, which has the sums of all files; None without a manifest."""
-        manifest = _folder(self.path) / MANIFEST
-        return sha256_of(manifest) if manifest.is_file() else None
+        manifest = _folder(self.path) / files.MANIFEST
+        return files.sha256_of(manifest) if manifest.is_file() else None
 
     @property
     def published(self) -> list[str]:
         """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown."""
-        return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
+        return list(files.read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def generation_config(self) -> dict[str, Any]:
         """Read the checkpoint's generation_config.json, empty without the file. Raises ConfigError."""
@@ -129,10 +122,9 @@ class ModelSource:
         """Raise CheckpointError if the tokenizer made ids that the model lacks. Ids without a token are fine."""
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
-            what, where = "the tokenizer is not this model's", _folder(self.path)
-            seen, required = f"token id {largest} in a prompt", f"0 <= id < {vocab_size}, the vocabulary of {self.name}"
+            what, required = "the tokenizer is not this model's", f"0 <= id < {vocab_size}, ids of {self.name}"
             fix = "copy the model's tokenizer into this folder, or download and convert the model again"
-            raise CheckpointError(what, where, seen, required, fix)
+            refuse(_folder(self.path), f"token id {largest} in a prompt", required, what, fix, CheckpointError)
 
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
@@ -153,20 +145,20 @@ def find_model(
     CheckpointError, ConfigError."""
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
-    if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
+    if load_format == "dummy" and (name or not os.path.exists(folder / files.CONFIG)):
         preset = preset_name(name or path)
         config = config_from_hf(changes.apply(PRESETS[preset], preset), where=preset)
         return ModelSource(path, load_format, config, name or preset)
-    weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
+    weights = folder / files.WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
-        check_files(folder, (weights.name, CONFIG))
+        files.check_files(folder, (weights.name, files.CONFIG))
         if not zipfile.is_zipfile(weights):
-            required = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder"
+            required = f"the {files.WEIGHTS} that {CONVERT} makes of a download, or its folder"
             steps = f"download.py --repo_id REPO_ID --out_dir {folder}, then {CONVERT} --checkpoint_dir {folder}"
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
-            raise CheckpointError("there is no converted checkpoint", where, path, required, fix)
-    in_file = str(folder / CONFIG)
-    values = with_end_tokens(read_config(folder / CONFIG), folder)
+            refuse(where, path, required, "there is no converted checkpoint", fix, CheckpointError)
+    in_file = str(folder / files.CONFIG)
+    values = with_end_tokens(read_config(folder / files.CONFIG), folder)
     config = config_from_hf(changes.apply(values, in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
@@ -179,10 +171,10 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
         ours, theirs = target.tokenizer().pieces(), draft.tokenizer().pieces()
         for token, pieces in enumerate(zip(theirs, ours, strict=False)):
             if pieces[0] != pieces[1]:
-                where = f"token id {token} of {draft.name} and {target.name}"
-                seen, required = "{!r} and {!r}".format(*pieces), "the same token for every id"
+                where, seen = f"token id {token} of {draft.name} and {target.name}", "{!r} and {!r}".format(*pieces)
+                what = "the draft has another vocabulary than the target"
                 fix = f"use a draft of the target's family, or make one: {CONVERT} --drop_layers"
-                raise ConfigError("the draft has another vocabulary than the target", where, seen, required, fix)
+                refuse(where, seen, "the same token for every id", what, fix)
     (fewer, _), (more, owner) = sorted((source.config.vocab_size, source.name) for source in (target, draft))
     return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted" if fewer < more else None
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import refuse
 from models.checkpoints.hf_config import config_from_hf
 from models.config import ModelConfig
 
@@ -28,9 +28,8 @@ def preset_name(path: str) -> str:
     for name in PRESETS:
         if folder.name == name.partition("/")[2]:
             return name
-    what, required = "no published configuration is stored under this name", f"one of {', '.join(sorted(PRESETS))}"
-    fix = "use one of these names, or the config.json of the model"
-    raise ConfigError(what, "model name", path, f"{required}, or a folder of such a name", fix)
+    required = f"one of {', '.join(sorted(PRESETS))}, or a folder of such a name, or with a config.json"
+    refuse("model name", path, required, "no published configuration is stored under this name")
 
 
 def preset_config(path: str) -> ModelConfig:

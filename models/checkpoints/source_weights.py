@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 from common.jsonl import parse_json
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
@@ -19,6 +19,7 @@ from models.checkpoints.hf_config import FUSED, config_from_hf, read_config, req
 from models.checkpoints.manifest import CONFIG, downloaded_side_files
 
 DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
+refuse_source = partial(refuse, fix=DOWNLOAD_AGAIN, error=CheckpointError)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
 MAPS = ("d2t", "t2d")  # maps of a trained head's vocabulary, which alone may be in dtypes other than DTYPES
 MAP_DTYPES = (*DTYPES, torch.int64, torch.bool)
@@ -29,8 +30,7 @@ def open_source(folder: Path) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, the first found in this order. Reads
     headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
     if not folder.is_dir():
-        missing, required = "the checkpoint folder is missing", "the folder of a downloaded checkpoint"
-        raise CheckpointError(missing, folder, "no such folder", required, DOWNLOAD_AGAIN)
+        refuse_source(folder, "no such folder", "the folder of a downloaded checkpoint")
     if (folder / CONFIG).is_file():  # first, since the dtypes of quantised weights say less
         require_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
     if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
@@ -46,7 +46,7 @@ def open_source(folder: Path) -> Source:
             read_gguf(path)  # refuses parts of a split file as such
         seen = ", ".join(path.name for path in ggufs) or "no model.safetensors, pytorch_model.bin, index or *.gguf"
         required = "model.safetensors or pytorch_model.bin, or an index with its shards, or exactly one *.gguf"
-        raise CheckpointError("no single set of weights in the folder", folder, seen, required, DOWNLOAD_AGAIN)
+        refuse_source(folder, seen, required, "no single set of weights in the folder")
     return open_gguf(ggufs[0], downloaded_side_files(folder))
 
 
@@ -61,17 +61,17 @@ def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor
     if strays := sorted(there.difference(files)):
         what, required = "a file of weights that no index lists", f"{single}, or the shards of {index.name} alone"
         fix = "delete the file if it is not this model's, or download the index that lists it"
-        raise CheckpointError(what, folder / strays[0], ", ".join(strays[:4]), required, fix)
+        refuse_source(folder / strays[0], ", ".join(strays[:4]), required, what, fix=fix)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         for name, tensor in _open_file(folder / file).items():
             if (listed := file_of.get(name, file)) != file:
-                what, required = "a tensor is not where the index says", f"{name} in {listed} ({index.name})"
-                raise CheckpointError(what, folder / file, name, required, DOWNLOAD_AGAIN)
+                required = f"{name} in {listed} ({index.name})"
+                refuse_source(folder / file, name, required, "a tensor is not where the index says")
             tensors[name] = tensor
     if absent := sorted(file_of.keys() - tensors.keys()):
-        where, required = folder / file_of[absent[0]], f"all tensors of {index.name}"
-        raise CheckpointError("a tensor is missing", where, f"no {absent[0]}", required, DOWNLOAD_AGAIN)
+        where = folder / file_of[absent[0]]
+        refuse_source(where, f"no {absent[0]}", f"all tensors of {index.name}", "a tensor is missing")
     return tensors
 
 
@@ -83,8 +83,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ValueError(f"{outside[0]} is not in this folder")
         return {name: file for name, file in file_of.items() if not name.endswith(IGNORED_SUFFIXES)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        required = '{"weight_map": {tensor: shard}}'
-        raise CheckpointError("the index is not readable", index, repr(error), required, DOWNLOAD_AGAIN) from None
+        refuse_source(index, repr(error), '{"weight_map": {tensor: shard}}')
 
 
 def _open_file(path: Path) -> dict[str, SourceTensor]:
@@ -92,14 +91,12 @@ def _open_file(path: Path) -> dict[str, SourceTensor]:
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        seen, required = repr(error)[:200], f"a whole {path.suffix[1:]} file"
-        raise CheckpointError("a file of weights cannot be read", path, seen, required, DOWNLOAD_AGAIN) from None
+        refuse_source(path, repr(error)[:200], f"a whole {path.suffix[1:]} file")
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
     for name, tensor in tensors.items():
         if tensor.dtype not in (MAP_DTYPES if name.endswith(MAPS) else DTYPES):
-            seen, required = f"{name}: {tensor.dtype}", "float64, float32, float16 or bfloat16"
             fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-            raise CheckpointError("a tensor has the wrong dtype", path, seen, required, fix)
+            refuse_source(f"{path}: {name}", tensor.dtype, "in float64, float32, float16 or bfloat16", fix=fix)
     return tensors
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, refuse
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -93,13 +93,13 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        what, required = "the tokenizer is missing", " or ".join(TOKENIZER_FILES)
         fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
-        raise CheckpointError(what, checkpoint_dir, "neither file", required, fix)
+        required = f"a folder with {' or '.join(TOKENIZER_FILES)}"
+        refuse(checkpoint_dir, "neither file", required, fix=fix, error=CheckpointError)
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
         required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
         fix = "download it again (download.py); if it was made from a GGUF, delete it and convert again"
-        raise CheckpointError("the tokenizer cannot be read", path, str(error)[:200], required, fix) from None
+        refuse(path, str(error)[:200], required, fix=fix, error=CheckpointError)

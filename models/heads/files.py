@@ -3,20 +3,21 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, flag
+from common.errors import CheckpointError, flag, refuse
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.convert import SourceTensor
 from models.checkpoints.hf_config import config_from_hf, read_config
-from models.checkpoints.hf_rules import Values, check, of_type, only, positive, refuse
+from models.checkpoints.hf_rules import Values, check, of_type, only, positive
 from models.checkpoints.manifest import CONFIG
 from models.checkpoints.source_weights import open_weights
-from models.config import ModelConfig
+from models.config import ModelConfig, unsupported
 
 # Files of weights in a head's folder, the first of which is read.
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -28,6 +29,7 @@ PLAIN |= {"sliding_window": None, "use_sliding_window": False, "layer_types": No
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LIST = of_type("a list or null", list, type(None))
 FIX = f"name a head for this target ({flag('draft_model')}), downloaded whole, with its {CONFIG}"
+unfit = partial(refuse, fix=FIX, error=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,8 @@ def open_head(path: Path, changes: ConfigChanges = NO_CHANGES) -> HeadFiles:
         if found := open_weights(folder, file.stem, file.suffix):
             renamed = {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): x for name, x in found.items()}
             return HeadFiles(path, str(folder / CONFIG), read_config(folder / CONFIG), renamed, changes)
-    required = f"{' or '.join(FILES)}, or the folder of it"
     what = "the folder has no weights of a head" if path.is_dir() else "there is no such head"
-    raise CheckpointError(what, flag("draft_model"), path, required, FIX)
+    unfit("draft_model", path, f"{' or '.join(FILES)}, or the folder of it", what)
 
 
 def layers_config(files: HeadFiles, layers: Values, model_type: str, where: str) -> ModelConfig:
@@ -97,7 +98,7 @@ def layer_windows(layers: Values, n_layer: int, where: str) -> tuple[int | None,
     types = layers.get("layer_types") or ["full_attention"] * n_layer
     if not isinstance(types, list) or len(types) != n_layer or not {*map(str, types)} <= {*LAYER_TYPES}:
         required = f"{' or '.join(LAYER_TYPES)} for each of {n_layer} layers"
-        raise refuse("types of layers that are not supported", f"{where}: layer_types", types, required)
+        unsupported(f"{where}: layer_types", types, required)
     has_window = "sliding_attention" in types
     check(layers, {"use_sliding_window": only(None, has_window)}, where)  # without types, transformers makes some up
     window = positive(layers, "sliding_window", where) if has_window else None
@@ -107,8 +108,7 @@ def layer_windows(layers: Values, n_layer: int, where: str) -> tuple[int | None,
 def layer_ids(ids: Any, last: int, where: str) -> tuple[int, ...]:
     """Return layers of the target, ascending. Raises CheckpointError unless they are different, from 0 to `last`."""
     if not ids or not all(type(i) is int and 0 <= i <= last for i in ids) or len({*ids}) < len(ids):
-        what, required = "the head reads layers that the target lacks", f"different layers, 0 to {last}"
-        raise CheckpointError(what, where, ids, required, FIX)
+        unfit(where, ids, f"different layers of the target, 0 to {last}")
     return tuple(sorted(ids))
 
 
@@ -116,8 +116,7 @@ def mask_token(values: Values, vocab_size: int, where: str) -> int:
     """Return `mask_token_id`. Raises CheckpointError unless it is in the vocabulary."""
     token = values.get("mask_token_id")
     if type(token) is not int or not 0 <= token < vocab_size:
-        what, required = "the mask is no token", f"0 <= id < {vocab_size}"
-        raise CheckpointError(what, f"{where}: mask_token_id", token, required, FIX)
+        unfit(f"{where}: mask_token_id", token, f"0 <= id < {vocab_size}")
     return token
 
 
@@ -132,4 +131,4 @@ def target_ids(files: HeadFiles, vocab_size: int, n_draft: int | None) -> Tensor
         if bool(((ids >= 0) & (ids < vocab_size)).all()) and len(ids.unique()) == n_draft:
             return ids
     seen, required = f"d2t {d2t.shape}, {d2t.dtype}" if d2t else "no d2t", f"{n_draft} different ids below {vocab_size}"
-    raise CheckpointError("the head's vocabulary is no part of the target's", files.path, seen, required, FIX)
+    unfit(files.path, seen, required, "the head's vocabulary is no part of the target's")

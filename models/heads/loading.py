@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, flag
+from common.errors import flag
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
 from models.heads.base import HeadShape, TransformerHead
-from models.heads.dflash_files import DFLASH
-from models.heads.eagle_files import EAGLE
-from models.heads.files import FIX, Kind, open_head, target_ids
-from models.heads.medusa_files import MEDUSA
+from models.heads.dflash import DFLASH
+from models.heads.eagle import EAGLE
+from models.heads.files import FIX, Kind, open_head, target_ids, unfit
+from models.heads.medusa import MEDUSA
 from models.kernels.packed_linear import pack_linears
 from models.kernels.quantize import quantize_linears
 
@@ -73,12 +73,10 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
     marks = MARKS | {"speculators_model_type": TYPES.get(str(files.values.get("speculators_model_type")), kind)}
     for key, marked in marks.items():
         if files.values.get(key) is not None and marked != kind:
-            where, seen = f"{files.where}: {key}", repr(files.values[key])[:80]
             fix = f"use {flag('draft')} {marked}, or name a head of {kind}"
-            raise CheckpointError("the head is of another kind", where, seen, f"a head of {kind}", fix)
+            unfit(f"{files.where}: {key}", repr(files.values[key])[:80], f"a head of {kind}", fix=fix)
     if not any(re.fullmatch(known.names, name) for name in files.tensors):
-        seen, required = f"tensors such as {min(files.tensors)}", f"the layout of {kind}"
-        raise CheckpointError("the head has another layout", path, seen, required, FIX)
+        unfit(path, f"tensors such as {min(files.tensors)}", f"in the layout of {kind}")
     shape, config = known.shape(files, target), target
     parts = head_parts(known.on_meta(shape))
     check_names(files.path, files.tensors, [part for stacked in parts.values() for part, _ in stacked], FIX)
@@ -87,7 +85,7 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
         width = "hidden_size or target_hidden_size", shape.target_dim, target.dim
         for name, size, expected in (("vocab_size", config.vocab_size, target.vocab_size), width):
             if size != expected:
-                raise CheckpointError(f"the head's {name} is not the target's", files.where, size, expected, FIX)
+                unfit(f"{files.where}: {name}", size, f"the target's, {expected}")
         target_ids(files, target.vocab_size, shape.draft_vocab_size)
     match_parts(files.path, files.tensors, parts, (*NO_WEIGHTS, *known.ignored), FIX)
     name, is_changed = Path(files.where).parent.resolve().name, changes != NO_CHANGES

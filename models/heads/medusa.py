@@ -1,11 +1,17 @@
 """Medusa heads (arXiv 2401.10774): from a hidden state of the target, each guesses the token at another distance."""
 
+import re
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.checkpoints.hf_rules import positive
+from models.config import ModelConfig
+from models.heads.files import HeadFiles, Kind
 from models.llama import Head, Linear
+
+NAMES = r"\d+\.\d+\.(linear\.)?(weight|bias)"
 
 
 @dataclass(frozen=True)
@@ -49,3 +55,17 @@ class MedusaHeads(nn.ModuleList):
         outputs = [[Head(shape.state_dim, shape.vocab_size, bias=False)] if shape.has_output else [] for _ in blocks]
         super().__init__(nn.Sequential(*head, *output) for head, output in zip(blocks, outputs, strict=True))
         self.shape = shape
+
+
+def medusa_shape(files: HeadFiles, target: ModelConfig) -> MedusaShape:
+    """Return the shape of Medusa heads: as many as the file has, or as the config says if that is more. The config is
+    often left at its default."""
+    names = [name for name in files.tensors if re.fullmatch(NAMES, name)]
+    in_file = 1 + max(int(name.split(".")[0]) for name in names)
+    n_head = max(positive(files.values, "medusa_num_heads", files.where, in_file), in_file)
+    n_layer = positive(files.values, "medusa_num_layers", files.where, 1)
+    has_output = any(name.count(".") == 2 for name in names)
+    return MedusaShape(n_head, n_layer, target.dim, target.vocab_size, has_output)
+
+
+MEDUSA = Kind(NAMES, medusa_shape, MedusaHeads)

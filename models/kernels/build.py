@@ -1,10 +1,12 @@
 """Build the C++ kernels, check each build in a separate process, and load the first that is right and fast.
 
-Libraries and the results of their checks are kept in the user's cache folder by machine, compiler and source.
+Attention kernels for GPUs, which Triton or another package builds, are checked in the same way. Libraries and the
+results of checks are kept in the user's cache folder by machine, compiler, versions and source.
 """
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -20,25 +22,41 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from common.checkout import ROOT
 from common.jsonl import parse_json
+from common.provenance import package_version
 from common.say import say
 
-# The source of each kernel, and the module with the cases that check it.
+
+class Kernel(NamedTuple):
+    """A kernel that is checked before it is used. cases: the module whose cases compare it with PyTorch. source: a file
+    of C++; None for kernels of a GPU."""
+
+    cases: str
+    source: Path | None = None
+
+
 KERNELS = {
-    "attention": (ROOT / "models" / "attention" / "cpp_kernel.cpp", "models.attention.check"),
-    "pointwise": (ROOT / "models" / "kernels" / "pointwise_kernel.cpp", "models.kernels.pointwise_check"),
-    "linear": (ROOT / "models" / "kernels" / "linear_kernel.cpp", "models.kernels.linear_check"),
-    "noise": (ROOT / "engine" / "sampling" / "noise_kernel.cpp", "engine.sampling.noise_check"),
+    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp"),
+    "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
+    "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp"),
+    "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
+    "triton": Kernel("models.attention.gpu_check"),
+    "flash": Kernel("models.attention.gpu_check"),
 }
+# Packages with kernels for GPUs: after a change of version, kernels are checked anew.
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
 # Flags of each build, in the order of preference; PyTorch comes after the last.
 BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
 FASTER = 1.1  # a build gives way only to a PyTorch that is clearly faster: noise must not decide
 
+Bound = TypeVar("Bound")
 Row = dict[str, Any]  # a line that `models.kernels.check` prints
 
 
@@ -60,6 +78,16 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
+def use_kernel(name: str, bind: Callable[[ctypes.CDLL], Bound], instead: str) -> Bound | None:
+    """Return what `bind` makes of a kernel's library; None, with a note of what happens instead, without it."""
+    try:
+        return bind(load_library(name))
+    except BuildError as error:
+        say(f"note: {instead}: {error}")
+        return None
+
+
+@functools.cache
 def load_library(name: str) -> ctypes.CDLL:
     """Load a kernel of KERNELS, built and checked at its first use. Raises BuildError."""
     choice = choose(name)
@@ -75,13 +103,18 @@ def load_library(name: str) -> ctypes.CDLL:
 
 def choose(name: str, again: bool = False) -> BuildChoice:
     """Return the stored choice of a kernel's build, or check builds, anew if `again`. Raises BuildError."""
+    kernel = KERNELS[name]
     try:
-        cases = ROOT.joinpath(*KERNELS[name][1].split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        memory = _cache_file(name, "json", str(BUILDS), cases, version("torch"))
-        title = f"building and checking the {name} kernel for this CPU, once"
-        return remembered(memory, title, lambda: _first_good_build(name), again)
+        cases = ROOT.joinpath(*kernel.cases.split(".")).with_suffix(".py")
+        if kernel.source:
+            about = [cases.read_text(encoding="utf-8"), str(BUILDS), version("torch"), *_of_machine_code(kernel.source)]
+        else:  # the kernels are written in Python, next to their cases
+            texts = (path.read_text(encoding="utf-8") for path in sorted(cases.parent.glob("*.py")))
+            about = [torch.cuda.get_device_name(), *map(str, map(package_version, PACKAGES)), *texts]
+        title = f"checking the {name} kernel on this {'CPU' if kernel.source else 'GPU'}, once"
+        return remembered(_cache_file(name, "json", about), title, lambda: _first_good_build(name), again)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home folder
-        why = f"it cannot be built (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
+        why = f"it cannot be built or checked (FORETOKEN_CACHE names another folder): {str(error)[:200]}"
         raise BuildError(why) from None
 
 
@@ -115,22 +148,23 @@ def _stored(memory: Path) -> BuildChoice | None:
 
 
 def _first_good_build(name: str) -> BuildChoice:
-    """Return the first build that is right and not clearly slower than PyTorch. Raises BuildError."""
-    refused, checked = list[str](), dict[str, list[Row]]()
-    for build in BUILDS:
+    """Return the first build that is right, and in C++ not clearly slower than PyTorch: small cases on a GPU take the
+    host's time, which replayed rounds do not need. Raises BuildError."""
+    kernel, refused, checked = KERNELS[name], list[str](), dict[str, list[Row]]()
+    for build in BUILDS if kernel.source else (name,):
         try:
-            library = build_library(name, build)
+            candidate = str(build_library(name, build)) if kernel.source else name
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        checked[build], problem = check(KERNELS[name][1], str(library))
-        if not problem and (speed := speedup(checked[build])) < 1 / FASTER:
+        checked[build], problem = check(kernel.cases, candidate)
+        if kernel.source and not problem and (speed := speedup(checked[build])) < 1 / FASTER:
             problem = f"PyTorch is {1 / speed:.1f} times as fast"
         if not problem:
             return BuildChoice(build, refused, checked)
         refused.append(f"{build}: {problem}")
-    if not checked:
+    if not checked or not (kernel.source or checked[name]):  # a check that crashed on a GPU is repeated
         raise BuildError(refused[0])
     return BuildChoice(None, refused, checked)
 
@@ -163,7 +197,9 @@ def speedup(rows: Sequence[Row]) -> float:
 
 def build_library(name: str, build: str) -> Path:
     """Compile a build unless its library is there, and return the library. Raises SubprocessError or OSError."""
-    library = _cache_file(name, "so", *BUILDS[build])
+    source = KERNELS[name].source
+    assert source is not None
+    library = _cache_file(name, "so", [*BUILDS[build], *_of_machine_code(source)])
     if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +207,7 @@ def build_library(name: str, build: str) -> Path:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
         # Linked without -fopenmp: a second OpenMP runtime would compete with PyTorch's for the cores.
-        compile_ = [*COMPILE, *BUILDS[build], "-c", str(KERNELS[name][0]), "-o", compiled]
+        compile_ = [*COMPILE, *BUILDS[build], "-c", str(source), "-o", compiled]
         for words in (compile_, ["-shared", compiled, "-o", linked]):
             command = [*_compiler(), *words]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
@@ -186,11 +222,16 @@ def _compiler() -> list[str]:
     return words
 
 
-def _cache_file(name: str, ending: str, *about: str) -> Path:
-    """Return a path named by everything that machine code depends on: several processors may share a home folder."""
-    digest = hashlib.sha256(KERNELS[name][0].read_bytes())
-    digest.update(" ".join((*_compiler(), *COMPILE, *about, platform.machine())).encode())
+def _of_machine_code(source: Path) -> list[str]:
+    """Return all that a library depends on, apart from its flags: several processors may share a home folder."""
+    cpu = ""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        digest.update("".join(line for line in text if line.startswith(("model name", "flags")))[:10_000].encode())
-    return cache_folder().absolute() / f"{name}-{digest.hexdigest()[:16]}.{ending}"
+        cpu = "".join(line for line in text if line.startswith(("model name", "flags")))[:10_000]
+    return [source.read_text(encoding="utf-8"), *_compiler(), *COMPILE, platform.machine(), cpu]
+
+
+def _cache_file(name: str, ending: str, about: Sequence[str]) -> Path:
+    """Return a path in `cache_folder` that these texts name."""
+    digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
+    return cache_folder().absolute() / f"{name}-{digest[:16]}.{ending}"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.say import say
-from models.kernels.build import BuildError, load_library
+from models.kernels.build import BuildError, use_kernel
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 
@@ -20,11 +19,7 @@ BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 b
 @functools.cache
 def _kernel() -> Any:
     """Return the kernel's function; None, with a note, if it cannot be built or the processor lacks instructions."""
-    try:
-        return function_of(load_library("linear"))
-    except BuildError as error:
-        say(f"note: linear layers run in PyTorch: {error}")
-        return None
+    return use_kernel("linear", function_of, "linear layers run in PyTorch")
 
 
 def function_of(library: ctypes.CDLL) -> Any:

@@ -35,12 +35,15 @@ def cases() -> Iterator[Case]:
         }.items():
             compute = partial(_call, name, arguments)
             yield Case(f"{dtype_name(dtype)}, {name}", ALLOWED[dtype], compute, compute(EAGER))
+        new = normal(n_row, 2, 2, 3, dim).to(dtype)
+        new[0, 0, 0, 0], new[0, 0, 1, 0] = 0, torch.arange(dim) + 0.5  # ties between codes, at a scale of 1
+        new[0, 0, 1, 0, 0] = 127
         for storage in (dtype, torch.int8):
-            compute = partial(stored, normal(n_row, 2, 2, 3, dim).to(dtype), storage)
+            compute = partial(_stored, new, storage)
             yield Case(f"{dtype_name(storage)} entries", 0, compute, compute(EAGER))
 
 
-def stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
+def _stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
     """Store `new [B, T, 2, n_kv_head, head_dim]` in a cache of `storage` with rows and slots to spare.
 
     Returns all entries, and their scales if `storage` is int8.

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.say import say
-from models.kernels.build import BuildError, load_library
+from models.kernels.build import use_kernel
 from models.kernels.pointwise import EAGER, HeadNorm, Pointwise
 from models.rope import Rotation
 
@@ -31,14 +30,9 @@ ARGUMENTS = {
 }
 
 
-@functools.cache
-def load_kernel() -> ctypes.CDLL:
-    return load_library("pointwise")
-
-
-def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
-    """Return the pointwise functions in C++. Raises BuildError if the kernel cannot be built here."""
-    library, functions = library or load_kernel(), dict[str, Any]()
+def cpp(library: ctypes.CDLL) -> Pointwise:
+    """Return the pointwise functions of a built library."""
+    functions = dict[str, Any]()
     for function in (add_norm, rotate_heads, swiglu, store):
         call = getattr(library, f"foretoken_{function.__name__}")
         call.argtypes, call.restype = ARGUMENTS[function.__name__], None
@@ -48,13 +42,8 @@ def cpp(library: ctypes.CDLL | None = None) -> Pointwise:
 
 def pointwise_for(attention: str) -> Pointwise:
     """Return the pointwise functions for the attention backend of a name: C++ with C++, else eager."""
-    if attention != "cpp":
-        return EAGER
-    try:
-        return cpp()
-    except BuildError as error:
-        say(f"note: pointwise functions run eagerly: {error}")
-        return EAGER
+    found = use_kernel("pointwise", cpp, "pointwise functions run eagerly") if attention == "cpp" else None
+    return found or EAGER
 
 
 def add_norm(call: Call, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

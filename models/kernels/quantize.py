@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import ConfigError
+from common.errors import refuse
 from common.launch import missing_launcher, works
 from kv_cache.entries import quantize
 from models.kernels import linear_cpp
@@ -194,17 +194,16 @@ def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0) -> 
     """Raise ConfigError for an unknown scheme, a model of experts, or if this device has no kernels for the scheme."""
     where, leave = "--quantize or --draft_weights", "leave the weights as they are"
     if scheme not in SCHEMES:
-        where, fix = "quantize (--quantize, --draft_weights)", f"use int8 or int4, or {leave}"
-        raise ConfigError("unknown quantisation scheme", where, scheme, " or ".join(SCHEMES), fix)
+        refuse("quantize, draft_weights", scheme, " or ".join(SCHEMES))
     if n_expert:
-        raise ConfigError("experts are not quantised", where, f"{scheme}, {n_expert} experts", "no experts", leave)
+        refuse(where, f"{scheme}, {n_expert} experts", "no experts", "experts are not quantised", leave)
     on_cpu = torch.device(device).type == "cpu"
     if not on_cpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
         seen, required = "compute capability {}.{}".format(*found), "{}.{} or newer".format(*OLDEST_CAPABILITY)
-        raise ConfigError("the GPU is too old for quantised weights", where, seen, required, leave)
+        refuse(where, seen, required, "the GPU is too old for quantised weights", leave)
     if scheme == "int8" and on_cpu and not torch.cpu._is_vnni_supported():
-        what, required = "int8 weights need a processor that multiplies 8-bit integers", "AVX-512 VNNI, or a GPU"
-        raise ConfigError(what, f"{where} int8", "a CPU without VNNI", required, f"use int4, or {leave}")
+        what = "int8 weights need a processor that multiplies 8-bit integers"
+        refuse(f"{where} int8", "a CPU without VNNI", "AVX-512 VNNI, or a GPU", what, f"use int4, or {leave}")
 
 
 def takes_shape(shape: Sequence[int], scheme: str) -> bool:
@@ -231,7 +230,7 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
             steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
             where = f"--quantize or --draft_weights {scheme}: this rank's part of {name}"
             seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
-            raise ConfigError("a layer's shape has no quantised kernel", where, seen, steps, fix)
+            refuse(where, seen, steps, "a layer's shape has no quantised kernel", fix)
         setattr(module, name, layer)
 
 

@@ -1,19 +1,29 @@
-"""Columns of tables of records by the name of the field, and tables with a column for each value of a field."""
+"""The columns of tables.toml, what they show of a record, and tables with a column for each value of a field."""
 
+import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import bench
+from common.checkout import ROOT
 from common.tables import Column
-from engine.counts import acceptance_text
+from engine.stats import acceptance_text
+from reproduce.helpers import published
 from reproduce.helpers.records import Record, grouped
 
-NONE = "not measured"
-TEXT = {"align": "<"}
+SPECIFICATIONS = tomllib.loads((ROOT / "reproduce" / "tables.toml").read_text(encoding="utf-8"))
+PIVOT = "*"  # stands for the columns of a pivot among the names of columns
 
 
 def over(numerator: str, denominator: str) -> Callable[[Record], float | None]:
     """Return a function that divides two fields of a record; it returns None where a field was not measured."""
     return lambda record: bench.ratio(record.get(numerator), record.get(denominator))
+
+
+def first_of(names: Sequence[str], record: Record) -> object:
+    """Return the first of these fields that is set."""
+    return next((record[name] for name in names if record.get(name)), None)
 
 
 def speedup_text(value: float) -> str:
@@ -26,56 +36,85 @@ def identical_text(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
-def weights_of(record: Record) -> str | None:
-    return record.get("draft_weights") or record.get("draft_dtype")
+def gain_text(record: Record, speedup: str = "speedup", more: str = "mean_accepted_length") -> str:
+    """Return a speedup, and what stands behind it."""
+    return f"{speedup_text(record[speedup])} ({record[more]:.2f})"
 
 
-COLUMNS = {
-    "prefix_len": Column("prefix_len", "context"),
-    "B": Column("B", "rows"),
-    "gamma": Column("gamma", "gamma"),
-    "temperature": Column("temperature", "temperature"),
-    "draft_policy": Column("draft_policy", "policy", **TEXT),
-    "draft_budget": Column("draft_budget", "budget", missing="all"),
-    "draft_weights": Column(weights_of, "draft weights", **TEXT),
-    "drafter": Column("drafter", "drafter", **TEXT),
-    "category": Column("category", "category", **TEXT),
-    "text": Column("text", "text", **TEXT),
-    "sampling": Column("sampling", "sampling", **TEXT),
-    "storage": Column("storage", "weights and entries", **TEXT),
-    "sequences": Column("sequences", "prompts"),
-    "acceptance": Column(acceptance_text, "acceptance"),
-    "verified": Column("verified", "verified positions"),
-    "mean_accepted_length": Column("mean_accepted_length", "mean accepted length", ".2f"),
-    "distinct_4grams": Column("distinct_4gram_fraction", "distinct 4-grams", ".2f"),
-    "identical": Column(identical_text, "identical rows"),
-    "speedup": Column("speedup", "speedup", speedup_text),
-    "wall_speedup": Column("wall_speedup", "to the last row", speedup_text),
-    "plain_ms": Column("baseline_step_ms", "plain step, ms", ".1f"),
-    "verify_ratio": Column(over("verify_step_ms", "baseline_step_ms"), "verification / plain", ".2f"),
-    "draft_ratio": Column(over("draft_step_ms", "baseline_step_ms"), "draft step / plain", ".2f"),
-    "drafting_ratio": Column(over("drafting_ms", "baseline_step_ms"), "drafting / plain step", ".2f"),
-    "plain_rate": Column("baseline_tokens_per_second", "plain, tokens/s", ".1f"),
-    "rate": Column("decode_tokens_per_second", "speculation, tokens/s", ".1f"),
+def prediction_text(fact: Record) -> str:
+    """Return the published and the predicted number. ?: the acceptance is assumed. *: plain decoding is faster."""
+    value, is_ratio = published.predict(fact), "kind" in fact
+    texts = [f"{x:.2f}" if is_ratio else speedup_text(x) for x in (fact["value"], value)]
+    return " / ".join(texts) + ("" if is_ratio or published.is_acceptance_known(fact) else "?")
+
+
+def published_text(kind: str, record: Record) -> str | None:
+    """Return the published speedup or acceptance of the same models and setting as a record's."""
+    facts = published.published_speedups() if kind == "speedup" else published.published()[kind]
+    fact = published.find_fact(facts, record)
+    return None if fact is None else f"{fact['value']:.2f}"
+
+
+def ratio_name(fact: Record) -> str:
+    return f"verification, gamma {fact['gamma']}" if fact["gamma"] else f"draft step, budget {fact['draft_budget']}"
+
+
+VALUES: dict[str, Callable[[Record], object]] = {
+    "acceptance_text": acceptance_text,
+    "identical_text": identical_text,
+    "gain": gain_text,
+    "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
+    "prediction_text": prediction_text,
+    "published_speedup": partial(published_text, "speedup"),
+    "published_acceptance": partial(published_text, "acceptance"),
+    "ratio_name": ratio_name,
+    "target_name": published.target_name,
+    "draft_name": published.draft_name,
 }
+
+
+def column(name: str) -> Column:
+    """Return the column of a name as tables.toml specifies it, or else the field of that name."""
+    given: dict[str, Any] = SPECIFICATIONS["columns"].get(name, {})
+    key: str | Callable[[Any], object] = name
+    if "value" in given:
+        key = VALUES[given["value"]]
+    elif "template" in given:
+        key = given["template"].format_map
+    elif "over" in given:
+        key = over(*given["over"])
+    elif "either" in given:
+        key = partial(first_of, given["either"])
+    text = given.get("format", "")
+    align = "<" if given.get("text") else ">"
+    return Column(
+        key, given.get("head", name), speedup_text if text == "speedup" else text, given.get("missing", "-"), align
+    )
 
 
 def of(names: str) -> list[Column]:
     """Return the columns of names that spaces separate."""
-    return [COLUMNS[name] for name in names.split()]
+    return [column(name) for name in names.split()]
 
 
-def pivot(rows: Sequence[Record], index: Sequence[Column], key: str, cell: Column) -> tuple[list[Record], list[Column]]:
-    """Return a table with a column for each value of `key`, in order, which shows `cell` of the last such row, and a
-    line for each combination of what the `index` columns show."""
+def shown(columns: Sequence[Column], rows: Sequence[Record]) -> list[Column]:
+    """Return the columns in which something stands."""
+    return [column for column in columns if {column.cell(row) for row in rows} != {column.missing}]
+
+
+def pivot(rows: Sequence[Record], names: str, key: str, cell: str) -> tuple[list[Record], list[Column]]:
+    """Return a table with a column for each value of `key`, in order, in the place of PIVOT among the names of columns,
+    which shows `cell` of the last such row; and a line for each combination of what the columns before it show."""
+    index, _, after = names.partition(PIVOT)
+    before, inner = of(index), column(cell)
 
     def show(value: object) -> Callable[[Record], str | None]:
         return lambda line: line["cells"].get(value)
 
     lines = [
-        group[0] | {"cells": {row[key]: cell.cell(row) for row in group}}
-        for group in grouped(rows, lambda row: tuple(column.cell(row) for column in index)).values()
+        group[0] | {"cells": {row[key]: inner.cell(row) for row in group}}
+        for group in grouped(rows, lambda row: tuple(column.cell(row) for column in before)).values()
     ]
     values = sorted({row[key] for row in rows})
-    heads = [value if isinstance(value, str) else f"{COLUMNS[key].head} {value}" for value in values]
-    return lines, [*index, *(Column(show(value), head) for value, head in zip(values, heads, strict=True))]
+    heads = [value if isinstance(value, str) else f"{column(key).head} {value}" for value in values]
+    return lines, [*before, *(Column(show(value), head) for value, head in zip(values, heads, strict=True)), *of(after)]

@@ -1,59 +1,44 @@
-"""Compare records of gamma_cell.py with the cost model's predictions, and `auto` with fixed drafts."""
+"""Compare measured speedups of fixed gammas with predictions from costs that `auto` measured, and `auto` with them."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from statistics import fmean, median
 
-import numpy as np
-
-from bench.auto.costs import Costs, tokens_per_round
-from common.errors import ConfigError
-from cost_model.grid import CostGrid
+from bench.auto.costs import tokens_per_round
+from cost_model.report import costs_of
 from reproduce.helpers.records import Record, grouped
 
-# Names of gamma_cell.py's runs that choose gamma, or gamma and the budget, before each round.
+# Runs that choose gamma, or gamma and the budget, before each round.
 AUTO, AUTO_BUDGET = "auto", "auto budget"
 USUAL_GAMMA = 3
-# Fields that are equal in a run and in the grid of costs that predicts it.
-SETTINGS = ("model", "machine", "gpu", "device", "dtype", "draft_dtype", "draft_weights", "draft_layers", "quantize")
-SETTINGS += ("kv_dtype", "draft_kv_dtype", "attention", "compile", "pointwise")
 
 
 def runs_of(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record["benchmark"] == "gamma_cell"]
+    """Return the records of fixed gammas and budgets in turns."""
+    return [record for record in records if record["benchmark"] in ("compare", "gamma_cell")]
+
+
+def fixed_rows(run: Record) -> list[Record]:
+    """Return the rows of a run whose gamma and budget are not chosen while decoding."""
+    return [row for row in run["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0]
 
 
 def compare(records: Sequence[Record]) -> list[Record]:
     """Return the predicted and the measured speedup of each fixed (rows, context, budget, gamma) whose costs are known.
-    A prediction takes the acceptance rate of the run that it is compared with."""
+
+    Costs are those that `auto budget` measured before each of its runs: the median of the predicted speedups counts.
+    The acceptance rate is that of the run that a prediction is compared with."""
     found = []
     for run in runs_of(records):
-        for row in run["rows"]:
-            gamma, alpha = row["gamma"], row["acceptance_rate"]
-            if alpha is not None and isinstance(gamma, int) and gamma > 0 and (costs := find_costs(records, run, row)):
-                predicted = costs.speedup(tokens_per_round(alpha, gamma), gamma)
+        measured = [row["measured_costs"] for row in run["rows"] if row["draft_budget"] == "auto"]
+        for row in fixed_rows(run):
+            gamma, alpha, budget = row["gamma"], row["acceptance_rate"], row["draft_budget"]
+            costs = [costs_of(cost) for cost in chain(*chain(*measured)) if cost["draft_budget"] == budget]
+            if alpha is not None and costs:
+                predicted = median(cost.speedup(tokens_per_round(alpha, gamma), gamma) for cost in costs)
                 error = predicted / row["speedup"] - 1
                 found.append(run | row | {"predicted": predicted, "measured": row["speedup"], "error": error})
     return found
-
-
-def find_costs(records: Sequence[Record], run: Record, row: Record) -> Costs | None:
-    """Return the costs from the last grid with the run's settings that covers the run's size."""
-    draft = run.get("draft_policy") or "streaming", row["draft_budget"]
-    for record in reversed(records):
-        is_same = all(record[name] == run[name] for name in SETTINGS if name in record and name in run)
-        if record["benchmark"] == "cost_model" and is_same:
-            with suppress(ConfigError):
-                return grid_of(record).at(run["B"], run["prefix_len"], draft)
-    return None
-
-
-def grid_of(record: Record) -> CostGrid:
-    drafts = tuple((draft["draft_policy"], draft["draft_budget"]) for draft in record["drafts"])
-    axes = {name: tuple(record[name]) for name in ("batches", "contexts", "gammas")}
-    costs = {name: np.array(record[f"{name}_ms"]) for name in ("plain", "verify", "draft", "other")}
-    return CostGrid(drafts=drafts, **axes, **costs)
 
 
 def errors_by_size(records: Sequence[Record]) -> list[Record]:
@@ -72,24 +57,28 @@ def errors_by_size(records: Sequence[Record]) -> list[Record]:
 def against_fixed(records: Sequence[Record], way: str) -> list[Record]:
     """Compare a way to choose gamma with fixed choices, in each run that has it.
 
-    `ratio`: median over repeats of its tokens per second over those of gamma 3 (or the nearest) or plain decoding in
-    the same repeat, whichever has the larger median speedup. `lowest`: the ratio of the lowest repeat. `best`: the best
-    fixed speedup. `auto` drafts with the largest budget, and is compared with that budget alone."""
+    `ratio_to_better`: median over repeats of its speedup over that of gamma 3 (or the nearest) or plain decoding in the
+    same repeat, whichever has the larger median. `lowest`: the ratio of the lowest repeat. `best`: the best fixed
+    speedup. `auto` drafts with the largest budget, and is compared with that budget alone."""
     found = []
     for run in runs_of(records):
-        rows = {row["way"]: row for row in run["rows"]}
-        if way not in rows:
+        is_choosing = [row for row in run["rows"] if row["gamma"] == "auto"]
+        ways = [row for row in is_choosing if (row["draft_budget"] == "auto") == (way == AUTO_BUDGET)]
+        if not ways:
             continue
-        auto, plain = rows[way], rows["plain"]
-        fixed = [row for row in rows.values() if isinstance(row["gamma"], int) and row["gamma"] > 0]
+        auto, fixed = ways[-1], fixed_rows(run)
         if way == AUTO:
             fixed = [row for row in fixed if row["draft_budget"] == auto["draft_budget"]]
+        plain = {"speedup": 1.0, "speedups": [1.0] * len(auto["speedups"])}
         usual = min(fixed, key=lambda row: (abs(row["gamma"] - USUAL_GAMMA), -row["speedup"]))
         better = max(plain, usual, key=lambda row: row["speedup"])
-        rates = zip(auto["tokens_per_second"], better["tokens_per_second"], strict=True)
-        ratios = [rate / other for rate, other in rates]
+        ratios = [mine / other for mine, other in zip(auto["speedups"], better["speedups"], strict=True)]
         best = max(row["speedup"] for row in [plain, *fixed])
         compared = {"usual": usual["speedup"], "best": best, "auto": auto["speedup"], "repeats": len(ratios)}
-        compared |= {"ratio": median(ratios), "lowest": min(ratios), "mean_gamma": fmean(chain(*auto["gammas"]))}
+        compared |= {
+            "ratio_to_better": median(ratios),
+            "lowest": min(ratios),
+            "mean_gamma": fmean(chain(*auto["gammas"])),
+        }
         found.append(run | compared)
     return found

@@ -25,16 +25,19 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def with_current_names(record: Record) -> Record:
-    """Rename the key `judged` of older records, also in rows, to `verified`."""
+    """Return an older record with today's names, also in its rows: `verified` was `judged`, and some scripts called the
+    speedup until the last row `speedup`."""
     renamed = {"verified" if key == "judged" else key: value for key, value in record.items()}
     if isinstance(rows := record.get("rows"), list):
         renamed["rows"] = [with_current_names(row) for row in rows]
+    if record.get("benchmark") in ("spec_bench", "context_sweep"):
+        renamed["rows"] = [{"wall_speedup": row["speedup"]} | row for row in renamed["rows"]]
     return renamed
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
-    """Return each row of the records' tables, with the settings of its run."""
-    return [record | row for record in records for row in record["rows"]]
+    """Return each row of the records' tables, with the settings of its run; a record without a table is a row."""
+    return [record | row for record in records for row in record.get("rows", [{}])]
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:

@@ -5,14 +5,12 @@ import json
 import re
 from pathlib import Path
 
-from common.tables import Column
-from reproduce.helpers.columns import TEXT
 from reproduce.helpers.records import Record
 from serving import schemas
 
 
-def request_fields() -> tuple[list[Record], list[Column]]:
-    """Return a row for each field of requests, with the comment beside it in the schemas, and the columns to show."""
+def request_fields() -> list[Record]:
+    """Return a row for each field of requests, with the comment next to it in the schemas."""
     source = Path(schemas.__file__).read_text(encoding="utf-8")
     lines, comments, rows = source.splitlines(), dict[tuple[str, str], str](), dict[tuple[str, str], Record]()
     for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
@@ -27,11 +25,10 @@ def request_fields() -> tuple[list[Record], list[Column]]:
             aliases = getattr(field.validation_alias, "choices", [field.validation_alias or name])
             names, known = ", ".join(f"`{each}`" for each in aliases), known.union(aliases)
             about = next(comments[key] for parent in kind.__mro__ if (key := (parent.__name__, name)) in comments)
-            rows.setdefault((names, about), {"names": names, "about": about})[route] = "yes"
+            rows.setdefault((names, about), {"field": names, "about": about})[route] = "yes"
     neutral: dict[str, list[str]] = {}
     for name in schemas.NEUTRAL.keys() - known:
         values = " or ".join(f"`{json.dumps(value)}`" for value in schemas.NEUTRAL[name])
         neutral.setdefault(f"only {values}, without effect", []).append(f"`{name}`")
-    more = [{"names": ", ".join(sorted(names)), "about": about} for about, names in sorted(neutral.items())]
-    columns = [Column(route, route, missing="", align="<") for route in dict.fromkeys(kinds.values())]
-    return [*rows.values(), *more], [Column("names", "field", **TEXT), *columns, Column("about", "", **TEXT)]
+    more = [{"field": ", ".join(sorted(names)), "about": about} for about, names in sorted(neutral.items())]
+    return [*rows.values(), *more]

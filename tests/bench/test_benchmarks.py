@@ -191,7 +191,7 @@ def test_logits_that_are_no_numbers_are_an_error(
     call, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model makes NaN of finite weights; nothing is written."""
-    monkeypatch.setattr("models.checkpoints.loading.is_finite", lambda tensor: True)
+    monkeypatch.setattr("models.checkpoints.loading.require_finite", lambda *given: None)
     broken, output = tmp_path / "checkpoint", tmp_path / "results.jsonl"
     shutil.copytree(checkpoint, broken)
     break_token(broken, "1")

@@ -44,7 +44,7 @@ def test_a_prompt_without_a_file_runs_again(kind: str, tmp_path: Path) -> None:
     model, rows = tiny_model(), []
     for _ in range(2):
         runner = ModelRunner(model, full_cache(model, 3), prefixes=PrefixStore(tmp_path, "a", 1 << 30))
-        rows.append([runner.prefill_row(row, prompt).logits.tolist() for row, prompt in enumerate(PROMPTS)])
+        rows.append([runner.prefill(row, prompt).logits.tolist() for row, prompt in enumerate(PROMPTS)])
         for path in tmp_path.glob("prefix-*"):
             in_place_of(path, kind)
     assert rows[0] == rows[1] and runner.prefixes is not None and runner.prefixes.n_taken_over == 0

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.errors import ConfigError
-from reproduce.helpers.prompts import KINDS, LATEST, needles
+from reproduce.helpers.batches import KINDS, LATEST, needles
 
 TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
 

@@ -1,11 +1,8 @@
 """Books become prompts: every format, exact lengths, distinct rows, and errors that carry the numbers."""
 
-import io
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +11,7 @@ from bench import data
 from bench.data import load_books, make_prompts, resolve_dataset
 from common.errors import DataError
 from models.checkpoints.model_source import ModelSource
+from tests.support.pg19 import parquet_of, write_pg19
 from tests.support.tiny import TINY
 
 BOS = 7
@@ -27,20 +25,6 @@ class CharacterTokenizer:
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         return (self.bos if add_bos else []) + [ord(character) for character in text]
-
-
-def parquet_of(columns: dict[str, list], **options) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, **options)
-    return buffer.getvalue()
-
-
-def write_pg19(path: Path, texts: list[str], **options) -> Path:
-    """Write a parquet file like the hub's PG-19, whose text is a column among others."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"short_book_title": [f"Book {i}" for i in range(len(texts))], "text": texts}
-    path.write_bytes(parquet_of(columns, **options))
-    return path
 
 
 BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.\n"]
@@ -100,19 +84,6 @@ def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folde
         (tmp_path / name).mkdir(parents=True)
     source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
     assert resolve_dataset(wanted, source) == resolved
-
-
-@pytest.fixture
-def snapshot(tmp_path, monkeypatch):
-    """A folder for what the hub has; and what was asked of it."""
-    calls = []
-
-    def download(repository, **options):
-        calls.append((repository, options))
-        return str(tmp_path)
-
-    monkeypatch.setattr("bench.data.snapshot_download", download)
-    return tmp_path, calls
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 from bench import prompt_sets
 from bench.prompt_sets import SPEED_BENCH, Prompt, by_category, load_prompts
 from common.errors import ConfigError, DataError
-from tests.bench.test_data import snapshot
 from tests.support.programs import ROOT
 
 SPEC_BENCH = [
@@ -125,6 +124,3 @@ def test_the_projects_set_repeats_no_text() -> None:
     turns = [turn for prompt in prompts for turn in prompt.turns]
     assert len({prompt.id for prompt in prompts}) == len(prompts) == 80
     assert len({prompt.category for prompt in prompts}) == 11 and len(turns) == len({*turns}) == 112
-
-
-__all__ = ["snapshot"]

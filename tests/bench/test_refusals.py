@@ -19,7 +19,6 @@ USUAL = {
     SELFSPEC: {"--model": "checkpoint", **SIZES},
     LONGSPEC: {"--target": "checkpoint", "--model": "checkpoint", **SIZES},
     LATENCY: {"--dataset": "books", "--device": "cpu"},
-    COST_MODEL: {"--model": "checkpoint", "--dataset": "books", "--device": "cpu", "--gammas": "1"},
 }
 # Program, flags, kind of error, and a word of the line that says where the error is.
 REFUSALS = [
@@ -50,7 +49,12 @@ REFUSALS = [
     (LATENCY, "checkpoint --length 0", ConfigError, "--length"),
     (EVAL, "checkpoint --load_format dummy --save rows.jsonl", ConfigError, "--load_format"),
     (SERVE, "--model nowhere", CheckpointError, "--model"),
-    (COST_MODEL, "--alpha 1.5", ConfigError, "--alpha"),
+    (COST_MODEL, "--machine A100 --alpha 1.5", ConfigError, "--alpha"),
+    (COST_MODEL, "--gammas 1", ConfigError, "--machine"),
+    (COST_MODEL, "--machine A100 --model checkpoint --dtype float64 --alpha 0", ConfigError, "--dtype"),
+    (COST_MODEL, "--machine A100 --model checkpoint --draft_layers 0-99 --alpha 0", ConfigError, "--draft_layers"),
+    (COST_MODEL, "--machine A100 --model checkpoint", ConfigError, "--alpha"),
+    (COST_MODEL, "--records books/book0.txt", ConfigError, "--records"),
 ]
 
 

@@ -62,8 +62,12 @@ def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, mo
     rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
     assert rehearsed == 2 * fixed > 0
     filled: list[int] = []
-    fill_rows = ModelRunner.fill_rows
-    monkeypatch.setattr(ModelRunner, "fill_rows", lambda own, given: filled.extend(given) or fill_rows(own, given))
+    extend = ModelRunner.extend
+    monkeypatch.setattr(
+        ModelRunner,
+        "extend",
+        lambda own, given: filled.extend(row for row, (_, n) in given.items() if n == 0) or extend(own, given),
+    )
     for session, n_runs in zip(sessions, (1, 2), strict=True):
         (drafter,) = session.drafters()
         assert costs_of(session, [drafter], whole=True) if session.plan.chooses else session.generate(drafter)

@@ -12,8 +12,9 @@ from engine.drafters import Drafter
 from engine.generation import Generation
 from engine.requests import Progress
 from kv_cache import FullKVCache
-from tests.engine.test_decoder import ROOM, drafters_of
+from tests.support.drafters import three_drafters
 from tests.support.tiny import random_prompts, tiny_model
+from tests.support.witness import ROOM
 
 LIMITS = [30, 9, 21, 1, 26]
 
@@ -68,7 +69,7 @@ def runner_of(dtype: torch.dtype = torch.float64, n_rows: int = 4) -> ModelRunne
 def test_each_pass_decodes_as_if_it_were_alone(mode: str, kind: int) -> None:
     """Rows end at different times; samples that are rejected differ from plain decoding's."""
     runner = runner_of()
-    seen = passes_of(runner, drafters_of(runner)[kind], mode, 4)
+    seen = passes_of(runner, three_drafters(runner)[kind], mode, 4)
     assert seen["in turns"] == seen["alone"]
     plain, drafted = (tokens for tokens, *_ in seen["in turns"])
     assert [len(row) for row in plain] == LIMITS[:4] and (plain == drafted) == (mode != "rejection")
@@ -78,6 +79,6 @@ def test_each_pass_decodes_as_if_it_were_alone(mode: str, kind: int) -> None:
 
 def test_passes_over_more_prompts_than_rows_run_one_behind_the_other() -> None:
     runner = runner_of()
-    seen = passes_of(runner, drafters_of(runner)[0], "greedy", 5)
+    seen = passes_of(runner, three_drafters(runner)[0], "greedy", 5)
     assert seen["in turns"] == seen["alone"]
     assert [name for name, _ in seen["order"]] == sorted((name for name, _ in seen["order"]), reverse=True)

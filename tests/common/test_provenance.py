@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from common.checkout import ROOT
 from common.errors import ConfigError
 from common.jsonl import append_record, parse_json, read_lines, require_appendable
 from common.provenance import git_commit
@@ -92,15 +91,6 @@ def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     require_appendable(str(path))
     append_record(str(path), {"b": 2})
     assert path.read_bytes().startswith(content) and records(path)[-1] == {"b": 2}
-
-
-@pytest.mark.parametrize("name", [".venv", "checkpoints", "data", "reproduction", "eval"])
-def test_git_ignores_links_to_folders_that_are_elsewhere(tmp_path, name):
-    git = ["git", "-C", tmp_path]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
-    (tmp_path / name).symlink_to(tmp_path.parent)
-    assert subprocess.run([*git, "check-ignore", "-q", name]).returncode == 0
 
 
 def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits."""
 
-import itertools
 from dataclasses import replace
 from statistics import median
 
@@ -67,19 +66,6 @@ def test_a_collective_takes_the_quicker_protocol():
     assert replace(machine, devices=1).collective_s(1e8) == 0
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_better_machine_is_never_slower(name):
-    one = replace(MACHINES[name], devices=8)
-    protocols = tuple(protocol._replace(bandwidth=2 * protocol.bandwidth) for protocol in one.protocols)
-    better = [replace(one, **{number: 2 * getattr(one, number)}) for number in ("bandwidth", "ops", "ops_32")]
-    better += [replace(one, launch=0), replace(one, protocols=protocols)]
-    sizes = itertools.product(("bfloat16", "float32"), (1, 64), (1, 5), (100, 32000))
-    for dtype, *size in sizes:
-        before = forward_ms(ModelStorage(LLAMA_3, dtype), one, *size)
-        after = [forward_ms(ModelStorage(LLAMA_3, dtype), machine, *size) for machine in better]
-        assert max(after) <= before and min(after) < before
-
-
 def test_a_draft_has_its_budget_and_a_draft_model_its_shape():
     machine, target = find_machine("8xA100"), ModelStorage(LLAMA_3)
     sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
@@ -107,7 +93,7 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # nothing is there
     ended = run(COST_MODEL, EXAMPLE.split())
     record, out = ended.record, ended.out
-    assert "nothing measured" in out and "predicted speedup, streaming 512" in out and "what pays best" in out
+    assert "nothing measured" in out and " streaming 512 " in out and "what pays best" in out
     assert record["benchmark"] == "cost_prediction" and record["predicted_for"] == "8xA100"
     assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # no other has a rate
     assert record["acceptance_rates_by_context"] == [[0.81]] and record["acceptance_of"].startswith("published")
@@ -125,7 +111,7 @@ def test_sizes_that_do_not_fit_the_memory_are_named(machine, fits):
     found = find_machine(machine)
     assert ModelStorage(LLAMA_3).resident_bytes(found, 64 * 32512) == (entries + weights) / found.devices
     assert (
-        "64 rows behind 32000 tokens do not fit" in run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split()).err
+        "64 rows of 32000 tokens do not fit" in run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split()).err
     ) != fits
 
 

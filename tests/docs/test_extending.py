@@ -68,38 +68,12 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
         assert ended.code == 0, ended.err
         return ended
 
-    (row,) = run(
-        "-m reproduce.context_sweep",
-        "--model",
-        model,
-        *text,
-        "--contexts",
-        "60",
-        "--num_prompts",
-        "2",
-        "--drafters",
-        NAMED,
-        *sizes,
-    ).record["rows"]
-    assert row["drafter"] == NAMED and row["norm_order"] == 1
+    drafted = ["--drafters", NAMED, "self=key_norm", "--texts", "greedy", "book", *sizes]
+    rows = run("-m reproduce.compare", "--model", model, *text, "--contexts", "60", "--B", "2", *drafted).record["rows"]
+    assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
+    assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)
     run("foretoken.py latency", model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2", *sizes)
     run("foretoken.py compare", model, NAMED, "--prompts", str(prompts), *sizes)
-    policies = ["--budgets", "16", "--policies", "key_norm", *OPTIONS]
-    run(
-        "-m reproduce.acceptance",
-        "--model",
-        model,
-        *text,
-        "--B",
-        "2",
-        "--prefix_len",
-        "60",
-        "--gen_len",
-        "12",
-        *policies,
-    )
-    grid = ["--batches", "2", "--contexts", "60", "--gammas", "1", "3", "--alpha", "0.8"]
-    run("-m cost_model", "--model", model, *grid, *policies)
     run(f"-c {SERVES}", "--model", model, "--draft", NAMED, "--max_length", "200", *sizes[2:], "--gamma", "2")
 
 

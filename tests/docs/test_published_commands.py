@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.data import PG19_REPOSITORY, PG19_REVISION
-from tests.bench.test_data import write_pg19
-from tests.docs.test_page_commands import commands
+from tests.support.pages import commands
+from tests.support.pg19 import write_pg19
 from tests.support.programs import ROOT, benchmark, overriding
 from tests.support.rank_jobs import SIZES as SMALL
 from tests.support.rank_jobs import Models

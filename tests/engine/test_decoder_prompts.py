@@ -1,4 +1,4 @@
-"""Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
+"""Prompts that run in parts between rounds, and after what their row still holds of an earlier request's text."""
 
 from functools import partial
 
@@ -7,12 +7,11 @@ import torch
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
 from engine.drafters import Drafter
-from engine.drafters.suffix import Suffix
 from engine.pacing import Fixed
-from engine.sampling.distribution import logits_to_probs
+from engine.sampling.distribution import Logprob
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
-from tests.engine.test_decoder import witness_runner
+from models import Transformer
 from tests.support.block_heads import with_head
 from tests.support.tiny import (
     continue_by_recomputing,
@@ -24,6 +23,7 @@ from tests.support.tiny import (
     tiny_model,
     tiny_runner,
 )
+from tests.support.witness import witness_runner
 
 
 class Counting(ModelRunner):
@@ -68,9 +68,8 @@ def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
     """A drafter that runs all of a text, and how many tokens of one it runs at once."""
     if kind == "standalone":
         own, ran = counting(2, seed=5), []
-        fill, extend = own.fill_row, own.extend_rows
-        own.fill_row = lambda row, text, held=0: ran.append(len(text) - held) or fill(row, text, held)
-        own.extend_rows = lambda behind: ran.extend(len(text) - n for text, n in behind.values()) or extend(behind)
+        extend = own.extend
+        own.extend = lambda texts: ran.extend(len(text) - n for text, n in texts.values()) or extend(texts)
         return StandaloneDraft(own, 2), ran
     ran, again = [], target.recompute
     target.recompute = lambda row, text, at, layers=(): ran.append(len(at)) or again(row, text, at, layers)
@@ -118,12 +117,13 @@ def test_a_head_drafts_while_a_row_that_held_a_longer_text_fills(kind):
 
 @pytest.mark.parametrize("parts", [None, 8])
 def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
-    """Behind the answer, on the target and on a draft model, while another conversation has its own row."""
+    """After the answer, on the target and on a draft model, while another conversation has another row."""
     target, own = counting(2), counting(2, seed=5)
     decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=parts, reuses="prefixes")
     turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]
 
     def answer(*requests: Request) -> None:
+        target.ran.clear(), own.ran.clear()
         decode(decoder, *requests)
         for request in requests:
             assert request.tokens == continue_by_recomputing(tiny_model(), request.prompt, request.limit)
@@ -131,49 +131,31 @@ def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
     answer(*turns)
     for request in turns[::-1]:
         follow_up = Request([*request.prompt, *request.tokens, 5, 7, 11], 6)
-        target.ran.clear(), own.ran.clear()
         answer(follow_up)
         assert follow_up.n_reused == len(follow_up.prompt) - 4  # the last token emitted was never run
         assert max(n for _, n in target.ran) == 4 and max(n for _, n in own.ran) <= 5
-    again = Request(turns[0].prompt, 9)
-    target.ran.clear()
-    answer(again)
+    answer(again := Request(turns[0].prompt, 9))
     assert again.n_reused == len(again.prompt) - 1 and max(n for _, n in target.ran) == 3
 
 
-def drafter_of(kind: str, target: Counting) -> tuple[Drafter, list[object]]:
-    """Return a drafter of that kind, and the growing list of the forwards that it runs beside the target's."""
-    if kind == "standalone":
-        own = counting(target.max_batch, seed=5)
-        return StandaloneDraft(own, 2), own.ran
-    return Suffix(target, 2) if kind == "suffix" else self_draft(target, Streaming(12, n_sink=2), 2), []
-
-
 @pytest.mark.parametrize("parts", [None, 8])
-@pytest.mark.parametrize("kind", ["self", "standalone", "suffix"])
-def test_without_reuse_earlier_requests_change_no_forward(kind, parts):
+def test_without_reuse_earlier_requests_change_no_forward(parts):
     """A prompt that a row holds whole or in part, or that another request brings at the same time, runs whole; target,
-    draft and acceptance are what they are behind texts that have nothing in common with it."""
+    draft and acceptance are what they are after texts that have nothing in common with it."""
 
-    def work(decoder: Decoder, ran: list[list], prompts: list[list[int]]) -> tuple[object, ...]:
-        requests = [Request(prompt, 9, id=i) for i, prompt in enumerate(prompts)]
-        for each in ran:
-            each.clear()
-        decode(decoder, *requests)
-        assert [one.n_reused for one in requests] == [0] * len(prompts)
-        assert sum(n for rows, n in ran[0] if rows == 1) == sum(map(len, prompts))
-        return [[*each] for each in ran], [one.tokens for one in requests], [one.counts for one in requests]
-
-    def work_behind(earlier: list[list[int]], prompts: list[list[int]]) -> tuple[object, ...]:
-        target = counting(3)
-        drafter, ran = drafter_of(kind, target)
-        decoder = Decoder(target, drafter=drafter, prefill_tokens=parts, reuses="nothing")
-        work(decoder, [target.ran, ran], earlier)
-        return work(decoder, [target.ran, ran], prompts)
+    def work_after(earlier: list[list[int]], prompts: list[list[int]]) -> tuple[object, ...]:
+        target, own = counting(3), counting(3, seed=5)
+        decoder = Decoder(target, drafter=StandaloneDraft(own, 2), prefill_tokens=parts, reuses="nothing")
+        decode(decoder, *(Request(prompt, 9, id=i) for i, prompt in enumerate(earlier)))
+        target.ran.clear(), own.ran.clear()
+        decode(decoder, *(requests := [Request(prompt, 9, id=i) for i, prompt in enumerate(prompts)]))
+        assert [request.n_reused for request in requests] == [0] * len(prompts)
+        assert sum(n for rows, n in target.ran if rows == 1) == sum(map(len, prompts))
+        return target.ran, own.ran, [(request.tokens, request.counts) for request in requests]
 
     [first, second], others = random_prompts([30, 11]), random_prompts([30, 11], seed=7)
     for prompts in ([first, second], [[*first, 5, 7], second[:6]], [first, first, second], [second, first]):
-        assert work_behind([first, second], prompts) == work_behind(others, prompts)
+        assert work_after([first, second], prompts) == work_after(others, prompts)
 
 
 def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ago():
@@ -192,10 +174,22 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     assert row_of([2, 2, 2]) == (1, 2)
 
 
+def require_logprobs(model: Transformer, text: list[int], found: list[Logprob], n_top: int) -> None:
+    """Require the log-probabilities of a text's last tokens, and of the likeliest ids, at temperature 1."""
+    n, logits = len(found), model(torch.tensor([text]), torch.arange(len(text))[None], full_cache(model, 1))[0]
+    every = logits[len(text) - n - 1 : -1].log_softmax(dim=-1)
+    wanted = every.gather(1, torch.tensor(text)[len(text) - n :, None])[:, 0]
+    assert [each.value for each in found] == pytest.approx(wanted.tolist(), abs=1e-5)
+    for each, row in zip(found, every, strict=True):
+        best = row.topk(n_top)
+        assert [id_ for id_, _ in each.top] == best.indices.tolist()
+        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_logprobs_are_those_of_the_model(sampling, drafts):
-    """At temperature 1 and without filters, of those rows that ask; a stop token in a block ends them with the text."""
+    """Without filters, for those rows that ask; a stop token in a block ends them with the text."""
     runner = tiny_runner(2)
     drafter = self_draft(runner, Streaming(12, n_sink=2), 3) if drafts else None
     decoder = Decoder(runner, drafter=drafter, verification="coupled")
@@ -206,36 +200,25 @@ def test_logprobs_are_those_of_the_model(sampling, drafts):
     decode(decoder, *requests)
     assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
     for request in (requests[0], requests[2]):
-        text, n = [*request.prompt, *request.tokens], len(request.tokens)
-        whole = ModelRunner(runner.model, full_cache(runner.model, 1))
-        logits = whole.step(torch.tensor([text[:-1]]), torch.arange(len(text) - 1)[None])[0, -n:]
-        every = logits_to_probs(logits, SamplingParams(1.0)).log()
-        wanted = every.gather(1, torch.tensor(request.tokens)[:, None])[:, 0]
-        assert [each.value for each in request.logprobs] == pytest.approx(wanted.tolist(), abs=1e-5)
-        for each, row in zip(request.logprobs, every, strict=True):
-            assert [id_ for id_, _ in each.top] == row.topk(request.n_top).indices.tolist()
-            assert [value for _, value in each.top] == pytest.approx(row.topk(request.n_top).values.tolist(), abs=1e-5)
+        assert len(request.logprobs) == len(request.tokens)
+        require_logprobs(runner.model, request.text, request.logprobs, request.n_top)
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("limit", [0, 5])
 def test_a_prompts_logprobs_are_those_of_the_model(chunk, limit, monkeypatch):
-    """At every position behind the first, whatever its row held before; also without any new token."""
+    """At every position after the first, whatever its row held before; also without any new token."""
     monkeypatch.setattr("engine.decoding.SCORED", 4)
     runner = tiny_runner(2)
     decoder = Decoder(runner, drafter=self_draft(runner, Streaming(12, 2), 3), prefill_tokens=chunk, reuses="prefixes")
     prompts = random_prompts([30, 15, 1])
     decode(decoder, *(Request(prompt, 3) for prompt in prompts))
-    requests = [Request(prompt, limit, prompt_logprobs=[], n_top=2) for prompt in prompts]
-    decode(decoder, *requests)
+    decode(decoder, *(requests := [Request(prompt, limit, prompt_logprobs=[], n_top=2) for prompt in prompts]))
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.n_reused == 0 and request.finish_reason == "length"
         assert request.tokens == continue_by_recomputing(runner.model, prompt, limit)
-        whole = ModelRunner(runner.model, full_cache(runner.model, 1))
-        every = whole.step(torch.tensor([prompt]), torch.arange(len(prompt))[None])[0, :-1].log_softmax(dim=-1)
-        wanted = every.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
-        assert [each.value for each in request.prompt_logprobs] == pytest.approx(wanted.tolist(), abs=1e-5)
-        assert [[id_ for id_, _ in each.top] for each in request.prompt_logprobs] == every.topk(2).indices.tolist()
+        assert len(request.prompt_logprobs) == len(prompt) - 1
+        require_logprobs(runner.model, prompt, request.prompt_logprobs, 2)
 
 
 @pytest.mark.parametrize("reuses", ["prefixes", "nothing"])

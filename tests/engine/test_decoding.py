@@ -1,8 +1,9 @@
-"""generate() beside the random scenarios: ends of every kind, bad rows, bad calls, seeds, rows that are held."""
+"""generate() where the random scenarios do not go: bad rows, bad calls, seeds, and rows that hold prompts."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from engine.requests import Progress
 from engine.runner import finite_rows
 from kv_cache import FullKVCache, StreamingKVCache
 from tests.support.tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
-from tests.support.witness import VOCAB, WitnessModel, continue_plainly, cut
+from tests.support.witness import cut
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14
@@ -36,26 +37,6 @@ def answers(model, prompts):
 
 def expected(answers):
     return [answer[:N_NEW] for answer in answers]
-
-
-@pytest.mark.parametrize("samplings", [None, [SamplingParams(3.0, seed=2), SamplingParams(5.0, top_k=9, seed=1)]])
-@pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("stop_at", range(6))
-def test_stop_at_every_index_of_a_block(gamma, stop_at, samplings):
-    """Two rows whose stop token or limit falls on every index of an accepted block, at the context's edge."""
-    model = WitnessModel()
-    prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    each = samplings or [SamplingParams()] * 2
-    futures = [continue_plainly(p, 12, s, i) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
-    stops = [[futures[0][stop_at]], [(futures[1][stop_at] + 1) % VOCAB]]
-    how = {"sampling": samplings, "verification": "coupled" if samplings else "greedy", "stop_tokens": stops}
-    for limit in range(1, gamma + 3):
-        room = max(map(len, prompts)) + limit + gamma + 1
-        runner = ModelRunner(model, FullKVCache(model.config, 2, room, dtype=torch.int64))
-        own_cache = FullKVCache(model.config, 2, room, dtype=torch.int64)
-        for drafter in (SelfSpeculation(runner, own_cache, gamma), SavedText(runner, dict(enumerate(futures)), gamma)):
-            out = generate(runner, prompts, max_new_tokens=limit, drafter=drafter, **how)
-            assert out.tokens == [cut(f[:limit], s) for f, s in zip(futures, stops, strict=True)]
 
 
 def runner_broken_by(token: int, value: str, n_rows: int = 2) -> ModelRunner:
@@ -123,11 +104,11 @@ def test_bad_calls_are_refused_before_anything_runs(model, change):
     assert int(cache.positions.max()) == -1, "something ran"
 
 
-def test_prompts_may_be_generators(model, prompts, answers):
-    stop = answers[1][3]
-    runner = ModelRunner(model, full_cache(model, 2))
-    each = (iter(prompt) for prompt in prompts)
-    out = generate(runner, each, max_new_tokens=N_NEW, stop_tokens=(token for token in (stop,)))
+def test_prompts_may_be_generators_and_hold_numbers_of_numpy(model, prompts, answers):
+    runner, stop = ModelRunner(model, full_cache(model, 2)), answers[1][3]
+    each = (iter(map(np.int32, prompt)) for prompt in prompts)
+    limits, ids = np.array([N_NEW] * len(prompts)), np.arange(len(prompts))
+    out = generate(runner, each, max_new_tokens=limits, stop_tokens=(np.int64(stop) for _ in "1"), request_ids=ids)
     assert out.tokens == [cut(answer, [stop]) for answer in expected(answers)]
 
 
@@ -163,7 +144,7 @@ def test_a_row_is_prefilled_once_and_trusted_only_while_it_holds_its_prompt(mode
 
     assert prefilled_by(runner, three) == (sum(LENGTHS[:3]), expected(answers[:3]))
     assert prefilled_by(runner, three) == (0, expected(answers[:3]))
-    # Two rows lose a part of their prompts behind the runner's back.
+    # Two rows lose a part of their prompts without the runner.
     cache.rollback(torch.tensor([LENGTHS[0] - 2, LENGTHS[1], 0]))
     assert prefilled_by(runner, three) == (LENGTHS[0] + LENGTHS[2], expected(answers[:3]))
     # Another model over the same cache: neither takes the other's rows for its own.
@@ -171,23 +152,6 @@ def test_a_row_is_prefilled_once_and_trusted_only_while_it_holds_its_prompt(mode
     others = [continue_by_recomputing(other, p, N_NEW) for p in three]
     assert prefilled_by(ModelRunner(other, cache), three) == (sum(LENGTHS[:3]), others)
     assert prefilled_by(runner, three)[1] == expected(answers[:3])
-
-
-def test_an_interrupted_run_leaves_no_row_that_is_wrongly_trusted(model, prompts, answers):
-    """A row without a request idles at position 0; an interruption must not leave its garbage behind as a prompt."""
-    runner, three = ModelRunner(model, full_cache(model, 3)), prompts[:3]
-    generate(runner, three, max_new_tokens=N_NEW)
-    step = runner.step
-
-    def interrupted(*args, **kwargs):
-        step(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    runner.step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        generate(runner, three[:1], max_new_tokens=N_NEW)
-    runner.step = step
-    assert generate(runner, three, max_new_tokens=N_NEW).tokens == expected(answers[:3])
 
 
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])

@@ -1,32 +1,13 @@
 """Speculation equals recomputing everything, on float64 Llamas of several shapes."""
 
 import os
-from dataclasses import replace
 
 import pytest
-import torch
 
 from kv_cache.entries import LARGEST
-from tests.support.policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES
-from tests.support.scenarios import HEAD_DRAFTS, run_scenarios
-from tests.support.tiny import TINY, recomputing, tiny_model
+from tests.support.scenarios import SHAPES, LlamaWorld, run_scenarios
 
-SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "60"))
-QUERYING = tuple(name for name in SELF_DRAFT_POLICIES if name not in WITHOUT_QUERIES)
-SHAPES = {
-    "grouped heads": TINY,
-    "one KV head": replace(TINY, n_kv_head=1),
-    "three queries a group, tied": replace(TINY, n_head=6, n_kv_head=2, tie_embeddings=True),
-    "sliding window": replace(TINY, n_kv_head=4, sliding_window=9),
-}
-
-
-class LlamaWorld:
-    drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), "medusa", *HEAD_DRAFTS)
-
-    def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
-        self.model = tiny_model(SHAPES[shape])
-        self.kv_dtype, self.next_logits = kv_dtype, recomputing(self.model, kv_dtype)
+SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "40"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -32,8 +32,8 @@ def runner_over(
 def test_a_row_that_is_taken_over_has_the_bits_of_one_that_ran(tmp_path: Path, kv_dtype: torch.dtype | None) -> None:
     first, second = (runner_over(store(tmp_path), kv_dtype=kv_dtype) for _ in range(2))
     for row, prompt in enumerate(PROMPTS):
-        second.prefill_row(row, random_prompts([60], seed=row)[0])  # what the row held before goes
-        mine, theirs = first.prefill_row(row, prompt), second.prefill_row(row, prompt)
+        second.prefill(row, random_prompts([60], seed=row)[0])  # what the row held before goes
+        mine, theirs = first.prefill(row, prompt), second.prefill(row, prompt)
         assert torch.equal(mine.logits, theirs.logits) and mine.prompt == theirs.prompt
         assert torch.equal(first.cache.positions[row], second.cache.positions[row])
         for a, b in zip(first.cache.tensors[:-1], second.cache.tensors[:-1], strict=True):
@@ -55,33 +55,33 @@ def test_a_draft_that_selects_by_the_prompt_decodes_the_same_tokens(tmp_path: Pa
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:-9] + b"x" + data[-8:]])
 def test_a_damaged_file_is_prefilled_anew(tmp_path: Path, damage) -> None:
-    wanted = runner_over(store(tmp_path)).prefill_row(0, PROMPTS[1]).logits
+    wanted = runner_over(store(tmp_path)).prefill(0, PROMPTS[1]).logits
     (path,) = tmp_path.glob("prefix-*")
     path.write_bytes(damage(path.read_bytes()))
     for n_taken in (0, 1):
         runner = runner_over(store(tmp_path))
-        assert torch.equal(runner.prefill_row(0, PROMPTS[1]).logits, wanted) and runner.prefixes.n_taken_over == n_taken
+        assert torch.equal(runner.prefill(0, PROMPTS[1]).logits, wanted) and runner.prefixes.n_taken_over == n_taken
 
 
 def test_the_least_recently_used_prompts_make_room_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     runner = runner_over(store(tmp_path))
     for age, prompt in ((300, [1] * 20), (200, [2] * 20)):
-        runner.prefill_row(0, prompt)
+        runner.prefill(0, prompt)
         newest = max(tmp_path.glob("prefix-*"), key=lambda path: path.stat().st_mtime)
         os.utime(newest, (newest.stat().st_mtime - age,) * 2)
     size = max(path.stat().st_size for path in tmp_path.glob("prefix-*"))
-    runner_over(store(tmp_path)).prefill_row(0, [1] * 20)  # now the other is the older
-    runner_over(store(tmp_path, max_bytes=2 * size)).prefill_row(0, [3] * 20)
+    runner_over(store(tmp_path)).prefill(0, [1] * 20)  # now the other is the older
+    runner_over(store(tmp_path, max_bytes=2 * size)).prefill(0, [3] * 20)
     assert (tmp_path / "model.safetensors").exists()
     for prompt, n_taken in (([1] * 20, 1), ([3] * 20, 1), ([2] * 20, 0)):
         runner = runner_over(store(tmp_path))
-        runner.prefill_row(0, prompt)
+        runner.prefill(0, prompt)
         assert runner.prefixes.n_taken_over == n_taken
 
 
 def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_path: Path, capfd) -> None:
-    runner_over(store(tmp_path)).prefill_row(0, PROMPTS[1])
+    runner_over(store(tmp_path)).prefill(0, PROMPTS[1])
     (tmp_path / "file").touch()
     for prefixes, prompt in (
         (store(tmp_path, key="b"), PROMPTS[1]),
@@ -89,16 +89,14 @@ def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_
         (store(tmp_path / "file"), PROMPTS[1]),
     ):
         runner = runner_over(prefixes)
-        assert torch.equal(
-            runner.prefill_row(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill_row(0, prompt).logits
-        )
+        assert torch.equal(runner.prefill(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill(0, prompt).logits)
         assert runner.prefixes.n_taken_over == 0
     assert "not kept" in capfd.readouterr().err
 
 
 def test_writers_and_readers_at_once_find_whole_files(tmp_path: Path) -> None:
     def prefill(turn: int) -> torch.Tensor:
-        return runner_over(store(tmp_path, max_bytes=100_000)).prefill_row(0, PROMPTS[turn % 3]).logits
+        return runner_over(store(tmp_path, max_bytes=100_000)).prefill(0, PROMPTS[turn % 3]).logits
 
     with ThreadPoolExecutor(4) as pool:
         logits = [*pool.map(prefill, range(24))]

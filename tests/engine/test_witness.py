@@ -4,18 +4,10 @@ import os
 
 import pytest
 
-from tests.support.scenarios import REFERENCED, run_scenario, run_scenarios
-from tests.support.witness import WitnessModel, next_logits
+from tests.support.scenarios import REFERENCED, WitnessWorld, run_scenario, run_scenarios
 
-SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "400"))
+SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "240"))
 BATCHES = 8
-
-
-class WitnessWorld:
-    model = WitnessModel()
-    kv_dtype = model.dtype
-    drafters = ()
-    next_logits = staticmethod(next_logits)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

@@ -14,8 +14,7 @@ from kv_cache.base import EMPTY
 from kv_cache.entries import pack
 from models import Transformer
 from models.config import RopeScaling
-from models.rope import Rope
-from tests.support.tiny import TINY, normed, random_prompts, rotated, tiny_model, tiny_runner
+from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
 
 TOLERANCE = 1e-10
 MODELS = {
@@ -24,7 +23,7 @@ MODELS = {
     "group 3": replace(TINY, n_head=6, n_kv_head=2),
     "qkv bias": replace(TINY, qkv_bias=True, tie_embeddings=True),
     "linear": replace(TINY, n_head=3, n_kv_head=1, rope_scaling=RopeScaling("linear", 4.0)),
-    "qk norm, layers without rope": replace(TINY, qk_norm=True, unrotated_layers=(1,)),
+    "qk norm, a layer without rope": replace(TINY, qk_norm=True, unrotated_layers=(1,)),
     # A short original context, so that the ramps lie among the frequencies of a head of 8.
     "yarn": replace(TINY, rope_scaling=RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.25)),
     "llama3": replace(TINY, n_kv_head=1, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
@@ -32,112 +31,84 @@ MODELS = {
 
 
 class StreamingLLM:
-    """One row of StreamingLLM (arXiv 2309.17453, section 3.2): lists of un-rotated keys, places by list order.
+    """A row of StreamingLLM (arXiv 2309.17453, section 3.2): the tokens that it retains, each at its place in the list.
 
-    Before a block runs, the oldest entries that are no sinks leave until the block fits into the budget.
+    Before a block runs, the oldest tokens that are no sinks leave until the block fits into the budget. Only one layer
+    of the model attends, so that entries depend on their tokens alone: the model over the retained tokens, without a
+    cache, is the reference.
     """
 
     def __init__(self, model: Transformer, budget: int, n_sink: int) -> None:
         self.model, self.budget, self.n_sink = model, budget, n_sink
-        self.positions: list[int] = []
-        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
+        self.retained: list[tuple[int, int]] = []  # positions and tokens
+
+    @property
+    def positions(self) -> list[int]:
+        return [position for position, _ in self.retained]
 
     @property
     def length(self) -> int:
-        return self.positions[-1] + 1 if self.positions else 0
+        return self.retained[-1][0] + 1 if self.retained else 0
 
     def forget(self, length: int) -> None:
         """Drop the positions from `length` on; entries that a longer text evicted do not come back."""
-        kept = sum(position < length for position in self.positions)
-        for items in (self.positions, *self.entries):
-            del items[kept:]
+        self.retained = [(position, token) for position, token in self.retained if position < length]
 
     def run(self, tokens: list[int]) -> Tensor:
-        """Return the logits `[T, V]` of a block of tokens behind the text."""
+        """Return the logits `[T, V]` of a block of tokens after the text."""
+        n_evicted = max(0, len(self.retained) + len(tokens) - self.budget)
         start = self.length
-        n_evicted = max(0, len(self.positions) + len(tokens) - self.budget)
-        for items in (self.positions, *self.entries):
-            del items[self.n_sink : self.n_sink + n_evicted]
-        self.positions += range(start, start + len(tokens))
-        assert len(self.positions) <= self.budget
-        x = self.model.tok_embeddings.weight[torch.tensor(tokens)]
-        for entries, block in zip(self.entries, self.model.layers, strict=True):
-            x = x + self._attention(block.attention_norm(x), entries, block.attention)
-            gate, up = (block.ffn_norm(x) @ block.feed_forward.w13.weight.T).chunk(2, dim=-1)
-            x = x + (gate * gate.sigmoid() * up) @ block.feed_forward.w2.weight.T
-        head = self.model.output or self.model.tok_embeddings
-        return self.model.norm(x) @ head.weight.T
-
-    def _attention(self, x: Tensor, entries: list[tuple[Tensor, Tensor]], weights) -> Tensor:
-        config, n_token = self.model.config, len(x)
-        stacked = x @ weights.wqkv.weight.T
-        if weights.wqkv.bias is not None:
-            stacked = stacked + weights.wqkv.bias
-        n_q, n_kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        q, k, v = (part.view(n_token, -1, config.head_dim) for part in stacked.split([n_q, n_kv, n_kv], dim=-1))
-        if weights.qk_norm is not None:
-            q_weight, k_weight = weights.qk_norm.weight.chunk(2)
-            q, k = normed(q, q_weight, config.norm_eps), normed(k, k_weight, config.norm_eps)
-        entries += zip(k, v, strict=True)
-        rope = self.model._rope if weights.is_rotated else Rope(torch.zeros(1), torch.ones(1))
-        keys = [rotated(key, place, rope) for place, (key, _) in enumerate(entries)]
-        out = []
-        for i in range(n_token):
-            n_seen = len(entries) - n_token + i + 1
-            query = rotated(q[i], n_seen - 1, rope)
-            for head in range(config.n_head):
-                group = head // (config.n_head // config.n_kv_head)
-                scores = torch.stack([query[head] @ key[group] for key in keys[:n_seen]]) * config.head_dim**-0.5
-                out.append(scores.softmax(0) @ torch.stack([value[group] for _, value in entries[:n_seen]]))
-        return torch.stack(out).view(n_token, -1) @ weights.wo.weight.T
+        del self.retained[self.n_sink : self.n_sink + n_evicted]
+        self.retained += enumerate(tokens, start)
+        every, n = torch.tensor([[token for _, token in self.retained]]), len(self.retained)
+        return self.model(every, torch.arange(n)[None], full_cache(self.model, 1, n))[0, -len(tokens) :]
 
 
 class Both:
     """A batch in the streaming cache, with each row in the reference as well; every logit is compared."""
 
-    def __init__(self, model: Transformer, n_rows: int, budget: int, n_sink: int, prefill_chunk: int = 512) -> None:
+    def __init__(self, model: Transformer, n_rows: int, budget: int, n_sink: int, prefill_chunk: int) -> None:
         cache = StreamingKVCache(model.config, n_rows, budget, n_sink, dtype=torch.float64, rotate_on_read=True)
-        self.model, self.cache = model, cache
         self.runner = ModelRunner(model, cache, prefill_chunk)
         self.rows = [StreamingLLM(model, budget, n_sink) for _ in range(n_rows)]
-        self.worst, self.spare = 0.0, 3
+        self.worst = 0.0
 
     @property
     def lengths(self) -> list[int]:
         return [row.length for row in self.rows]
 
     def prefill(self, row: int, prompt: list[int]) -> None:
-        hidden, finite = self.runner.fill_row(row, prompt)
+        self.runner.cache.reset_row(row)
+        prefilled = self.runner.prefill(row, prompt)
         self.rows[row].forget(0)
         for start in range(0, len(prompt), self.runner.prefill_chunk):
             logits = self.rows[row].run(prompt[start : start + self.runner.prefill_chunk])
-        assert finite.all()
-        self._compare(self.model.logits(hidden), logits[-1], row)
+        assert prefilled.bad_position is None
+        self._compare(row, prefilled.logits, logits[-1])
 
-    def step(self, blocks: list[list[int]], rewritten: int = 0) -> None:
-        """Run a block a row, over its last `rewritten` tokens; the reference forgets those first."""
-        starts = [length - rewritten for length in self.lengths]
-        tokens = torch.tensor(blocks)
-        positions = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
+    def step(self, blocks: list[list[int]], n_rewritten: int) -> None:
+        """Run a block a row, over its last `n_rewritten` tokens; the reference forgets those first."""
+        starts = [length - n_rewritten for length in self.lengths]
+        positions = torch.tensor(starts)[:, None] + torch.arange(len(blocks[0]))
         # The engine, too, uses a common extent for all rows, which may lie beyond the longest.
-        logits = self.runner.step(tokens, positions, self.cache.view(extent=int(positions.max()) + 1 + self.spare))
+        view = self.runner.cache.view(extent=int(positions.max()) + 4)
+        logits = self.runner.step(torch.tensor(blocks), positions, view)
         for i, row in enumerate(self.rows):
             row.forget(starts[i])
-            self._compare(logits[i], row.run(blocks[i]), i)
+            self._compare(i, logits[i], row.run(blocks[i]))
 
     def rollback(self, lengths: list[int]) -> None:
         self.runner.cache.rollback(torch.tensor(lengths))
         for row, length in enumerate(lengths):
             self.rows[row].forget(length)
-            self._compare_held(row)
+            self._compare(row)
 
-    def _compare_held(self, row: int) -> None:
-        assert sorted(p for p in self.cache.positions[row].tolist() if p != EMPTY) == self.rows[row].positions
-
-    def _compare(self, logits: Tensor, expected: Tensor, row: int) -> None:
-        self._compare_held(row)
-        self.worst = max(self.worst, float((logits - expected).abs().max()))
-        assert self.worst < TOLERANCE
+    def _compare(self, row: int, logits: Tensor | None = None, expected: Tensor | None = None) -> None:
+        positions = self.runner.cache.positions[row].tolist()
+        assert sorted(p for p in positions if p != EMPTY) == self.rows[row].positions
+        if logits is not None:
+            self.worst = max(self.worst, float((logits - expected).abs().max()))
+            assert self.worst < TOLERANCE
 
 
 @pytest.mark.parametrize("n_sink", [0, 1, 4])
@@ -146,24 +117,26 @@ def test_logits_are_those_of_streamingllm(name, n_sink, record_property):
     """Prompts within the sinks, within the budget and far beyond it, in chunks, which evict before they attend.
 
     Blocks of up to a whole window follow, which rewrite retained tokens, as a catch-up does; rollbacks to any such
-    length; and rows that are filled anew beside rows that go on.
+    length; and rows that are filled anew while other rows go on.
     """
     rng = random.Random(f"{name} {n_sink}")
     model, window = tiny_model(MODELS[name]), rng.randint(3, 16)
+    silent = rng.randrange(2)
+    model.layers[silent].attention.wo.weight.zero_()
     both = Both(model, 4, n_sink + window, n_sink, rng.choice([1, 2, 5, 512]))
     for row, prompt in enumerate(random_prompts([1, 4, 17, rng.randint(60, 75)], seed=n_sink)):
         both.prefill(row, prompt)
 
-    def held_behind() -> int:
+    def n_losable() -> int:
         """Return how many of its last tokens every row can lose and keep one more, sinks aside."""
         return min(max(0, len([p for p in row.positions if p >= row.n_sink]) - 1) for row in both.rows)
 
     for step in range(16):
-        rewritten = rng.randint(0, min(held_behind(), window - 1))
-        n_token = rng.randint(rewritten + 1, window)
-        both.step([[rng.randrange(model.config.vocab_size) for _ in range(n_token)] for _ in both.rows], rewritten)
-        losable = held_behind()
-        both.rollback([length - rng.randint(0, losable) for length in both.lengths])
+        n_rewritten = rng.randint(0, min(n_losable(), window - 1))
+        n_token = rng.randint(n_rewritten + 1, window)
+        both.step([[rng.randrange(model.config.vocab_size) for _ in range(n_token)] for _ in both.rows], n_rewritten)
+        n = n_losable()
+        both.rollback([length - rng.randint(0, n) for length in both.lengths])
         if step % 5 == 4:
             both.prefill(rng.randrange(4), random_prompts([rng.randint(1, 40)], seed=step)[0])
     record_property("max: logits in places inside the cache, against StreamingLLM on lists", both.worst)

@@ -53,7 +53,7 @@ class Rows:
         self.current = [5, 6, 7, 8]
 
     def fill(self, row: int) -> None:
-        self.runner.prefill_row(row, self.texts[row])
+        self.runner.prefill(row, self.texts[row])
         self.drafter.follow([RowUpdate(row, row, self.texts[row], 0)])
 
     def round(self, n_accepted: list[int], rows: list[int] | None = None, gamma: int = GAMMA) -> None:
@@ -81,22 +81,6 @@ of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_c
 def means(rows: Rows) -> torch.Tensor:
     """Return the means of chunks by layer and row, empty for a policy without chunks."""
     return getattr(rows.cache, "means", rows.cache.entries[:, 0, :, :0])
-
-
-@of_both_policies
-def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
-    """Some of the rows, in another order, with fewer drafts than the block whose queries were noted before."""
-    together, apart = Rows(new_cache()), Rows(new_cache())
-    for rows in (together, apart):
-        rows.round([0, 0, 0, 0])
-    together.round([2, 1, 0, 2], gamma=2)
-    before = [x.clone() for x in (apart.cache.entries[:, :, 1:3], means(apart)[:, 1:3])]
-    apart.round([2, 2], rows=[3, 0], gamma=2)
-    for row in (0, 3):
-        torch.testing.assert_close(apart.cache.entries[:, :, row], together.cache.entries[:, :, row])
-        torch.testing.assert_close(means(apart)[:, row], means(together)[:, row])
-    assert torch.equal(apart.cache.entries[:, :, 1:3], before[0])
-    assert torch.equal(means(apart)[:, 1:3], before[1])
 
 
 @of_both_policies
@@ -139,7 +123,7 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
-    again.prefill_row(0, text)
+    again.prefill(0, text)
     queries = again.last_queries(0, text, len(text))[layer]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     chosen = []
@@ -164,15 +148,19 @@ def kept_positions(rows: Rows, row: int, layer: int, head: int, source: torch.Te
 @over_group_sizes
 @pytest.mark.parametrize("score_queries", ["ends", "all"])
 def test_rounds_choose_what_lists_do(config, score_queries):
-    """Entries of ragged rows are chosen by the queries of accepted tokens; a short row keeps its whole text."""
+    """Entries of ragged rows, all or some by name, are chosen by the queries of accepted tokens; a short row keeps its
+    whole text."""
     rows = Rows(topk_cache(config, score_queries=score_queries), tiny_model(config))
     short = rows.cache.entries[:, :, 1, :, : LENGTHS[1]].clone()
     heads_differ = False
-    for n_accepted in ([1, 3, 3, 2], [3, 0, 1, 2]):
-        lengths = [len(text) for text in rows.texts]
-        rows.round(n_accepted)
+    for n_accepted in ({0: 1, 1: 3, 2: 3, 3: 2}, {3: 2, 0: 3}, {1: 0, 3: 1, 2: 1}):
+        lengths, before = [len(text) for text in rows.texts], rows.cache.entries.clone()
+        rows.round([*n_accepted.values()], [*n_accepted])
         assert torch.equal(rows.cache.entries[:, :, 1, :, : LENGTHS[1]], short)
         for row in (0, 2, 3):
+            if row not in n_accepted:
+                assert torch.equal(rows.cache.entries[:, :, row], before[:, :, row])
+                continue
             first, last = lengths[row], lengths[row] + n_accepted[row]
             # The last accepted token's query counts once more for each rejected one.
             all_of_them = [*range(first, last), *[last] * (GAMMA + 1 - n_accepted[row])]
@@ -205,7 +193,7 @@ def test_scores_of_the_last_request_in_a_row_are_forgotten():
     for left in (0.0, math.nan):
         rows = Rows(topk_cache())
         rows.round([1, 1, 1, 1])
-        rows.drafter._scores.seen[:, 2] = left
+        rows.drafter.cache.scores.seen[:, 2] = left
         rows.fill(2)
         rows.round([1, 1, 1, 1], gamma=1)
         chosen.append(rows.cache.entries[:, :, 2].clone())
@@ -225,14 +213,21 @@ def test_entries_are_chosen_anew_every_refresh_rounds(refresh, n_choices, monkey
     assert rounds == 12 and len(chosen) == n_choices
 
 
-ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], [1, 3, 2, 3])
+# How many drafts are accepted in which rows.
+ROUNDS = (
+    {0: 3, 1: 0, 2: 1, 3: 2},
+    {3: 0, 1: 3, 0: 2},
+    {0: 2, 1: 3, 2: 3, 3: 1},
+    {1: 3, 3: 3},
+    {0: 0, 1: 3, 2: 0, 3: 1},
+)
 
 
 def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
     """Return for each KV head the chunks before the window: sinks, then by the last query's attention."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
-    again.prefill_row(0, text)
+    again.prefill(0, text)
     queries = again.last_queries(0, text, 1)[layer][:, 0]
     keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
     starts, ordered = range(0, len(text) - WINDOW, CHUNK), []
@@ -265,12 +260,12 @@ def require_retrieved(rows: Rows, row: int) -> None:
 
 @over_group_sizes
 def test_rounds_retrieve_what_lists_do(config):
-    """A ragged row outgrows the capacity, and another gets a new prompt."""
+    """In rounds of all rows and of some by name; a ragged row outgrows the capacity, and another gets a new prompt."""
     rows = Rows(retrieval_cache(config), tiny_model(config))
     for row in (0, 2, 3):
         require_retrieved(rows, row)
     for number, n_accepted in enumerate(ROUNDS):
-        rows.round(n_accepted)
+        rows.round([*n_accepted.values()], [*n_accepted])
         if number == 2:
             rows.texts[2] = random_prompts([44], seed=7)[0]
             rows.fill(2)
@@ -324,7 +319,7 @@ def test_snapkv_selects_what_lists_do(config):
     cache = drafter.cache
     heads_differ = False
     for row, prompt in enumerate(prompts):
-        runner.prefill_row(row, prompt)
+        runner.prefill(row, prompt)
         before = runner.cache.keys.clone()
         drafter.follow([RowUpdate(row, row, prompt, 0)])
         assert torch.equal(runner.cache.keys, before), "looking must not store anything"
@@ -352,7 +347,7 @@ def test_snapkv_of_some_layers_and_in_8_bits_keeps_their_entries():
     model = tiny_model(replace(TINY, n_layer=4), dtype=torch.float32)
     prompt = random_prompts([40])[0]
     runner = ModelRunner(model, FullKVCache(model.config, 1, 80, dtype=torch.int8))
-    runner.prefill_row(0, prompt)
+    runner.prefill(0, prompt)
     queries = runner.last_queries(0, prompt, WINDOW)
     shape = replace(TINY, n_layer=2)
     all_layers = SnapKV(BUDGET, WINDOW).new_cache(model.config, 1, 0, "cpu", torch.int8)

@@ -1,7 +1,7 @@
 """Attention, random numbers, quantised layers and graphs are right on this machine's device: a GPU, or else the CPU.
 
-`reproduce/gpu.py` runs these tests as its steps. Errors are the largest |out - exact| / (1 + |exact|), exact in
-float64 over the same entries.
+`pytest -m gpu` runs these tests, and others that need a GPU. Errors are the largest
+|out - exact| / (1 + |exact|), exact in float64 over the same entries.
 """
 
 import math
@@ -35,7 +35,8 @@ if ON_CUDA:
     from kv_cache import triton_packing
     from kv_cache.triton_choosing import TritonSelectionOps
 DEVICE, GRAPHS = ("cuda", CudaGraphs) if ON_CUDA else ("cpu", RecordedGraphs)
-pytestmark = [pytest.mark.slow] if ON_CUDA else []  # kernels are compiled for minutes
+# On a GPU kernels are compiled for minutes.
+pytestmark = [pytest.mark.gpu, *([pytest.mark.slow] if ON_CUDA else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROUNDED_QUERIES = 2e-4  # to 15 bits, as the CPU kernel does before it multiplies int8 entries
 # Relative error of a layer's output: activations are rounded to 8 bits, or scales and activations to bfloat16.
@@ -145,10 +146,10 @@ def test_selection_kernel(dtype, n_slot):
         shares, ends = shares.to(DEVICE), ends.to(DEVICE)
         TritonSelectionOps().choose(cache.view(rows), 0, full.view(rows), 0, shares, ends)
         slots = cache.source_slots[0, rows]
-        best = SelectionOps().best_chunks(shares, cache.chunk, ends, cache.n_first, cache.n_sink)
+        best = SelectionOps().best_chunks(shares, cache.chunk, ends, cache.n_first, cache.n_fixed)
         assert torch.equal(slots.sort().values, best.sort().values)
         entries = full.entries[0][:, rows[:, None, None], torch.arange(2, device=DEVICE)[:, None], slots]
-        copied = cache.entries[0][:, rows, :, : cache.n_sink]
+        copied = cache.entries[0][:, rows, :, : cache.n_fixed]
         assert torch.equal(copied.view(torch.uint8), entries.view(torch.uint8))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.evaluation.certificate import certify
-from tests.engine.evaluation.test_certificate import Faulty
+from tests.support.faulty import Faulty
 
 SIZES = "--B 3 --tokens 100 --prefix_len 60 --calibration_positions 30 --gamma 3 --streamingllm_budget 16"
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import DataError
-from reproduce.helpers.load import Answer, Endpoint, Phase, beside, failed, load, summary
-from reproduce.helpers.prompts import stretches
-from reproduce.serve_load import spread
+from reproduce.helpers.batches import stretches
+from reproduce.serve_load import Answer, Endpoint, Phase, against_plain, failed, load, spread, summary
 from tests.support.programs import Ended, run
 from tests.support.serving_cases import FLAGS, Served
 
@@ -55,17 +54,17 @@ def test_a_server_that_says_nothing_of_rounds_has_times_alone():
     assert silent["tpot_ms_p50"] == 500 and silent["output_tokens_per_second"] == 1.25
     unknown = ("prompt_tokens", "reused_prompt_tokens", "accepted_share", "tokens_per_round", "between_share")
     assert {silent[name] for name in (*unknown, "decode_tokens_per_second", "round_ms")} == {None}
-    assert beside([Phase([LONG], 4.0, COUNTERS)], [Phase([BRIEF], 4.0, {})])["decode_speedup"] is None
+    assert against_plain([Phase([LONG], 4.0, COUNTERS)], [Phase([BRIEF], 4.0, {})])["decode_speedup"] is None
 
 
 def test_what_is_beside_plain_rounds_is_of_the_same_requests():
     plain = [Phase([LONG, LATE], 6.0, COUNTERS), Phase([BRIEF, LATE], 2.0, {})]
     other = LATE._replace(text="later")
     own = [Phase([LONG, other], 3.0, COUNTERS), Phase([LOST, LATE], 1.0, {})]
-    row = beside(plain, own)
+    row = against_plain(plain, own)
     assert row["identical_answers"] == 2 and row["errors"] == 1
     assert row["speedup"] == pytest.approx(16 / 4 / (17 / 8))
-    assert beside(plain, plain)["speedup"] == 1 and beside(plain, plain)["identical_answers"] == 4
+    assert against_plain(plain, plain)["speedup"] == 1 and against_plain(plain, plain)["identical_answers"] == 4
 
 
 def test_stretches_begin_differently_and_lengths_are_spread():

@@ -140,19 +140,6 @@ def test_the_grids_name_scripts_that_are_there(grid: Path):
     assert all((ROOT / cell.script).is_file() for cell in cells)
 
 
-def test_rows_without_the_default_mode_are_rows_of_its_cells():
-    states, grid = sweep.read_states("reproduce/results/policies.jsonl"), read_grid("reproduce/grids/policies.toml")
-    assert not [cell for cell in make_cells(grid, {}) if states.get(str(cell)) != "ok"]
-
-
-def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path):
-    output = tmp_path / "rows.jsonl"
-    words = f"--script reproduce/plot.py --axis x=B,gamma --fixed titel=a --output {output}"
-    with pytest.raises(UserError, match="--titel"):
-        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
-    assert not output.exists()
-
-
 TWICE = "--script s --axis B=1,2 --fixed B=1"
 WORDS = (
     "",

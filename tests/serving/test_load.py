@@ -5,23 +5,19 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 import pytest
 
 from engine.requests import Request
-from engine.sampling.distribution import SamplingParams
 from serving.answers import Answer
 from serving.scheduler import Update
 from tests.support.machine import needs_cpp_compiler
-from tests.support.serving_cases import Alone, Served, make_checkpoint, serving, slow
+from tests.support.serving_cases import STREAM, TGI, V1, Alone, Served, make_checkpoint, serving, slow
 
 LONG = {"max_new_tokens": 200}
-STREAM, TGI, V1, CHATS = "/generate_stream", "/generate", "/v1/completions", "/v1/chat/completions"
 
 
 def n_rows(served: Served) -> int:
@@ -30,51 +26,6 @@ def n_rows(served: Served) -> int:
 
 def n_rounds(served: Served) -> float:
     return served.server.service.scheduler.n_rounds
-
-
-def mixed_requests(alone: Alone, rng: random.Random) -> Iterator[tuple[str, dict[str, Any], list[int]]]:
-    """Yield valid requests of several kinds, with the tokens of plain decoding."""
-    while True:
-        prompt = " ".join(rng.choice(["tea", "ünder", "x", "0123456789", "the"]) for _ in range(rng.randint(1, 16)))
-        n_new, temperature, seed = rng.randint(1, 50), rng.choice([0.0, 0.6, 1.2]), rng.randrange(2**40)
-        sampling = SamplingParams(temperature, seed=seed if temperature else 0)
-        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "speculate": rng.random() < 0.9}
-        if rng.random() < 0.3:
-            ids = alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False)
-            body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new, **how}
-            yield CHATS, body, alone.tokens(ids, n_new, sampling)
-        else:
-            body = {"inputs": prompt, "parameters": {"max_new_tokens": n_new, "details": True, **how}}
-            yield rng.choice([TGI, STREAM]), body, alone.tokens(prompt, n_new, sampling)
-
-
-def test_answers_under_load_are_those_of_plain_decoding(served: Served, alone: Alone):
-    """Some requests are sent more than once, so that rows also meet texts that they held before."""
-    rng = random.Random(1)
-    known = [*islice(mixed_requests(alone, rng), 10)]
-
-    def check() -> None:
-        path, body, expected = rng.choice(known)
-        answer = served.ask(path, body)
-        assert answer.status == 200, answer.body
-        if path == CHATS:
-            assert answer.json["choices"][0]["message"]["content"] == alone.tokenizer.decode(expected)
-        elif path == TGI:
-            assert [token["id"] for token in answer.json["details"]["tokens"]] == expected
-        else:
-            assert [event["token"]["id"] for event in answer.events] == expected
-
-    def leave() -> None:
-        with closing(served.begin(STREAM, {"inputs": "a b c", "parameters": LONG})) as connection:
-            if rng.random() < 0.7:
-                connection.getresponse().readline()
-
-    with ThreadPoolExecutor(16) as pool:
-        for done in [pool.submit(check if number % 5 else leave) for number in range(50)]:
-            done.result(120)
-    served.until_idle()
-    metrics = served.metrics()
-    assert metrics["tgi_batch_current_size"] == metrics["tgi_queue_size"] == metrics["foretoken_kv_use"] == 0
 
 
 @needs_cpp_compiler
@@ -97,13 +48,16 @@ def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
     assert "auto" in flags or sum(accepted for _, accepted in fast) > 0 == sum(accepted for _, accepted in plain)
 
 
-@pytest.mark.parametrize("path", [TGI, STREAM])
-def test_a_client_that_leaves_frees_its_row(served: Served, path):
+@pytest.mark.parametrize("path", [TGI, STREAM, V1])
+def test_a_client_that_leaves_frees_its_rows(served: Served, path):
+    """Of all samples of a request, too."""
+    samples = {"prompt": "a", "n": 4, "max_tokens": 200, "stream": True}
     with slow(served):
-        gone = [served.begin(path, {"inputs": f"{i}", "parameters": LONG}) for i in range(4)]
+        bodies = [samples] if path == V1 else [{"inputs": f"{i}", "parameters": LONG} for i in range(4)]
+        gone = [served.begin(path, body) for body in bodies]
         served.until(lambda: n_rows(served) == 4, "rows in use")
         before = n_rounds(served)
-        if path == STREAM:
+        if path != TGI:
             assert gone[0].getresponse().readline().startswith(b"data: ")
         for connection in gone:
             connection.close()

@@ -234,37 +234,6 @@ def test_stopping_closes_the_connection(fake, page, way):
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
 
 
-def test_a_column_waits_for_its_first_token_and_a_wrong_field_clears_the_answer(fake, page):
-    first, *rest = events(ANSWER)
-    fake.answers = [[0.5, first, 0.5, *rest]]
-    page.click("#send")
-    expect(page, "#columns p").to_have_text("waiting for the first token")
-    expect(page, "#columns p").to_have_text("")
-    expect(page, "#columns p").to_contain_text("ended")
-    for wrong in ("", "-1"):
-        page.fill("#new", wrong)
-        page.click("#send") if wrong else page.keyboard.press("Control+Enter")
-        expect(page, "#answer").to_be_hidden()
-        expect(page, "#state").to_be_empty()
-        page.fill("#new", "5")
-        send(fake, page, list(events(ANSWER)))
-        expect(page, "#answer").to_be_visible()
-    assert len(fake.bodies) == 3
-
-
-def test_a_screen_that_is_touched_has_no_hints_of_keys(fake, browser):
-    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
-    page = context.new_page()
-    page.goto(fake.url)
-    send(fake, page, list(events(ANSWER)))
-    assert not any(hint.is_visible() for hint in page.locator("kbd").all())
-    assert page.inner_text("#keys").startswith("Tap: a token's id")
-    page.tap(".text span:nth-child(2)")
-    expect(page, "#tip").to_contain_text("token 2, id 1")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    context.close()
-
-
 def test_side_by_side_of_the_same_tokens(fake, page):
     fake.answers = [list(events(PLAIN, 6800.0, drafted=0)), list(events(ANSWER, 5200.0))]
     page.check("#beside")

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving_cases import TEMPLATE, Served, serving
+from engine.sampling import SamplingParams
+from tests.support.serving_cases import CHATS as V1_CHATS
+from tests.support.serving_cases import TEMPLATE, TGI, V1, Alone, Served, serving
 
 Fields = dict[str, Any]
-TGI, V1, V1_CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 # The path of each route, and what makes it stream.
 ROUTES: dict[str, tuple[str, Fields]] = {
@@ -135,11 +136,14 @@ def loaded(chat_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
+def prompt_of(cell: Cell) -> str:
+    return f"{cell[1]} " * (1 + CELLS.index(cell) % 5) + cell[0]
+
+
 def request_of(cell: Cell, fields: Fields, **more: Any) -> tuple[str, Fields]:
     """Return the path and the body of a cell's request with the fields of a parameter; prompts differ between cells."""
-    route, mode = cell
+    (route, mode), prompt = cell, prompt_of(cell)
     path, streams = ROUTES[route]
-    prompt = f"{mode} " * (1 + CELLS.index(cell) % 5) + route
     base: dict[str, Fields] = {
         TGI: {"max_new_tokens": 16, "details": True},
         V1: {"prompt": prompt, "max_tokens": 16, "logprobs": 0},
@@ -155,13 +159,10 @@ def request_of(cell: Cell, fields: Fields, **more: Any) -> tuple[str, Fields]:
 def ask(served: Served, cell: Cell, fields: Fields, **more: Any) -> Any:
     """Return a cell's answer, a stream's as a whole."""
     path, body = request_of(cell, fields, **more)
-    answer = served.ask(path, body)
-    assert answer.status == 200, (cell, answer.body)
-    if not body.get("stream"):
-        return answer.json
-    if path == TGI:
-        return answer.events
-    *events, end = answer.events
+    answer = served.json(path, body)
+    if path == TGI or not body.get("stream"):
+        return answer
+    *events, end = answer
     assert end == "[DONE]"
     whole = None
     for event in events:
@@ -201,6 +202,14 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
     return one == other and type(one) is type(other)
+
+
+def text_of(answer: Any) -> str:
+    last = answer[-1] if isinstance(answer, list) else answer
+    if "generated_text" in last:
+        return last["generated_text"]
+    (choice,) = last["choices"]
+    return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"])["content"]
 
 
 def total(answer: Any, key: str) -> int:
@@ -247,8 +256,13 @@ def check(given: dict[Cell, tuple[Any, Any]]) -> None:
     assert not wrong, f"not those of plain rounds: {[*wrong]}, such as {next(iter(wrong.values()))}"
 
 
-def test_answers_without_parameters_are_those_of_plain_rounds(usual):
+def test_answers_without_parameters_are_those_of_plain_decoding(usual, alone: Alone):
     check(usual)
+    for cell, (drafted, _) in usual.items():
+        prompt, (path, _) = prompt_of(cell), ROUTES[cell[0]]
+        ids = alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False) if path == V1_CHATS else prompt
+        how = {"temperature": 0.9, "seed": 5} if cell[1] == "coupled" else {}
+        assert text_of(drafted) == alone.text(ids, 16, SamplingParams(**how)), cell
     for drafted, plain in usual.values():
         assert total(drafted, "drafted") > total(drafted, "accepted") and total(plain, "drafted") == 0
     assert sum(total(drafted, "accepted") for drafted, _ in usual.values()) > len(usual)

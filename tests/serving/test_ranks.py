@@ -2,37 +2,19 @@
 
 import json
 import os
-import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.client import HTTPException
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from common import cli
 from engine.sampling.distribution import SamplingParams
 from serving.serve import SIGNALS, Serve, open_server
-from tests.support.programs import ROOT
-from tests.support.rank_jobs import LAUNCHER, Job, launched
 from tests.support.serving_cases import FLAGS, Alone, Served
-
-
-@contextmanager
-def serving_process(folder: Path, checkpoint: Path, n_ranks: int) -> Iterator[tuple[Job, Served]]:
-    words = [*LAUNCHER] if n_ranks > 1 else [sys.executable]
-    command = [*words, "-m", "serving", f"--model={checkpoint}", "--port=0", *FLAGS.split()]
-    with launched(folder, command, {"PYTHONPATH": str(ROOT)}) as job:
-        job.until(lambda: "serving " in job.err or job.launcher.poll() is not None, "a server")
-        found = re.search(r"serving .* on (http://\S+)", job.err)
-        assert found, job.err
-        yield job, Served(SimpleNamespace(url=found[1]), None, [])  # type: ignore[arg-type]
+from tests.support.serving_processes import serving_process
 
 
 def begun(server: Served, n: int, n_new: int = 250) -> list:

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.serving.test_ranks import serving_process
 from tests.support.programs import ROOT
-from tests.support.serving_cases import Alone, Answer, Served, serving, slow
+from tests.support.serving_cases import CHATS, STREAM, TGI, V1, Alone, Answer, Served, serving, slow
+from tests.support.serving_processes import serving_process
 
 HAPROXY = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin")
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs HAProxy")
-TGI, STREAM, V1, CHATS = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
 SESSION = "X-Session-Id"
 NOBODY = "http://127.0.0.1:9"
 
@@ -100,26 +99,26 @@ def of_user(content: Any) -> list[dict[str, Any]]:
 
 
 LONG = 'a "long" text\n' * 9000  # longer than the proxy's buffer
-# A path, and pairs of bodies and headers that belong together.
+# A path, and the bodies of two requests that belong together.
 KEYS: dict[str, tuple[str, Any, Any]] = {
-    "inputs": (TGI, lambda i: ({"inputs": f"{i}" * 100}, {}), lambda i: ({"inputs": f"{i}" * 100 + "more"}, {})),
-    "prompt": (V1, lambda i: ({"prompt": f"{i}é" * 50}, {}), lambda i: ({"n": 1, "prompt": f"{i}é" * 50 + LONG}, {})),
+    "inputs": (TGI, lambda i: {"inputs": f"{i}" * 100}, lambda i: {"inputs": f"{i}" * 100 + "more"}),
+    "prompt": (V1, lambda i: {"prompt": f"{i}é" * 50}, lambda i: {"n": 1, "prompt": f"{i}é" * 50 + LONG}),
     "messages": (
         CHATS,
-        lambda i: ({"messages": of_user(f"\\{i}€\n")}, {}),
-        lambda i: ({"model": "m", "messages": [*of_user(f"\\{i}€\n"), *of_user(LONG)]}, {}),
+        lambda i: {"messages": of_user(f"\\{i}€\n")},
+        lambda i: {"model": "m", "messages": [*of_user(f"\\{i}€\n"), *of_user(LONG)]},
     ),
     "parts": (
         CHATS,
-        lambda i: ({"messages": of_user([{"type": "text", "text": f"{i}{LONG}"}])}, {}),
-        lambda i: ({"messages": [*of_user([{"text": f"{i}{LONG}", "type": "text"}]), *of_user("and")]}, {}),
+        lambda i: {"messages": of_user([{"type": "text", "text": f"{i}{LONG}"}])},
+        lambda i: {"messages": [*of_user([{"text": f"{i}{LONG}", "type": "text"}]), *of_user("and")]},
     ),
     "prompt_cache_key": (
         V1,
-        lambda i: ({"prompt": "a", "prompt_cache_key": f"{i}"}, {}),
-        lambda i: ({"prompt": f"b{i}", "prompt_cache_key": f"{i}"}, {}),
+        lambda i: {"prompt": "a", "prompt_cache_key": f"{i}"},
+        lambda i: {"prompt": f"b{i}", "prompt_cache_key": f"{i}"},
     ),
-    SESSION: (TGI, lambda i: ({"inputs": "a"}, {SESSION: f"{i}"}), lambda i: ({"inputs": f"{i} b"}, {SESSION: f"{i}"})),
+    SESSION: (TGI, lambda i: {"inputs": "a"}, lambda i: {"inputs": f"{i} b"}),
 }
 
 
@@ -128,13 +127,13 @@ def test_requests_with_a_key_stay_together(proxy: Served, kind):
     """Requests ask for nothing possible, so that they are refused at once."""
     path, first, later = KEYS[kind]
 
-    def replica(body: dict[str, Any], headers: dict[str, str]) -> str:
-        stop = ["a"] * 99
+    def replica(body: dict[str, Any], i: int) -> str:
+        stop, headers = ["a"] * 99, {SESSION: f"{i}"} if kind == SESSION else {}
         answer = proxy.ask(path, body | ({"parameters": {"stop": stop}} if path == TGI else {"stop": stop}), headers)
         assert answer.status in (400, 422)
         return answer.headers["x-replica"]
 
-    chosen = [(replica(*first(i)), replica(*later(i))) for i in range(8)]
+    chosen = [(replica(first(i), i), replica(later(i), i)) for i in range(8)]
     assert {*chosen} == {("a", "a"), ("b", "b")}
 
 

@@ -8,6 +8,8 @@ import torch
 from bench.auto.adaptive import Adaptive
 from bench.session import Session
 from common import cli
+from engine.graphs import CapturedParts
+from engine.parallel.ranks import ALONE
 from engine.requests import Request
 from engine.sampling.distribution import SamplingParams
 from serving.scheduler import Scheduler, open_session
@@ -36,7 +38,7 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
 
     def capturing(plan, **given):
         session = of_plan(plan, **given)
-        session.runner.graphs = RecordedGraphs(session.runner.device, graphs)
+        session.runner.graphs = CapturedParts(RecordedGraphs(session.runner.device, graphs), ALONE)
         return session
 
     monkeypatch.setattr(Session, "of_plan", capturing)

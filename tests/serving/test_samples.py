@@ -1,33 +1,18 @@
 """Several samples and prompts in a request, and log-probabilities of prompts and of the likeliest tokens."""
 
-from contextlib import closing
 from statistics import fmean
-from typing import Any
 
 import pytest
 from huggingface_hub import InferenceClient
-from openai import OpenAI
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
 from engine.sampling.distribution import SamplingParams
 from tests.support.hf_tiny import SHAPE, random_model, save_folder
-from tests.support.serving_cases import END, Alone, Served, serving, slow
+from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Served, serving
 
-TGI, V1, CHATS = "/generate", "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]
 WARM = {"temperature": 0.9, "top_p": 0.95, "seed": 40}
-
-
-@pytest.fixture
-def openai(served: Served) -> OpenAI:
-    return OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
-
-
-def answer_of(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = served.ask(path, body)
-    assert answer.status == 200, answer.body
-    return answer.json
 
 
 def drawn(alone: Alone, prompt: str, n_tokens: int, i: int = 0) -> tuple[str, list[float]]:
@@ -38,7 +23,7 @@ def drawn(alone: Alone, prompt: str, n_tokens: int, i: int = 0) -> tuple[str, li
 def test_samples_of_several_prompts(served: Served, alone: Alone):
     """More than rows: a choice is the answer to a request with its seed, and a prompt is counted once."""
     body = {"prompt": PROMPTS, "n": 3, "max_tokens": 24, "logprobs": 0, **WARM}
-    answer = answer_of(served, V1, body)
+    answer = served.json(V1, body)
     assert [choice["index"] for choice in answer["choices"]] == [*range(9)]
     for i, choice in enumerate(answer["choices"]):
         text, logprobs = drawn(alone, PROMPTS[i // 3], 24, i)
@@ -65,9 +50,9 @@ def test_samples_run_their_prompt_once(chat_checkpoint, flags):
         assert server.metrics()["foretoken_prefill_tokens_total"] == n_prompt > 60
 
 
-def test_streams_of_samples(openai, alone: Alone):
+def test_streams_of_samples(served: Served, alone: Alone):
     how = {"model": "m", "max_tokens": 24, "stream_options": {"include_usage": True}, "stream": True}
-    *chunks, usage = openai.completions.create(prompt=PROMPTS[:2], n=2, logprobs=1, extra_body=WARM, **how)
+    *chunks, usage = served.openai.completions.create(prompt=PROMPTS[:2], n=2, logprobs=1, extra_body=WARM, **how)
     indices = [chunk.choices[0].index for chunk in chunks]
     for i in range(4):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == i]
@@ -76,7 +61,7 @@ def test_streams_of_samples(openai, alone: Alone):
     assert indices != sorted(indices)  # of all samples in turns
     assert usage.usage.prompt_tokens == sum(len(alone.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
     messages = [{"role": "user", "content": "hello"}]
-    chunks = [*openai.chat.completions.create(messages=messages, n=2, extra_body=WARM, **how)][:-1]
+    chunks = [*served.openai.chat.completions.create(messages=messages, n=2, extra_body=WARM, **how)][:-1]
     roles = [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks if chunk.choices[0].delta.role]
     assert sorted(roles) == [(0, "assistant"), (1, "assistant")]
 
@@ -84,7 +69,7 @@ def test_streams_of_samples(openai, alone: Alone):
 def test_the_best_of_some_samples(served: Served, alone: Alone):
     expected = [drawn(alone, PROMPTS[1], 12, i) for i in range(5)]
     ranked = sorted(expected, key=lambda each: -fmean(each[1]))
-    answer = answer_of(served, V1, {"prompt": PROMPTS[1], "best_of": 5, "n": 2, "max_tokens": 12, **WARM})
+    answer = served.json(V1, {"prompt": PROMPTS[1], "best_of": 5, "n": 2, "max_tokens": 12, **WARM})
     assert [choice["text"] for choice in answer["choices"]] == [text for text, _ in ranked[:2]]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["logprobs"] is None and answer["usage"]["completion_tokens"] == 60
@@ -100,7 +85,7 @@ def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alon
     """Batches of token ids with `echo`: log-probabilities at every position, and whether a token is the likeliest."""
     prompts = [alone.tokenizer.encode(prompt) for prompt in PROMPTS]
     body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True, "seed": 1234}
-    answer = answer_of(served, V1, body)
+    answer = served.json(V1, body)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
         ids, scored = [*prompt, *alone.tokens(prompt, max_tokens)] if max_tokens else prompt, choice["logprobs"]
         every = alone.scores(ids)
@@ -124,7 +109,7 @@ def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alon
 def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
     """Drafted tokens have them, too, in each API's form; the chosen token is among them where it is likely."""
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30, "logprobs": True, "top_logprobs": 20}
-    content = answer_of(served, CHATS, body | {"temperature": 0, "seed": 1})["choices"][0]["logprobs"]["content"]
+    content = served.json(CHATS, body | {"temperature": 0, "seed": 1})["choices"][0]["logprobs"]["content"]
     prompt = alone.tokenizer.encode("[user]hello\n[a]", add_bos=False)
     every = alone.scores([*prompt, *alone.tokens(prompt, 30)])[len(prompt) - 1 :]
     for token, row in zip(content, every, strict=True):
@@ -134,7 +119,7 @@ def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
             name: token["top_logprobs"][0][name] for name in ("token", "logprob")
         }
     prompt, how = PROMPTS[0], {"max_new_tokens": 12, "top_n_tokens": 3, "decoder_input_details": True, **WARM}
-    details = answer_of(served, TGI, {"inputs": prompt, "parameters": how})["details"]
+    details = served.json(TGI, {"inputs": prompt, "parameters": how})["details"]
     ids = alone.tokenizer.encode(prompt)
     every = alone.scores([*ids, *(token["id"] for token in details["tokens"])])
     assert [token["id"] for token in details["prefill"]] == ids and details["prefill"][0]["logprob"] is None
@@ -143,18 +128,8 @@ def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
     wanted = [row.topk(3).indices.tolist() for row in every[len(ids) - 1 :]]
     assert [[token["id"] for token in top] for top in details["top_tokens"]] == wanted
     del how["decoder_input_details"]
-    events = served.ask("/generate_stream", {"inputs": prompt, "parameters": how}).events
+    events = served.json(STREAM, {"inputs": prompt, "parameters": how})
     assert [[token["id"] for token in event["top_tokens"]] for event in events] == wanted
-
-
-def test_a_client_that_leaves_ends_all_its_samples(served: Served):
-    with slow(served):
-        body = {"prompt": PROMPTS, "n": 3, "max_tokens": 200, "stream": True, **WARM}
-        with closing(served.begin(V1, body)) as connection:
-            connection.getresponse().readline()
-            assert len(served.answers) == 9
-        served.until(lambda: not served.answers, "their end")
-    served.until_idle()
 
 
 def test_ids_without_a_token_have_names_of_their_own(tmp_path):
@@ -166,7 +141,7 @@ def test_ids_without_a_token_have_names_of_their_own(tmp_path):
     with serving(tmp_path) as server:
         for prompt in ("a b c", "tea"):
             body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 20, "logit_bias": likely}
-            (choice,) = answer_of(server, V1, body)["choices"]
+            (choice,) = server.json(V1, body)["choices"]
             assert choice["text"] == "" and {*choice["logprobs"]["tokens"]} <= {f"token_id:{id_}" for id_ in likely}
             places = choice["logprobs"]["top_logprobs"]
             details = server.generate(prompt, max_new_tokens=6, logit_bias=likely, top_n_tokens=20)["details"]

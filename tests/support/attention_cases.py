@@ -50,13 +50,14 @@ class Case:
 
         return replace(self, kv=KV(*map(spread, self.kv[:4]), rows), slots=replace(self.slots, rows=rows))
 
-    def assert_notes(self, backend, tolerance: float = 1e-5) -> None:
+    def assert_notes(self, backend, tolerance: float = 1e-5, plain: Tensor | None = None) -> None:
         """Require that noting changes no output, and that each token's shares of chunks are those of float64; the
-        noted buffer is larger than the case."""
+        noted buffer is larger than the case. plain: the output without noting."""
+        plain = self.run(backend) if plain is None else plain
         (batch, n_token), (n_slot, n_kv_head) = self.q.shape[:2], self.kv.keys.shape[1:3]
         rows = torch.arange(batch) if self.kv.rows is None else self.kv.rows
         noted = torch.full((len(self.kv.keys), n_token + 1, n_kv_head, -(-n_slot // SCORE_CHUNK) + 3), float("nan"))
-        assert torch.equal(replace(self, kv=self.kv._replace(chunk_scores=noted)).run(backend), self.run(backend))
+        assert torch.equal(replace(self, kv=self.kv._replace(chunk_scores=noted)).run(backend), plain)
         keys = self.kv.dequantized(torch.float64)[0]
         scores = torch.einsum("btkgd,bckd->btkgc", self.q.double().unflatten(2, (n_kv_head, -1)), keys)
         visible = visibility(self.queries, self.slots.positions, self.spec.sliding_window)[:, :, None, None]

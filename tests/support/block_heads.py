@@ -17,7 +17,7 @@ from models import ModelConfig
 from models.heads.dflash import DFlashHead
 from models.rope import rope_of
 from tests.support.published_heads import random_dflash, random_eagle
-from tests.support.tiny import normed
+from tests.support.tiny import normed, rotated
 
 MASK = 2
 
@@ -64,7 +64,9 @@ def plain_block(head: DFlashHead, embedding: Tensor, fused: Tensor, current: int
             )
         )
         q, k = (
-            turned(normed(y, weight, config.norm_eps), at, config)
+            torch.stack(
+                [rotated(heads, i, rope_of(config)) for i, heads in enumerate(normed(y, weight, config.norm_eps))]
+            )
             for y, weight in zip((q, k), attention.qk_norm.weight.chunk(2), strict=True)
         )
         k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
@@ -80,11 +82,3 @@ def plain_block(head: DFlashHead, embedding: Tensor, fused: Tensor, current: int
         gate, up = (normed(x, layer.ffn_norm.weight, config.norm_eps) @ layer.feed_forward.w13.weight.T).chunk(2, -1)
         x = x + (gate * gate.sigmoid() * up) @ layer.feed_forward.w2.weight.T
     return normed(x, head.body.norm.weight, config.norm_eps)[-n_draft:]
-
-
-def turned(x: Tensor, at: Tensor, config: ModelConfig) -> Tensor:
-    """Rotate heads `x [T, H, D]` to positions `at [T]`."""
-    first, second = x.chunk(2, dim=-1)
-    turn = torch.exp(1j * at[:, None, None] * rope_of(config).frequencies.double())
-    pairs = torch.complex(first, second) * turn
-    return torch.cat([pairs.real, pairs.imag], dim=-1)

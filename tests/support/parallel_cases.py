@@ -12,13 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
-from engine.drafters.combined import Combined
-from engine.drafters.medusa import Medusa
-from engine.drafters.ngram import NGram
-from engine.drafters.ngram_cache import NGramCache
-from engine.drafters.speculated import Speculated
-from engine.drafters.suffix import Suffix
+from engine import ModelRunner, SamplingParams, SelfSpeculation
+from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
@@ -28,24 +23,21 @@ from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, load_model
 from models.checkpoints.loading import save_checkpoint
 from models.llama import select_layers
-from tests.support.block_heads import HEADS, with_head
+from tests.support.drafters import Drafters
 from tests.support.pacings import SCHEDULES, Scripted, scheduled
 from tests.support.policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting
-from tests.support.published_heads import random_medusa
 from tests.support.recorded_graph import RecordedGraphs
 from tests.support.tiny import TINY, tiny_model
 
 GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 STANDALONE = ("streaming, positions in the cache", "snapkv", "quantized")
-CACHE_DRAFTS = (
-    *(f"self, {name}" for name in SELF_DRAFT_POLICIES if name != "full"),
-    *(f"standalone, {x}" for x in STANDALONE),
+DRAFTS = (
+    *("none", "ngram", "suffix", "cache", *(name for name in SELF_DRAFT_POLICIES if name != "full")),
+    *(f"standalone, {policy}" for policy in STANDALONE),
+    *("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming", "some layers"),
+    *("combined, standalone, streaming", "changing", "speculated, ngram", "speculated, streaming", "speculated, model"),
 )
-HEAD_DRAFTS = ("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming")
-TEXTS = {"ngram": NGram, "suffix": Suffix, "cache": NGramCache}
-DRAFTS = ("none", *TEXTS, *CACHE_DRAFTS, *HEAD_DRAFTS, "self, some layers", "combined", "changing")
-DRAFTS += ("speculated, ngram", "speculated, streaming", "speculated, model")
 SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -148,7 +140,7 @@ def all_cases() -> list[Case]:
         is_captured = (MODES.index(mode) + DRAFTS.index(draft)) % 2 == 0
         # A captured model beside text drafts always drafts, and so counts more drafts than a single process. Experts on
         # a CPU read counts on the host, which a recorded round cannot.
-        is_captured = is_captured and draft != "combined" and group_size != 3
+        is_captured = is_captured and not draft.startswith("combined") and group_size != 3
         return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
 
     return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
@@ -171,50 +163,34 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     new_graphs = RecordedGraphs if case.is_captured and (ranks.size > 1 or case.schedule) else None
     runner = ModelRunner(model, _cache(model.config), prefill_chunk=16, ranks=ranks, new_graphs=new_graphs)
     rng = random.Random(case.name)
-    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(rng.randint(1, 24))] for _ in range(4)]
     temperature = 0.0 if case.mode == "greedy" else 0.8
-    changing = case.draft == "changing"
-    kinds = ("self, snapkv", "standalone, streaming", "ngram") if changing else (case.draft,)
-    drafters = [_drafter(replace(case, draft=kind), folder, runner) for kind in kinds]
-    drafters = [drafter and scheduled(drafter, case.schedule, N_ROWS) for drafter in drafters]
-    drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if changing else {"drafter": drafters[0]}
-    limits = [rng.randint(1, 14) for _ in prompts]
+    kinds = ("snapkv", "standalone, streaming", "ngram") if case.draft == "changing" else (case.draft,)
+    drafters = [_drafter(case, kind, folder, runner) for kind in kinds]
+    drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if len(kinds) > 1 else {"drafter": drafters[0]}
+    limits = [rng.randint(1, 10) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
     settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
     out = generate_selecting(runner, prompts, **settings, **drafts)
     return {"tokens": out.tokens, "counts": [asdict(row) for row in out.stats.rows]}
 
 
-def _drafter(case: Case, folder: Path, runner: ModelRunner):
-    kind, _, policy = case.draft.partition(", ")
-    if kind == "none":
-        return None
-    if kind in TEXTS:
-        return TEXTS[kind](runner, GAMMA)
-    if kind == "combined":
-        model = _drafter(replace(case, draft="standalone, streaming"), folder, runner)
-        return Combined(runner, model, [Suffix(runner, GAMMA), NGramCache(runner, GAMMA)], 1)
-    if kind == "medusa":
-        return Medusa(runner, random_medusa(runner.model.config), GAMMA)
-    if kind in HEADS:
-        return with_head(kind, runner, lambda shape: _cache(shape, policy), GAMMA)
-    if policy == "some layers":
-        draft = select_layers(runner.model, [1])
-        return SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
-    if kind == "speculated":
-        outer = _drafter(replace(case, draft="self, retrieval"), folder, runner)
-        if policy == "model":
-            return Speculated(outer, _drafter(replace(case, draft="standalone, streaming"), folder, runner))
-        inner = SelfSpeculation(runner, _cache(runner.model.config, "streaming"), 2)
-        return Speculated(outer, NGram(runner, 2) if policy == "ngram" else inner)
-    if kind == "self":
-        return SelfSpeculation(runner, _cache(runner.model.config, policy), GAMMA)
+def _drafter(case: Case, kind: str, folder: Path, runner: ModelRunner) -> Drafter | None:
     ranks = runner.ranks
-    holders = model_ranks(ranks, case.draft_ranks(ranks.size))
-    if not holders.holds:
-        return StandaloneDraft(RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders), GAMMA)
-    model = _load(folder / "draft", DRAFT_CONFIG, holders)
-    return StandaloneDraft(ModelRunner(model, _cache(model.config, policy), ranks=ranks), GAMMA)
+    if kind == "some layers":
+        draft = select_layers(runner.model, [1])
+        drafter = SelfSpeculation(runner, _cache(draft.config, "streaming"), GAMMA, draft, [1])
+        return scheduled(drafter, case.schedule, N_ROWS)
+
+    def new_runner(policy: str) -> ModelRunner | RemoteRunner:
+        holders = model_ranks(ranks, case.draft_ranks(ranks.size))
+        if not holders.holds:
+            return RemoteRunner(DRAFT_CONFIG, torch.float64, N_ROWS, ranks, holders)
+        model = _load(folder / "draft", DRAFT_CONFIG, holders)
+        return ModelRunner(model, _cache(model.config, policy), ranks=ranks)
+
+    new_drafter = Drafters(runner, GAMMA, SIZE, outer="retrieval", new_runner=new_runner)
+    return new_drafter(f"{kind}: {case.schedule}")
 
 
 def _load(path: Path, config: ModelConfig, holders: ModelRanks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +25,7 @@ from tests.support.tiny import TINY
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a draft's cache: rows, longest text, dtype, and a budget of `n_kept` entries beside a window.
+    """Size of a draft's cache: rows, longest text, dtype, and a budget of `n_kept` entries next to a window.
 
     window: at least gamma + 1 tokens.
     """
@@ -62,40 +63,36 @@ class SmallestKeys(ScoredPolicy):
         return -keys.norm(dim=-1)
 
 
-def new_cache(policy: ScoredPolicy, config: KVShape, size: Size) -> KVCache:
-    return policy.new_cache(config, size.n_rows, size.longest, "cpu", size.dtype)
+def streaming(shape: KVShape, size: Size, rotate_on_read: bool = False) -> KVCache:
+    how = {"dtype": size.dtype, "rotate_on_read": rotate_on_read}
+    return StreamingKVCache(shape, size.n_rows, size.budget, size.n_kept, **how)
+
+
+def quantized(shape: KVShape, size: Size) -> KVCache:
+    how = {"group": size.window, "window": size.window, "dtype": size.dtype}
+    return QuantizedKVCache(shape, size.n_rows, size.longest, **how)
+
+
+def by(new_policy: Callable[[Size], ScoredPolicy]) -> Policy:
+    """Return a policy that selects `n_kept + 1` entries."""
+    return Policy(lambda shape, size: new_cache(new_policy(size), shape, size))
+
+
+def new_cache(policy: ScoredPolicy, shape: KVShape, size: Size) -> KVCache:
+    return policy.new_cache(shape, size.n_rows, size.longest, "cpu", size.dtype)
 
 
 POLICIES = {
-    "streaming": Policy(
-        lambda config, size: StreamingKVCache(config, size.n_rows, size.budget, size.n_kept, dtype=size.dtype)
+    "streaming": Policy(streaming),
+    "full": Policy(lambda shape, size: FullKVCache(shape, size.n_rows, size.longest, dtype=size.dtype)),
+    "streaming, positions in the cache": Policy(partial(streaming, rotate_on_read=True)),
+    "snapkv": by(lambda size: SnapKV(size.budget + 1, size.window)),
+    "smallest keys": by(lambda size: SmallestKeys(size.budget + 1, size.window)),
+    "verify_topk": by(lambda size: VerifyTopK(size.budget + 1, size.window, n_sink=0)),
+    "retrieval": by(
+        lambda size: Retrieval(size.budget + 1, size.window, n_sink=0, refresh=2, chunk=min(3, size.window))
     ),
-    "full": Policy(lambda config, size: FullKVCache(config, size.n_rows, size.longest, dtype=size.dtype)),
-    "streaming, positions in the cache": Policy(
-        lambda config, size: StreamingKVCache(
-            config, size.n_rows, size.budget, size.n_kept, dtype=size.dtype, rotate_on_read=True
-        )
-    ),
-    "snapkv": Policy(
-        lambda config, size: new_cache(SnapKV(size.budget + 1, size.window), config, size),
-    ),
-    "smallest keys": Policy(
-        lambda config, size: new_cache(SmallestKeys(size.budget + 1, size.window), config, size),
-    ),
-    "verify_topk": Policy(
-        lambda config, size: new_cache(VerifyTopK(size.budget + 1, size.window, n_sink=0), config, size),
-    ),
-    "retrieval": Policy(
-        lambda config, size: new_cache(
-            Retrieval(size.budget + 1, size.window, n_sink=0, refresh=2, chunk=min(3, size.window)), config, size
-        ),
-    ),
-    "quantized": Policy(
-        lambda config, size: QuantizedKVCache(
-            config, size.n_rows, size.longest, group=size.window, window=size.window, dtype=size.dtype
-        ),
-        is_exact=False,
-    ),
+    "quantized": Policy(quantized, is_exact=False),
 }
 # A self-draft copies the target's keys, which are rotated already.
 SELF_DRAFT_POLICIES = tuple(name for name in POLICIES if "positions" not in name)

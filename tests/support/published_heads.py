@@ -51,8 +51,6 @@ def eagle_tensors(
     shapes["fc.weight"] = (dim, 2 * dim if version == 1 else 3 * target.dim)
     if options.get("bias"):
         shapes["fc.bias"] = (dim,)
-    if options.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (target.dim,) for i in range(3)}
     for i in range(n_layer):
         at, n_in = (first, width) if i == 0 else (f"layers.{i}", dim)
         for name, heads in (("q", N_HEAD), ("k", N_KV_HEAD), ("v", N_KV_HEAD)):
@@ -154,19 +152,14 @@ def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaH
 class PlainEagle:
     """A head over a single text: it runs token by token, and keeps keys and values in lists."""
 
-    def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1, **options: Any) -> None:
+    def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1) -> None:
         self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
-        self.version, self.options = version, options
+        self.version = version
         self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
 
     def fused(self, states: Tensor) -> Tensor:
         """Combine the target's states `[n * dim]`."""
-        if self.version == 1:
-            return states
-        if self.options.get("fc_norm"):
-            parts = states.chunk(3)
-            states = torch.cat([normed(x, self.tensors[f"fc_norm.{i}.weight"], EPS) for i, x in enumerate(parts)])
-        return self.tensors["fc.weight"] @ states
+        return states if self.version == 1 else self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
         """Return the next state, from a state and the token behind it."""
@@ -182,7 +175,6 @@ class PlainEagle:
             if i == 0 and self.version == 3:
                 first = normed(x, layer["hidden_norm.weight"], EPS)
                 read = torch.cat([normed(embedded, layer["input_layernorm.weight"], EPS), first])
-                x = first if self.options.get("norm_before_residual") else x
             q, k, v = (
                 (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
                     -1, HEAD_DIM
@@ -200,13 +192,11 @@ class PlainEagle:
             read = normed(x, layer["post_attention_layernorm.weight"], EPS)
             gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
             x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return normed(x, tensors["norm.weight"], EPS) if self.options.get("norm_output") else x
+        return x
 
     def logits(self, state: Tensor) -> Tensor:
         """Return EAGLE-3's logits of its ids."""
-        if not self.options.get("norm_output"):
-            state = normed(state, self.tensors["norm.weight"], EPS)
-        return self.tensors["lm_head.weight"] @ state
+        return self.tensors["lm_head.weight"] @ normed(state, self.tensors["norm.weight"], EPS)
 
 
 def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:

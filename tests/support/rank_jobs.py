@@ -24,6 +24,7 @@ from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
 from tests.support.programs import ROOT, Ended, overriding
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+ON_RANKS = str(ROOT / "tests/support/on_ranks.py")
 JOB = "FORETOKEN_TEST_JOB"
 LIMIT_SECONDS = 300  # of any command
 N_PADDED = N_TOKENS + 7
@@ -158,7 +159,7 @@ class Job:
 def started(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Iterator[Job]:
     """Start a benchmark on two ranks, and kill its processes at the end."""
     path = str(ROOT / "tests" / f"{script}_benchmark.py")
-    command = [path] if fault is None else [str(ROOT / "tests/support/rank_script_cases.py"), fault, path]
+    command = [path] if fault is None else [ON_RANKS, fault, path]
     with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if fault else {}) as job:
         yield job
 

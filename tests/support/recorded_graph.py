@@ -21,6 +21,12 @@ HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "
 PRODUCTS = ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "baddbmm", "dot")
 
 
+def waits(function: Any, args: Any) -> bool:
+    """Return whether an operation reads a tensor's values back to the host, or has a shape that depends on them."""
+    name = function.overloadpacket.__name__
+    return name in HOST_READS or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]))
+
+
 class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +34,7 @@ class Recorder(TorchDispatchMode):
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function.overloadpacket.__name__ not in HOST_READS, "the host read a value while recording"
+        assert not waits(function, args), "the host read a value while recording"
         assert function is not torch.ops.aten.lift_fresh.default, "the host made a tensor while recording"
         is_product = function.overloadpacket.__name__ in PRODUCTS
         assert not is_product or args[0].is_floating_point(), "CUDA does not multiply matrices of integers"
@@ -104,10 +110,8 @@ class RecordedGraphs:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuse operations that read a tensor's values back to the host, or whose shape depends on them."""
+    """Refuse operations that wait for the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        boolean_index = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-        assert name not in HOST_READS and not boolean_index, f"{func} would wait for the device"
+        assert not waits(func, args), f"{func} would wait for the device"
         return func(*args, **(kwargs or {}))

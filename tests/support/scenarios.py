@@ -3,92 +3,33 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft
-from engine.batch import Batch
-from engine.drafters import RowUpdate
-from engine.drafters.combined import Combined
-from engine.drafters.markov import Markov, NGramTable
-from engine.drafters.medusa import Medusa
-from engine.drafters.ngram import NGram
-from engine.drafters.ngram_cache import NGramCache
-from engine.drafters.saved_text import SavedText
-from engine.drafters.speculated import Speculated
-from engine.drafters.suffix import Suffix
+from engine import ModelRunner, SamplingParams
+from engine.drafters import Drafter
 from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
 from engine.pacing import PLAIN, Choice
-from engine.sampling.noise import Stream, uniform
 from kv_cache import FullKVCache
-from tests.support.block_heads import HEADS, with_head
+from tests.support.block_heads import HEADS
+from tests.support.drafters import GUESSES, TEXT_DRAFTERS, Drafters
 from tests.support.edit_cases import edited, random_edits
-from tests.support.pacings import SCHEDULES, scheduled
-from tests.support.policies import POLICIES, WITHOUT_QUERIES, Size, generate_selecting
-from tests.support.published_heads import random_medusa
-from tests.support.witness import cut
-
-KINDS = ("oracle", "reject", "upto", "ragged", "random")
-
-
-class Guesses(SavedText):
-    """An oracle that errs in a controlled way: it knows each request's future and proposes a part of it, by `kind`.
-
-    All of it ("oracle"), nothing but errors ("reject"), a right beginning of random length and errors behind it
-    ("upto"; "ragged" also drops a random number of the last drafts), or noise ("random"). Guesses for a request at a
-    position do not depend on the batch.
-    """
-
-    def __init__(
-        self, runner, texts: Mapping[int, Sequence[int]], gamma: int, kind: str, vocab_size: int, seed: int = 0
-    ) -> None:
-        super().__init__(runner, texts, gamma)
-        self.kind, self.vocab_size = kind, vocab_size
-        self.seed = torch.tensor(seed)
-        self.requests = torch.zeros(runner.cache.max_batch, dtype=torch.int64)
-
-    def follow(self, rows: Sequence[RowUpdate]) -> None:
-        super().follow(rows)
-        for row, request, *_ in rows:
-            self.requests[row] = request
-
-    def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:
-        (tokens, n_tokens), of = super().guess(batch, gamma), (self.requests[batch.rows], batch.lengths)
-        if self.kind == "random":
-            return self._below(self.vocab_size, *of, gamma), n_tokens
-        n_right = {"oracle": gamma, "reject": 0}.get(self.kind)
-        right = self._below(gamma + 1, *of, 1) if n_right is None else n_right
-        wrong = (tokens + 1) % self.vocab_size
-        tokens = torch.where(torch.arange(gamma) < right, tokens, wrong)
-        if self.kind == "ragged":
-            n_tokens = torch.minimum(n_tokens, self._below(gamma + 1, of[0], of[1] + 1000, 1)[:, 0])
-        return tokens, n_tokens
-
-    def _below(self, bound: int, requests: Tensor, lengths: Tensor, n: int) -> Tensor:
-        numbers = uniform(self.seed, requests, lengths, Stream.DRAFT, max(n, 1))[:, :n]
-        return (numbers * bound).long()
-
+from tests.support.pacings import SCHEDULES
+from tests.support.policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES, Size, generate_selecting
+from tests.support.tiny import TINY, recomputing, tiny_model
+from tests.support.witness import WitnessModel, cut, next_logits
 
 PACED = "paced"
-# What needs no model, made of a runner and gamma.
-TEXT_DRAFTERS = {
-    "ngram": NGram,
-    "ngram, first match": partial(NGram, match="first"),
-    "suffix": Suffix,
-    "cache": NGramCache,
-    "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
-}
 SPECULATED = ("speculated, ngram", "speculated, streaming", "speculated, model")
 COMBINED = ("combined, streaming", "combined, standalone, streaming")
 DRAFTERS = ("none", *WITHOUT_QUERIES, *(f"standalone, {name}" for name in WITHOUT_QUERIES), *TEXT_DRAFTERS)
-DRAFTERS += (PACED, *KINDS, *COMBINED, *SPECULATED)
+DRAFTERS += (PACED, *GUESSES, *COMBINED, *SPECULATED)
 HEAD_DRAFTS = tuple(f"{kind}, streaming" for kind in HEADS)
 # Drafters whose q is p, and those whose tokens in rejection mode the reference knows.
 SEE_ALL = ("full", "standalone, full")
@@ -97,28 +38,45 @@ REFERENCED = ("none", *SEE_ALL)
 BY_BATCH = (PACED, "cache", "retrieval", *COMBINED)
 
 
-def counted(vocab_size: int) -> NGramTable:
-    """A table of what follows what in random text."""
-    rng, table = random.Random(vocab_size), NGramTable(2)
-    table.learn([rng.randrange(vocab_size) for _ in range(400)])
-    return table
-
-
 class World(Protocol):
     """A model, and what it gives for a text without any cache."""
 
     model: Any
     # Of the entries of every cache.
     kv_dtype: torch.dtype
-    # Beside the drafters that work in every world.
+    # With the drafters that work in every world.
     drafters: tuple[str, ...]
 
     def next_logits(self, text: list[int]) -> torch.Tensor: ...
 
 
+class WitnessWorld:
+    model = WitnessModel()
+    kv_dtype = model.dtype
+    drafters = ()
+    next_logits = staticmethod(next_logits)
+
+
+QUERYING = tuple(name for name in SELF_DRAFT_POLICIES if name not in WITHOUT_QUERIES)
+SHAPES = {
+    "grouped heads": TINY,
+    "one KV head": replace(TINY, n_kv_head=1),
+    "three queries a group, tied": replace(TINY, n_head=6, n_kv_head=2, tie_embeddings=True),
+    "sliding window": replace(TINY, n_kv_head=4, sliding_window=9),
+}
+
+
+class LlamaWorld:
+    drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), "medusa", *HEAD_DRAFTS)
+
+    def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
+        self.model = tiny_model(SHAPES[shape])
+        self.kv_dtype, self.next_logits = kv_dtype, recomputing(self.model, kv_dtype)
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """A random batch: prompts of any lengths with limits, stops, sampling and ids of their own, and a drafter."""
+    """A random batch: prompts of any lengths with limits, stops, sampling and ids, and a drafter."""
 
     mode: str
     drafter: str
@@ -164,7 +122,7 @@ class Scenario:
         return replace(scenario, samplings=[replace(one, **rng.choice([more, {}])) for one, more in each])
 
     def futures(self, world: World) -> list[list[int]]:
-        """Return what the reference emits behind each prompt, stops aside: in rejection mode for drafters that see all
+        """Return what the reference emits after each prompt, stops aside: in rejection mode for drafters that see all
         that the target sees, so that q is p, else by plain decoding."""
         sees_all = self.drafter in SEE_ALL and self.mode == "rejection"
         mode = "coupled" if self.mode == "rejection" and self.drafter not in REFERENCED else self.mode
@@ -178,67 +136,39 @@ class Scenario:
             for law, prompt, limit, sampling, request in each
         ]
 
+    def n_slots(self) -> int:
+        """Return how many tokens the longest row holds, after a whole round."""
+        most = max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True))
+        return most + self.gamma + 1 + self.spare_room
+
     def run(
-        self, world: World, n_slots: int, futures: list[list[int]], order: list[int], repeats: int = 1
+        self, world: World, n_rows: int, futures: list[list[int]], order: list[int], repeats: int = 1
     ) -> list[GenerateOutput]:
         """The outputs with the prompts in that order; a repeated run finds rows that still hold their prompt."""
-        room = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
-        room += self.gamma + 1 + self.spare_room
-        cache = FullKVCache(world.model.config, n_slots, room, dtype=world.kv_dtype)
+        cache = FullKVCache(world.model.config, n_rows, self.n_slots(), dtype=world.kv_dtype)
         runner = ModelRunner(world.model, cache, self.prefill_chunk)
-        paced = self.drafter == PACED
-        drafter = None if paced else self._scheduled(self.drafter, runner, room, futures)
-        pacing = self._random_pacing(world, runner, room, futures) if paced else None
-        own = {"max_new_tokens": self.limits, "sampling": self.samplings, "request_ids": self.ids}
-        own |= {"prompts": self.prompts, "stop_tokens": self.stops}
-        ordered = {name: [values[i] for i in order] for name, values in own.items()}
-        common = {"drafter": drafter, "pacing": pacing, "verification": self.mode}
-        return [generate_selecting(runner, **ordered, **common) for _ in range(repeats)]
+        each = {"max_new_tokens": self.limits, "sampling": self.samplings, "request_ids": self.ids}
+        each |= {"prompts": self.prompts, "stop_tokens": self.stops}
+        ordered = {name: [values[i] for i in order] for name, values in each.items()}
+        how = {**self.drafting(world, runner, futures), "verification": self.mode}
+        return [generate_selecting(runner, **ordered, **how) for _ in range(repeats)]
 
-    def _random_pacing(self, world: World, runner: ModelRunner, room: int, futures: list[list[int]]) -> RandomPacing:
-        rng = random.Random(room)
+    def drafting(self, world: World, runner: ModelRunner, futures: list[list[int]]) -> dict[str, Any]:
+        """Return the drafter, or the pacing, of a runner."""
+        texts = dict(zip(self.ids, futures, strict=True))
+        size = Size(runner.max_batch, runner.cache.capacity, self.n_sink, self.budget - self.n_sink, world.kv_dtype)
+        new_drafter = Drafters(runner, self.gamma, size, texts=texts)
+
+        def named(kind: str) -> Drafter | None:
+            if self.spare_room and re.search(rf"\b({'|'.join(HEADS)}|standalone), streaming$", kind):
+                kind += ", positions in the cache"
+            return new_drafter(f"{kind}: {self.schedule}")
+
+        if self.drafter != PACED:
+            return {"drafter": named(self.drafter), "pacing": None}
+        rng = random.Random(runner.cache.capacity)
         kinds = rng.sample([kind for kind in (*DRAFTERS, *world.drafters) if kind not in ("none", PACED)], 3)
-        return RandomPacing([self._scheduled(kind, runner, room, futures) for kind in kinds], self.gamma, rng)
-
-    def _scheduled(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
-        drafter = self._drafter(kind, runner, room, futures)
-        return drafter and scheduled(drafter, self.schedule, runner.cache.max_batch)
-
-    def _drafter(self, kind: str, runner: ModelRunner, room: int, futures: list[list[int]]):
-        config, n_slots, dtype = runner.model.config, runner.cache.max_batch, runner.cache.keys.dtype
-        if kind == "none":
-            return None
-        if kind in TEXT_DRAFTERS:
-            return TEXT_DRAFTERS[kind](runner, self.gamma)
-        if kind == "medusa":
-            return Medusa(runner, random_medusa(config), self.gamma)
-        if kind in KINDS:
-            return Guesses(runner, dict(zip(self.ids, futures, strict=True)), self.gamma, kind, config.vocab_size)
-        if kind in COMBINED:
-            texts = [make(runner, self.gamma) for make in (Suffix, NGramCache)]
-            return Combined(runner, self._drafter(kind.partition(", ")[2], runner, room, futures), texts, 2)
-        if kind in SPECULATED:
-            outer = self._drafter("streaming", runner, room, futures)
-            # Windows that hold a round, less sinks than the outer draft's.
-            own = POLICIES["streaming"].make(config, Size(n_slots, room, self.n_sink // 2, self.gamma + 3, dtype))
-            inner = {
-                "ngram": lambda: NGram(runner, 2),
-                "streaming": lambda: SelfSpeculation(runner, own, 2),
-                "model": lambda: StandaloneDraft(ModelRunner(runner.model, own, self.prefill_chunk), 2),
-            }
-            return Speculated(outer, inner[kind.rpartition(", ")[2]]())
-        head, _, policy = kind.rpartition(", ")
-        if (kind == "standalone, streaming" or head in HEADS) and self.spare_room > 0:
-            policy = "streaming, positions in the cache"
-        window = max(self.budget - self.n_sink, 2 * self.gamma * (head == "P-EAGLE"))
-        size = Size(n_slots, room, self.n_sink, window, dtype)
-        if head in HEADS:
-            return with_head(head, runner, lambda shape: POLICIES[policy].make(shape, size), self.gamma)
-        cache = POLICIES[policy].make(config, size)
-        if kind.startswith("standalone"):
-            # The target's own weights, over a cache that it has to fill itself.
-            return StandaloneDraft(ModelRunner(runner.model, cache, self.prefill_chunk), self.gamma)
-        return SelfSpeculation(runner, cache, self.gamma)
+        return {"drafter": None, "pacing": RandomPacing([named(kind) for kind in kinds], self.gamma, rng)}
 
 
 class RandomPacing:
@@ -250,7 +180,7 @@ class RandomPacing:
 
     def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
         drafter = self._rng.choice([None, *range(len(self.drafters))])
-        # Runs of the same choice, so that some drafters fall behind by more than a block.
+        # Runs of the same choice, so that some drafters miss more than a block.
         if not self.choices or self._rng.random() < 0.5:
             self.choices.append(PLAIN if drafter is None else Choice(drafter, self._rng.randint(0, self.max_gamma)))
         return self.choices[-1]

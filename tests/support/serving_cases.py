@@ -27,6 +27,7 @@ from tests.support.programs import overriding
 from tests.support.tiny import decode
 
 END = 2
+TGI, STREAM, V1, CHATS = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
@@ -86,11 +87,26 @@ class Served:
     def get(self, path: str, **headers: str) -> Answer:
         return self.ask(path, b"", headers, "GET")
 
+    def json(self, path: str, body: Any) -> Any:
+        """Return the answer to a request that succeeds; a stream's as its events."""
+        answer = self.ask(path, body)
+        assert answer.status == 200, answer.body
+        return answer.events if answer.headers["content-type"].startswith("text/event-stream") else answer.json
+
     def generate(self, inputs: str, **parameters: Any) -> dict[str, Any]:
         """Return the answer of /generate, with its details."""
-        answer = self.ask("/generate", {"inputs": inputs, "parameters": {"details": True, **parameters}})
-        assert answer.status == 200, answer.body
-        return answer.json
+        return self.json(TGI, {"inputs": inputs, "parameters": {"details": True, **parameters}})
+
+    def ids(self, inputs: str, **parameters: Any) -> list[int]:
+        """Return the ids of an answer's tokens."""
+        return [token["id"] for token in self.generate(inputs, **parameters)["details"]["tokens"]]
+
+    @property
+    def openai(self) -> Any:
+        """OpenAI's client."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
 
     def begin(self, path: str, body: Any) -> http.client.HTTPConnection:
         """Send a request without waiting for the answer."""

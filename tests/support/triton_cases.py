@@ -28,7 +28,6 @@ from tests.support.attention_cases import Case, make_case, packed_case
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Small enough for a few hundred slots to make several chunks; a multiple of every tile.
 CHUNK = 64
-over_both_caches = pytest.mark.parametrize("ring", [False, True], ids=["in order", "ring"])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def check(case: Case) -> None:
     assert torch.equal(again, out)
     tolerance = TOLERANCE[out.dtype]
     if case.slots.in_order:
-        mapped.assert_notes(backend, tolerance)
+        mapped.assert_notes(backend, tolerance, out)
     torch.testing.assert_close(out.double(), case.reference(), rtol=tolerance, atol=tolerance)
 
 
@@ -59,25 +58,30 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
-@pytest.mark.parametrize("n_token,group,head_dim", [(1, 1, 64), (1, 8, 128), (2, 3, 64), (5, 3, 128), (16, 4, 64)])
+@pytest.mark.parametrize("n_token,group,head_dim", [(1, 8, 128), (5, 3, 64), (16, 2, 64)])
 def test_ragged_rows_in_order(n_token, group, head_dim):
     # A row has only its queries, another ends at a chunk's border, the last at the last slot.
     check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("dtype,ring,n_token,group", [(torch.float16, False, 5, 4), (torch.float32, True, 1, 1)])
-@pytest.mark.parametrize("storage", [None, *LARGEST])
+@pytest.mark.parametrize(
+    "storage,dtype,ring,n_token,group",
+    [
+        (None, torch.float16, False, 5, 4),
+        *((storage, torch.float16, False, 2, 4) for storage in LARGEST),
+        *((storage, torch.float32, True, 1, 1) for storage in LARGEST),
+    ],
+)
 def test_entries_of_every_storage(storage, dtype, ring, n_token, group):
     check(after([0, 129], n_token, 140, n_kv_head=2, group=group, dtype=dtype, storage=storage, ring=ring))
 
 
-@pytest.mark.parametrize("capacity,n_token,group", [(33, 1, 1), (33, 16, 8), (150, 4, 4)])
+@pytest.mark.parametrize("capacity,n_token,group", [(33, 16, 8), (150, 1, 1)])
 def test_ring_with_holes(capacity, n_token, group):
-    check(after([1, 40, 400], n_token, capacity, group=group, head_dim=128, ring=True))
+    check(after([1, 40, 400], n_token, capacity, group=group, ring=True))
 
 
-@over_both_caches
-@pytest.mark.parametrize("sliding_window", [1, 100])
+@pytest.mark.parametrize("sliding_window,ring", [(1, False), (100, False), (100, True)])
 def test_sliding_window(sliding_window, ring):
     check(after([0, 70, 200], 5, 210, group=2, sliding_window=sliding_window, ring=ring))
 
@@ -95,15 +99,15 @@ def test_queries_that_do_not_follow_each_other(in_order):
     [
         (64, 7, torch.float32, torch.float32),
         (64, 48, torch.int8, torch.float32),
-        (128, 16, torch.float16, torch.float16),
+        (64, 16, torch.float16, torch.float16),
     ],
 )
 def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group, storage, dtype):
     """4 bits are read without unpacking, in rows by name: groups within a tile and larger ones; the longest block takes
     two tiles of query rows."""
     backend = TritonAttention()
-    for n_token, sliding_window in ((1, None), (2, 100), (min(MAX_BLOCK, quant_group), None)):
-        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 250}
+    for n_token, sliding_window in ((1, 100), (min(MAX_BLOCK, quant_group), None)):
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 190}
         case = packed_case(n_token, head_dim, quant_group, **kind)
         expected = case.reference()
         assert not backend.dequantizes(n_token, quant_group)
@@ -124,8 +128,8 @@ def test_cases_that_the_kernel_does_not_take_run_on_torch(n_token, head_dim, dty
 
 def chosen_of(cache: VerifyTopKCache) -> Tensor:
     """Return the second layer's chosen entries as numbers, sorted."""
-    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_sink]
-    values = dequantize(cache.entries[1, ..., : cache.n_sink, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_fixed]
+    values = dequantize(cache.entries[1, ..., : cache.n_fixed, :], scales, torch.float64).transpose(0, 3).flatten(3)
     order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
     return values.gather(0, order[..., None].expand_as(values))
 
@@ -133,9 +137,7 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
 @pytest.mark.parametrize(
     "source,target,by_name,chunk",
     [
-        (torch.float32, torch.float32, True, 8),
         (torch.int8, torch.int8, True, 8),
-        (torch.bfloat16, torch.bfloat16, False, 5),
         (torch.float8_e4m3fn, torch.float8_e4m3fn, False, 5),
         (torch.float32, torch.float16, True, 5),
         (torch.int8, torch.float32, False, 8),
@@ -170,7 +172,7 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
 
 @pytest.mark.parametrize(
     "stored,group,head_dim",
-    [(torch.float32, 16, 64), (torch.int8, 7, 64), (torch.float16, 64, 64), (torch.float32, 48, 128)],
+    [(torch.int8, 7, 64), (torch.float16, 16, 64), (torch.float32, 48, 128)],
 )
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
     """Bits are equal for a row that is filled and for rows by name that go on in blocks, with rollbacks."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine import ModelRunner
 from engine.evaluation.reference import decode
 from engine.sampling.distribution import SamplingParams
+from kv_cache import FullKVCache
 from kv_cache.entries import pack
 
-VOCAB = 23
+VOCAB, ROOM = 23, 64
 RECENT = 3
 
 
@@ -40,6 +42,11 @@ class FakeModel:
         held, at = (entries[:, None, :, 0, 0].long() for entries in cache.read(0, tokens).dequantized(torch.float64))
         slots = cache.positions[:, None]
         return held, at, (slots >= 0) & (slots <= positions[..., None])
+
+
+def witness_runner(n_rows: int) -> ModelRunner:
+    model = WitnessModel()
+    return ModelRunner(model, FullKVCache(model.config, n_rows, ROOM, dtype=torch.int64), prefill_chunk=5)
 
 
 def mix(token, position):
@@ -75,7 +82,7 @@ class WitnessModel(FakeModel):
 
 
 def next_logits(text: list[int]) -> Tensor:
-    """Return the logits `[VOCAB]` behind a text, from the token list alone, with no cache of any kind."""
+    """Return the logits `[VOCAB]` after a text, from the token list alone, with no cache of any kind."""
     hashes = [mix(token, position) for position, token in enumerate(text)]
     everything = sum(hashes)
     return logits_of(torch.tensor(everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])))

@@ -14,7 +14,7 @@ from bench.config import Rows, Sizes, Target
 from engine.decoding import Decoder
 from engine.requests import Request
 from models.checkpoints.tokenizer import load_tokenizer
-from terminal.track import printable
+from terminal.panes import printable
 from tests.support.programs import Ended, run
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -43,7 +43,7 @@ def chat(talker: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 
 def continued(talker: Path, *messages: tuple[str, str]) -> str:
-    """Return the text that plain decoding puts behind a conversation."""
+    """Return the text that plain decoding puts after a conversation."""
     return load_tokenizer(talker).decode(continuation(talker, *messages))
 
 

@@ -14,16 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
 
 from bench.session import Session
-from convert_hf_checkpoint import convert
 from engine.drafters.stored import Models
-from engine.evaluation.multiplication import SHOTS, is_right, problems, prompt
-from engine.evaluation.success import compared, mcnemar, paired_difference, wilson
 from engine.sampling.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
-from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from terminal.multiplication import SHOTS, is_right, problems, prompt
+from terminal.significance import compared, mcnemar, paired_difference, wilson
+from tests.support.hf_tiny import N_TOKENS
 from tests.support.programs import Ended, run
 from tests.support.witness import FakeConfig, FakeModel
 
@@ -111,21 +109,11 @@ def accept_everything(drafts: Tensor, q: Tensor | None, p: Tensor, *noise: Tenso
 Evaluate = Callable[[str], Ended]
 
 
-@pytest.fixture(scope="module")
-def characters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose tokens are characters, and no digit of which ends a text."""
-    folder = tmp_path_factory.mktemp("characters")
-    config = LlamaConfig(**SHAPE | {"max_position_embeddings": 256}, bos_token_id=0, eos_token_id=0)
-    save_folder(random_model(config), folder)
-    convert(folder, folder)
-    return folder
-
-
 @pytest.fixture
-def evaluate(characters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+def evaluate(chat_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     """Runs it on the random model, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    return lambda flags: run("foretoken.py", f"eval {characters} {flags} --dtype float64 --device cpu".split())
+    return lambda flags: run("foretoken.py", f"eval {chat_checkpoint} {flags} --dtype float64 --device cpu".split())
 
 
 @pytest.fixture
@@ -172,9 +160,13 @@ def test_a_broken_verification_is_significant_and_a_right_one_is_not(
     "mode,draft",
     [("--temperature 0", "self --gamma auto"), ("--verification coupled", "DRAFT")],
 )
-def test_reproducible_modes_give_identical_answers(mode: str, draft: str, evaluate: Evaluate, characters: Path) -> None:
+def test_reproducible_modes_give_identical_answers(
+    mode: str, draft: str, evaluate: Evaluate, chat_checkpoint: Path
+) -> None:
     """A model that never is right is no error."""
-    record = evaluate(f"{draft.replace('DRAFT', str(characters))} --draft_budget 24 --nb_prompts 6 --B 4 {mode}").record
+    record = evaluate(
+        f"{draft.replace('DRAFT', str(chat_checkpoint))} --draft_budget 24 --nb_prompts 6 --B 4 {mode}"
+    ).record
     assert (record["identical_answers"], record["plain"]["right"], record["mcnemar_p"]) == (6, 0, 1)
     assert record["plain"]["interval"][0] == 0 < record["plain"]["interval"][1] and not record["significant"]
 

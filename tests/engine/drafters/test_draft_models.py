@@ -116,12 +116,12 @@ def test_a_draft_whose_logits_are_not_finite_costs_no_token():
 PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
 
 
-def followed(policy: str, chunk: int) -> StandaloneDraft:
+def followed(policy: str, chunk: int, prompts: list[int] = PROMPTS) -> StandaloneDraft:
     """It knows the prompts of four rows."""
     size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float64)
     runner = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size), prefill_chunk=chunk)
     drafter = StandaloneDraft(runner, 3)
-    drafter.follow([RowUpdate(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(PROMPTS))])
+    drafter.follow([RowUpdate(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(prompts))])
     return drafter
 
 
@@ -158,12 +158,13 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
 @pytest.mark.parametrize("chunk,forwards", [(512, [(1, 3), (2, 10)]), (5, [(1, 3), (2, 5), (2, 5)])])
 def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, forwards):
     """In a single forward where these fit into a block. The last known token is run once more."""
-    drafter, blocks = followed("full", chunk), []
+    prompts = [*PROMPTS[:3], 2]
+    drafter, blocks = followed("full", chunk, prompts), []
     model = drafter._runner.model
     run = model.hidden
     monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
-    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts(LAGS, seed=9), strict=True)]
-    drafter.follow([RowUpdate(row, row, texts[row], PROMPTS[row]) for row in (0, 1, 3)])
+    texts = [p + more for p, more in zip(random_prompts(prompts), random_prompts(LAGS, seed=9), strict=True)]
+    drafter.follow([RowUpdate(row, row, texts[row], prompts[row]) for row in (0, 1, 3)])
     assert blocks == forwards
 
 
@@ -172,9 +173,9 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     """Behind a decode that evicted what the prompt had left; another prompt in its place runs."""
     size = Size(n_rows=2, longest=90, n_kept=3, window=12, dtype=torch.float64)
     runner, fills = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size)), []
-    drafter, fill_rows = StandaloneDraft(runner, 3, keeps_prompts=True), runner.fill_rows
+    drafter, extend = StandaloneDraft(runner, 3, keeps_prompts=True), runner.extend
     prompts = random_prompts([40, 9, 7])
-    runner.fill_rows = lambda given: fills.extend(given) or fill_rows(given)
+    runner.extend = lambda given: fills.extend(row for row, (_, n) in given.items() if n == 0) or extend(given)
     target = ModelRunner(tiny_model(), full_cache(tiny_model(), 2))
     drafter.follow([RowUpdate(row, row, prompts[row], 0) for row in range(2)])
     left = [x.clone() for x in runner.cache.tensors]

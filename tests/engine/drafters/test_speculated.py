@@ -52,7 +52,7 @@ def test_a_draft_of_a_draft_proposes_what_the_draft_alone_would(kind, mode, gamm
     samplings = SAMPLINGS if mode == "coupled" else [SamplingParams()] * 3
     prompts = random_prompts(LENGTHS)
     for row, prompt in enumerate(prompts):
-        runner.prefill_row(row, prompt)
+        runner.prefill(row, prompt)
         for drafter in (alone, both):
             drafter.follow([RowUpdate(row, row, prompt, 0)])
     batch = Batch(3, Filters.of(samplings))

@@ -16,7 +16,8 @@ from engine.modes import Greedy
 from engine.pacing import PLAIN as PLAIN_STEP
 from engine.pacing import Choice
 from kv_cache import FullKVCache, StreamingKVCache
-from tests.engine.sampling.test_joint_law import (
+from tests.support.pacings import Scripted
+from tests.support.table_law import (
     N_NEW,
     N_REQUESTS,
     PLAIN,
@@ -26,9 +27,8 @@ from tests.engine.sampling.test_joint_law import (
     TARGET,
     irregular_groups,
     joint_p_value,
+    laws,
 )
-from tests.engine.sampling.test_joint_law import laws as laws  # a fixture
-from tests.support.pacings import Scripted
 from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
 DRAWS = (7, 3)
@@ -126,11 +126,11 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
     table = cache._table
     assert guesses(Markov(tiny_runner(3), 3, table), first) == []
-    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(draws=None)) == [2, 3, 4]
+    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(noise_key=None)) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["cache", "combined", "another text"])
-def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
+def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str):
     """Requests run twice in rejection mode: the second time, the drafter has all of their tokens; or it drafts by a
     text that no request drew."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
@@ -144,7 +144,7 @@ def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, laws):
     for sampling in seeds:
         how = {"sampling": sampling, "verification": "rejection", "stop_tokens": [STOP]}
         out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, **how)
-        p_value, variation, by_chance = joint_p_value(groups, out.tokens, laws)
+        p_value, variation, by_chance = joint_p_value(groups, out.tokens, laws())
         assert p_value > 1e-4 and variation < 1.3 * by_chance
     assert out.stats.counts.acceptance_rate > 0.2
 

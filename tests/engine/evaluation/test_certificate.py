@@ -11,9 +11,10 @@ from common.errors import UserError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
 from engine.sampling.noise import Stream, gumbel
-from kv_cache import FullKVCache, StreamingKVCache, WriteThroughKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import LARGEST
 from models import Transformer
+from tests.support.faulty import Faulty, noise_like
 from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model
 
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
@@ -21,22 +22,6 @@ PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED
 GREEDY, COUPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 MODES = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-
-
-def noise_like(logits: Tensor, size: float, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return size * (2 * torch.rand(logits.shape, generator=generator) - 1).to(logits.dtype)
-
-
-class Faulty(ModelRunner):
-    """A runner whose verifications are off by up to `size`; forwards of one token are right."""
-
-    size = 3.0
-
-    def step(self, tokens, positions, cache=None):
-        logits = super().step(tokens, positions, cache)
-        verifies = isinstance(cache, WriteThroughKVCache)
-        return logits + noise_like(logits, self.size, cache.positions.shape[1]) if verifies else logits
 
 
 def with_blocks(model: Transformer, change: Callable[[Tensor, Tensor], Tensor]) -> Transformer:

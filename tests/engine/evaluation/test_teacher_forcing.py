@@ -50,13 +50,6 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
     assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
 
 
-def test_the_target_itself_is_always_right():
-    runner = tiny_runner(3)
-    n_rounds = len(range(0, N_TOKEN - GAMMA - 1, GAMMA + 1))
-    drafter = SelfSpeculation(runner, full_cache(runner.model, 3), GAMMA)
-    assert counted(runner, drafter) == [(GAMMA * n_rounds, GAMMA * n_rounds)] * 3
-
-
 @pytest.mark.parametrize("kind", ["self", "model"])
 def test_a_draft_of_the_draft_sees_the_text_too(kind):
     """The model below itself is always right of its own text."""

@@ -18,13 +18,11 @@ from common.errors import RankError
 from engine.pacing import PLAIN, Choice
 from engine.parallel.ranks import Ranks
 from engine.stats import Counts, RoundStats, Stats
-from tests.support import replica_cases
 from tests.support.programs import benchmark, python
-from tests.support.rank_jobs import DRAFT, Models, on_two_ranks, read_rows, results
+from tests.support.rank_jobs import DRAFT, ON_RANKS, Models, on_two_ranks, read_rows, results
 
-N_PROMPTS = 7
-SAMPLED = "--temperature 0.8 --seed 3 --verification"
-COUPLED = f"{SAMPLED} coupled"
+N_PROMPTS = 5
+COUPLED = "--temperature 0.8 --seed 3 --verification coupled"
 OWN = [f"{'It was the best of times, ' * (number % 4)}it was number {number}" for number in range(N_PROMPTS)]
 
 
@@ -61,7 +59,6 @@ CASES = {
     ],
     4: [
         Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", REPLICAS, own=True),
-        Case("selfspec", f"{SAMPLED} rejection", "--data_parallel 2", REPLICAS),
         Case("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", REPLICAS),
         Case("selfspec", "--gamma auto", "--data_parallel 2", REPLICAS),
     ],
@@ -72,7 +69,7 @@ CASES = {
 def test_ranks_emit_what_one_process_emits(
     n_ranks: int, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cases run one after another in the same processes. The first of two replicas has three of seven prompts."""
+    """Cases run one after another in the same processes. The first of two replicas has two of five prompts."""
     cases, folder, alone = CASES[n_ranks], tmp_path / "together", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()
@@ -82,7 +79,7 @@ def test_ranks_emit_what_one_process_emits(
     ]
     (folder / "commands").write_text("\n".join(map(shlex.join, commands)))
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}")
-    ended = python(*torchrun, replica_cases.__file__, "commands", cwd=folder, FORETOKEN_CACHE=str(folder / "cache"))
+    ended = python(*torchrun, ON_RANKS, "run", "commands", cwd=folder, FORETOKEN_CACHE=str(folder / "cache"))
     assert ended.code == 0, ended.err
     monkeypatch.chdir(alone)
     said = ""

@@ -11,9 +11,9 @@ from torch import Tensor
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 from models.checkpoints.model_source import find_model
 from models.heads.loading import find_head
-from tests.support.programs import ROOT, python
+from tests.support.programs import ROOT, overriding, python
 from tests.support.published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
-from tests.support.rank_jobs import LAUNCHER, Models, on_two_ranks
+from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models, on_two_ranks
 
 N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
 
@@ -74,57 +74,42 @@ def test_a_digest_tells_heads_of_a_shape_apart(kind: str, models: Models, tmp_pa
 
 def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_path: Path) -> None:
     """Sessions open one after another in the same processes, before and after the first that joins the ranks."""
-    copy = copied(models.target, tmp_path / "copy")
-    other = copied(models.target, tmp_path / "other", scaled)
-    element = copied(models.target, tmp_path / "element", one_element)
-    draft = copied(models.draft, tmp_path / "draft", scaled)
-    selfspec, longspec = (models.arguments(script) for script in ("selfspec", "longspec"))
-    serving = [f"--model={models.target}", "--gamma", "3", "--max_batch", "2", "--max_length", "60"]
-
-    def changed(arguments: list[str], name: str, value: str) -> list[str]:
-        given = [word.partition("=")[0] for word in arguments].index(name)
-        if "=" in arguments[given]:
-            return [*arguments[:given], f"{name}={value}", *arguments[given + 1 :]]
-        return [*arguments[:given], name, value, *arguments[given + 2 :]]
-
-    def case(program: str, here: list[str], there: list[str], version: str | None = None) -> tuple:
-        return program, [(here, None), (there, version)]
-
-    weights, checked = "the target's weights", [*selfspec, "--check_ranks"]
-    held = [*longspec, "--draft_ranks", "1"]
-    cases: list[tuple[tuple, tuple[str, ...]]] = [
-        (case("selfspec", selfspec, changed(selfspec, "--gamma", "4")), ("--gamma: 3 on rank 0, 4 on rank 1",)),
-        (case("selfspec", selfspec, changed(selfspec, "--model", str(other))), (weights,)),
-        (case("selfspec", selfspec, changed(selfspec, "--model", str(copy))), ()),
-        (case("selfspec", selfspec, changed(selfspec, "--model", str(other))), (weights,)),
-        (case("selfspec", checked, changed(checked, "--model", str(element))), (weights,)),
-        (case("selfspec", checked, changed(checked, "--model", str(copy))), ()),
-        (case("selfspec", selfspec, changed(selfspec, "--gen_len", "13")), ("--gen_len: 12 on rank 0, 13 on rank 1",)),
-        (
-            case("selfspec", selfspec, changed(selfspec, "--dtype", "float32")),
-            ("--dtype: float64 on rank 0, float32 on rank 1",),
-        ),
-        (
-            case("selfspec", selfspec, [*selfspec, "--draft", "suffix"]),
-            ("SelfConfig on rank 0, SuffixConfig on rank 1",),
-        ),
-        (case("selfspec", selfspec, [*selfspec, "--rank_group", "1", "0"]), ("--rank_group",)),
-        (case("selfspec", selfspec, selfspec, "0.1"), ("torch: ", "numpy: ", "triton: ")),
-        (case("longspec", longspec, changed(longspec, "--model", str(draft))), ("the draft's weights",)),
-        (case("longspec", changed(held, "--model", str(draft)), held), ()),  # of a draft that rank 0 does not hold
-        (case("serving", serving, [*serving, "--prefill_tokens", "16"]), ("--prefill_tokens: None on rank 0, 16 on",)),
-        (case("serving", serving, serving), ()),
+    copy = f"--model {copied(models.target, tmp_path / 'copy')}"
+    other = f"--model {copied(models.target, tmp_path / 'other', scaled)}"
+    element = f"--model {copied(models.target, tmp_path / 'element', one_element)}"
+    draft = f"--model {copied(models.draft, tmp_path / 'draft', scaled)}"
+    usual = {script: " ".join(models.arguments(script)) for script in ("selfspec", "longspec")}
+    usual["serving"] = f"--model={models.target} --gamma 3 --max_batch 2 --max_length 60"
+    # A program, flags on both ranks, flags on the first and on the second, and what the error names.
+    cases: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+        ("selfspec", "", "", "--gamma 4", ("--gamma: 3 on rank 0, 4 on rank 1",)),
+        ("selfspec", "", "", other, ("the target's weights",)),
+        ("selfspec", "", "", copy, ()),
+        ("selfspec", "", "", other, ("the target's weights",)),
+        ("selfspec", "--check_ranks", "", element, ("the target's weights",)),
+        ("selfspec", "--check_ranks", "", copy, ()),
+        ("selfspec", "", "", "--gen_len 13", ("--gen_len: 12 on rank 0, 13 on rank 1",)),
+        ("selfspec", "", "", "--dtype float32", ("--dtype: float64 on rank 0, float32 on rank 1",)),
+        ("selfspec", "", "", "--draft suffix", ("SelfConfig on rank 0, SuffixConfig on rank 1",)),
+        ("selfspec", "", "", "--rank_group 1 0", ("--rank_group",)),
+        ("selfspec", "", "", "", ("torch: ", "numpy: ", "triton: ")),  # other versions
+        ("longspec", "", "", draft, ("the draft's weights",)),
+        ("longspec", "--draft_ranks 1", draft, "", ()),  # of a draft that rank 0 does not hold
+        ("serving", "", "", "--prefill_tokens 16", ("--prefill_tokens: None on rank 0, 16 on",)),
+        ("serving", "", "", "", ()),
     ]
-    (tmp_path / "cases").write_text(json.dumps([given for given, _ in cases]))
-    (_, *torchrun), driver = LAUNCHER, ROOT / "tests/support/agreement_cases.py"
-    ended = python(
-        *torchrun, str(driver), "cases", cwd=tmp_path, PYTHONPATH=str(ROOT), FORETOKEN_CACHE=str(tmp_path / "cache")
-    )
+    given = []
+    for program, shared, *by_rank, names in cases:
+        flags = [" ".join(overriding(usual[program], f"{shared} {more}")) for more in by_rank]
+        given.append((program, flags, "0.1" if "torch: " in names else None))
+    (tmp_path / "cases").write_text(json.dumps(given))
+    environment = {"PYTHONPATH": str(ROOT), "FORETOKEN_CACHE": str(tmp_path / "cache")}
+    ended = python(*LAUNCHER[1:], ON_RANKS, "open", "cases", cwd=tmp_path, **environment)
     assert ended.code == 0, ended.err
     on_ranks = [json.loads((tmp_path / f"said.{number}").read_text()) for number in range(2)]
     assert on_ranks[0] == on_ranks[1]
-    for said, (given, expected) in zip(on_ranks[0], cases, strict=True):
-        assert all(part in said for part in expected) and bool(said) == bool(expected), (given, said)
+    for said, (*case, names) in zip(on_ranks[0], cases, strict=True):
+        assert all(part in said for part in names) and bool(said) == bool(names), (case, said)
         assert not said or "rank 0" in said.partition("seen:")[2], said
 
 

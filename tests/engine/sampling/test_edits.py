@@ -14,12 +14,15 @@ from engine.evaluation import reference
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.sampling.distribution import Distribution, Filters
 from engine.sampling.processors import BAN
-from tests.engine.test_captured_rounds import DRAFTERS, LENGTHS, LIMITS
+from tests.support.drafters import Drafters
 from tests.support.edit_cases import edited, edited_by_lists
+from tests.support.policies import Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputing, tiny_model, tiny_runner
 from tests.support.witness import cut
 
+LENGTHS, LIMITS = [40, 7, 23, 1, 31], [25, 9, 18, 32, 12]
+SIZE = Size(n_rows=2, longest=128, n_kept=2, window=10, dtype=torch.float64)
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.75, "frequency_penalty": 0.3}
 BIAS, BANS = {3: 16.0, 17: -100.0}, [[5], [8, 9], [60, 1, 2]]
 # Rows with and without edits; of their temperatures, the greedy mode takes none.
@@ -48,7 +51,7 @@ def test_every_position_counts_the_drafts_before_it():
             request.tokens = answer
         batch.set_state([0] * 3, [0] * 3, [0] * 3, requests)
         logits = 3 * torch.randn(3, 5, 61, generator=generator, dtype=torch.float64)
-        found = batch.edited(logits, drafts)
+        found = batch.processed(logits, drafts)
         assert torch.equal(found[1], logits[1])
         found = found.masked_fill(found < BAN / 2, -math.inf)
         for row, (request, how) in enumerate(zip(requests, rules, strict=True)):
@@ -56,20 +59,19 @@ def test_every_position_counts_the_drafts_before_it():
                 text = [*request.tokens, *drafts[row, :i].tolist()]
                 expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
                 torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
-        assert batch.edited(logits.bfloat16(), drafts).dtype == torch.float32
+        assert batch.processed(logits.bfloat16(), drafts).dtype == torch.float32
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("kind", ["none", "full", "ngram", "speculated, streaming", "confidence"])
-def test_rows_are_those_of_a_slow_reference(kind, mode, is_captured):
+@pytest.mark.parametrize("kind", ["none", "full", "ngram", "speculated, streaming", "full: confidence"])
+def test_captured_rows_are_those_of_a_slow_reference(kind, mode):
     """Five ragged requests through two rows: rounds with and without edits alternate."""
     model, prompts, graphs = tiny_model(), random_prompts(LENGTHS), list[RecordedGraph]()
-    new_graphs = partial(RecordedGraphs, recorded=graphs) if is_captured else None
+    new_graphs = partial(RecordedGraphs, recorded=graphs)
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     rules = [replace(rule, temperature=0.0) if mode == "greedy" else rule for rule in EDITED]
     how = {"max_new_tokens": LIMITS, "sampling": rules, "stop_tokens": STOPS, "verification": mode}
-    out = generate(runner, prompts, **how, drafter=DRAFTERS[kind](runner))
+    out = generate(runner, prompts, **how, drafter=Drafters(runner, 3, SIZE)(kind))
     each = zip(prompts, LIMITS, rules, STOPS, out.tokens, strict=True)
     for id_, (prompt, limit, rule, stops, tokens) in enumerate(each):
         next_logits = edited(recomputing(model), prompt, rule, stops)
@@ -78,7 +80,7 @@ def test_rows_are_those_of_a_slow_reference(kind, mode, is_captured):
     unlike = generate(tiny_runner(2), prompts, **how | {"sampling": plain}).tokens
     assert [tokens == other for tokens, other in zip(out.tokens, unlike, strict=True)] == [False, True, *[False] * 3]
     assert kind == "none" or out.stats.accepted > 0
-    assert all(graph.replays for graph in graphs) and bool(graphs) is is_captured
+    assert graphs and all(graph.replays for graph in graphs)
 
 
 def test_where_all_ids_are_excluded_tokens_are_still_drawn():
@@ -86,7 +88,7 @@ def test_where_all_ids_are_excluded_tokens_are_still_drawn():
     batch = Batch(1, Filters.of([rules]), n_ids=9)
     batch.set_state([0], [0], [0], [Request([1], 9, [2, 3], rules)])
     for dtype in (torch.float32, torch.float64):
-        logits = batch.edited(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
+        logits = batch.processed(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
         probs = Distribution.of([rules]).probs(logits)
         assert float(probs.sum()) == pytest.approx(1) and float(probs[..., 2:4].sum()) == 0
 
@@ -104,7 +106,7 @@ def test_teacher_forcing_edits_by_the_given_text():
     """Whatever the target would choose, it accepts a draft that can only be the token that is not excluded."""
     runner = tiny_runner(2)
     rules = SamplingParams(bad_words=[[id_] for id_ in range(61) if id_ != 7])
-    drafter = DRAFTERS["full"](runner)
+    drafter = Drafters(runner, 2, SIZE)("full")
     prompts, books = random_prompts([9, 14]), random_prompts([10, 10], seed=1)
     counts = forced_acceptance(runner, drafter, prompts, books, rules)
     assert all(count.accepted == count.drafted > 0 for count in counts)

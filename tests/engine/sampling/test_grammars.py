@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 from huggingface_hub import InferenceClient
 from openai import OpenAI
 from pydantic import BaseModel, Field
@@ -14,21 +15,19 @@ from transformers import LlamaConfig
 
 from common.errors import UserError
 from convert_hf_checkpoint import convert
-from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft
-from engine.drafters.combined import Combined
+from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
-from engine.drafters.speculated import Speculated
-from engine.drafters.suffix import Suffix
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
-from kv_cache.streaming import Streaming
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
 from models.checkpoints.tool_calls import parse
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
+from tests.support.drafters import Drafters
 from tests.support.hf_tiny import SHAPE, random_model
+from tests.support.policies import Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.serving_cases import TEMPLATE, Served, serving
-from tests.support.tiny import decode, full_cache, self_draft
+from tests.support.tiny import decode, full_cache
 
 SCHEMA = {
     "type": "object",
@@ -53,12 +52,7 @@ MERGES = [("{", '"'), ('"', ":"), ('"', ","), ("c", "o"), ("o", "u"), ("co", "l"
 VOCABULARY = [BOS, *ALPHABET, *(a + b for a, b in MERGES)]
 END = 0  # a control token, so that no text contains it
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 5, '{"colour": "red", "count": 1']
-WAYS = [
-    SamplingParams(0.8, seed=3),
-    SamplingParams(1.1, top_k=20, seed=4),
-    SamplingParams(),
-    SamplingParams(1.0, seed=5),
-]
+WAYS = [SamplingParams(0.8, seed=3), SamplingParams(1.1, top_k=20, seed=4), SamplingParams(), SamplingParams(1, seed=5)]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +69,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder):
-    import torch
-
     return load_model(folder / "model.pth", dtype=torch.float64)
 
 
@@ -90,22 +82,7 @@ def grammars(tokenizer, model) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, [END])
 
 
-def self_drafter(runner: ModelRunner):
-    return self_draft(runner, Streaming(16, n_sink=2), gamma=4)
-
-
-def standalone(runner: ModelRunner) -> StandaloneDraft:
-    return StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 3, 300)), gamma=4)
-
-
-DRAFTERS = {
-    "none": lambda runner: None,
-    "self": self_drafter,
-    "standalone": standalone,
-    "ngram": lambda runner: NGram(runner, gamma=4),
-    "combined": lambda runner: Combined(runner, standalone(runner), [Suffix(runner, gamma=4)], least_match=1),
-    "speculated": lambda runner: Speculated(self_drafter(runner), NGram(runner, gamma=2)),
-}
+DRAFTERS = ("streaming", "standalone, full", "ngram", "combined, standalone, full", "speculated, ngram")
 
 
 def answers(kind: str, mode: str, model, tokenizer, grammars, new_graphs=None) -> list[Request]:
@@ -116,7 +93,8 @@ def answers(kind: str, mode: str, model, tokenizer, grammars, new_graphs=None) -
         Request(tokenizer.encode(prompt), 150 if spec else 30, [END], way, i, grammar=spec and grammars.start(*spec))
         for i, (prompt, spec, way) in enumerate(zip(PROMPTS, specs, ways, strict=True))
     ]
-    decode(Decoder(runner, drafter=DRAFTERS[kind](runner), verification=mode), *requests)
+    drafter = Drafters(runner, 4, Size(3, 300, n_kept=2, window=14, dtype=torch.float64))(kind)
+    decode(Decoder(runner, drafter=drafter, verification=mode), *requests)
     for request, spec in zip(requests, specs, strict=True):
         if spec:
             text = tokenizer.decode(request.tokens)
@@ -139,7 +117,7 @@ def require(text: str, spec: tuple[str, str] = JSON) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
     plain = answers("none", mode, model, tokenizer, grammars)
-    for kind in [*DRAFTERS][1:]:
+    for kind in DRAFTERS:
         drafted = answers(kind, mode, model, tokenizer, grammars)
         assert mode == "rejection" or [r.tokens for r in drafted] == [r.tokens for r in plain], kind
         rounds = [(ours.counts.rounds, theirs.counts.rounds) for ours, theirs in zip(drafted, plain, strict=True)]
@@ -147,7 +125,7 @@ def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
         assert mode == "rejection" or all(ours < theirs for ours, theirs in (rounds[0], rounds[2])), kind
 
 
-@pytest.mark.parametrize("kind", ["none", "self", "ngram", "speculated"])
+@pytest.mark.parametrize("kind", ["none", "streaming", "ngram", "speculated, ngram"])
 def test_captured_rounds_follow_grammars(kind, model, tokenizer, grammars):
     graphs: list[RecordedGraph] = []
     called = answers("none", "coupled", model, tokenizer, grammars)
@@ -240,40 +218,32 @@ def test_clients_get_json_on_every_route(structured: Served):
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("route", "body", "names"),
-    [
-        (
-            "/generate",
-            {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "(a"}}},
-            "parameters.grammar",
-        ),
-        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": {}}}}, "parameters.grammar"),
-        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
-        ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
-            "response_format",
-        ),
-        *(
-            ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", **wrong}}, "response_format")
-            for wrong in (
-                {"json_schema": {"schema": {"maximum": 10**400}}},
-                {"json_schema": {"schema": {"title": "\ud800"}}},
-                {"json_schema": {"schema": {}, "schemas": {}}},
-            )
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
-            "ignore_eos",
-        ),
-    ],
+WRONG_FORMATS = (
+    *({"type": "json_schema"}, {"type": "xml"}),
+    *(
+        {"type": "json_schema", "json_schema": schema}
+        for schema in (
+            {"schema": {"type": "objekt"}},
+            {"schema": {"maximum": 10**400}},
+            {"schema": {"title": "\ud800"}},
+            {"schema": {}, "schemas": {}},
+        )
+    ),
 )
-def test_a_wrong_grammar_is_a_wrong_field(structured: Served, route, body, names):
-    answer = structured.ask(route, body)
-    assert answer.status in (400, 422) and names in str(answer.json["error"])
+
+
+def test_a_wrong_grammar_is_a_wrong_field(structured: Served):
+    given = [
+        ("/v1/completions", {"prompt": "a", "response_format": wrong}, "response_format") for wrong in WRONG_FORMATS
+    ]
+    ignores = {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}
+    given.append(("/v1/completions", ignores, "ignore_eos"))
+    for value in ("(a", {}):
+        parameters = {"grammar": {"type": "regex", "value": value}}
+        given.append(("/generate", {"inputs": "a", "parameters": parameters}, "parameters.grammar"))
+    for route, body, names in given:
+        answer = structured.ask(route, body)
+        assert answer.status in (400, 422) and names in str(answer.json["error"]), body
 
 
 @pytest.mark.parametrize("is_hermes", [True, False])

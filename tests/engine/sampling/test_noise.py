@@ -1,5 +1,6 @@
 """Counter-based noise: the generator's bits, what a number depends on, and how its numbers are distributed."""
 
+import itertools
 import random
 
 import pytest
@@ -50,35 +51,24 @@ def test_philox_gives_the_published_bits(counter, key, answer):
     assert [int(word) for word in out] == answer
 
 
-def test_uniform_equals_a_reference_in_python_integers():
-    """Seeds and requests of rows, which broadcast, and positions of columns."""
+@pytest.mark.parametrize("blocks_per_pass", [None, 7, 64])
+def test_uniform_equals_a_reference_in_python_integers(blocks_per_pass, monkeypatch):
+    """Seeds and requests of rows, which broadcast, and positions of columns; in passes of any size."""
+    if blocks_per_pass:
+        monkeypatch.setitem(noise.BLOCKS_PER_PASS, "cpu", blocks_per_pass)
     rng = random.Random(1)
     edges = [0, 1, 2**31 - 1, 2**31, WORD - 1]
     seeds = [*edges, WORD, 2**63 - 1, *(rng.randrange(2**63) for _ in range(9))]
     requests = [rng.choice(edges) if row % 2 else rng.randrange(WORD) for row, _ in enumerate(seeds)]
-    positions, n_ids = [*edges, rng.randrange(WORD)], 7
+    positions = [*edges, rng.randrange(WORD)]
     rows = [torch.tensor(values)[:, None] for values in (seeds, requests)]
-    for stream in Stream:
+    for stream, n_ids in zip(Stream, itertools.cycle((7, 1, 2)), strict=False):
         wanted = [
             [[reference_uniform(*row, position, stream, token) for token in range(n_ids)] for position in positions]
             for row in zip(seeds, requests, strict=True)
         ]
         assert uniform(*rows, torch.tensor(positions), stream, n_ids).tolist() == wanted
     assert uniform(*rows, torch.arange(0), Stream.ACCEPT).shape == (len(seeds), 0, 1)
-
-
-@pytest.mark.parametrize("blocks", [7, 64])
-def test_a_number_depends_neither_on_its_batch_nor_on_the_pass_size_nor_on_how_many_ids_there_are(monkeypatch, blocks):
-    generator = torch.Generator().manual_seed(0)
-    seed = torch.randint(2**62, (40,), generator=generator)
-    request, position = (torch.randint(2**32, (40,), generator=generator) for _ in range(2))
-    whole = uniform(seed, request, position, Stream.ACCEPT, 11)
-    monkeypatch.setitem(noise.BLOCKS_PER_PASS, "cpu", blocks)
-    assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, 11), whole)
-    for n_ids in (1, 2, 3, 8):
-        assert torch.equal(uniform(seed, request, position, Stream.ACCEPT, n_ids), whole[:, :n_ids])
-    for rows in (torch.randperm(40, generator=generator), torch.tensor([17]), torch.arange(0, 40, 3)):
-        assert torch.equal(uniform(seed[rows], request[rows], position[rows], Stream.ACCEPT, 11), whole[rows])
 
 
 @pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
@@ -111,7 +101,7 @@ def test_the_triton_kernels_draw_what_pytorch_draws():
 def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
     from engine.sampling.triton_draws import draw_row, filter_row
-    from reproduce.gpu_parts import kernels
+    from tests.support import kernel_launches as kernels
 
     ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]
     assert len(ours) == 3

@@ -150,7 +150,7 @@ def machine(monkeypatch):
         properties = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr("models.attention.select.refusal", lambda name, device: refused.get(name))
+        monkeypatch.setattr("models.attention.select.refusal", refused.get)
         for package in PACKAGES:
             # None in sys.modules is what importing an absent module looks like, wherever the tests run.
             monkeypatch.setitem(sys.modules, package.module, fake_package(package) if package in packages else None)

@@ -7,7 +7,7 @@ from tests.support.programs import ROOT, python
 
 pytest.importorskip("triton")
 
-from reproduce.gpu_parts import kernels
+from tests.support import kernel_launches as kernels
 
 CASES = ROOT / "tests/support/triton_cases.py"
 
@@ -29,3 +29,12 @@ def test_kernels_compile_for_hopper_without_spilling(entries, cache, n_split):
         compiled = kernels.compile_launch("tested", launch, 90)
         assert compiled["registers"] > 16 and compiled["shared"] > 0
         assert kernels.problem_of(compiled) is None
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", kernels.SHARED_LIMIT)
+def test_every_kernel_compiles_without_spilling(arch):
+    """Also those that choose, pack, quantise and draw; no GPU is needed."""
+    compiled = [kernels.compile_launch(*variant, arch) for variant in kernels.variants(arch)]
+    assert len(compiled) > 100 and not list(filter(None, map(kernels.problem_of, compiled)))

@@ -102,20 +102,12 @@ def test_weights_that_were_saved_again_are_converted_again(source: Path) -> None
     assert read_checkpoint(convert(source, source, force=True))
 
 
-QUANTISED = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "awq": {"quant_method": "awq", "bits": 4},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-}
-
-
-@pytest.mark.parametrize("scheme", QUANTISED)
+@pytest.mark.parametrize("scheme", ["fp8", "awq"])
 def test_a_quantised_checkpoint_is_refused_by_its_scheme(tmp_path: Path, scheme: str) -> None:
     """Whatever the dtypes of its weights are."""
     packed = torch.ones(16, dtype=torch.float8_e4m3fn if scheme == "fp8" else torch.int32)
     write_source(tmp_path, HF_CONFIG | {"quantization_config": None}, **{"model.norm.weight": packed})
-    edit(tmp_path / "config.json", "quantization_config", QUANTISED[scheme])
+    edit(tmp_path / "config.json", "quantization_config", {"quant_method": scheme})
     with pytest.raises(ConfigError, match=f"quantised by {scheme}"):
         convert(tmp_path, tmp_path)
 
@@ -233,16 +225,6 @@ def test_a_file_is_read_once_for_each_version_but_always_to_verify(converted: Pa
     assert read == ["model.pth"]
     load_model(converted, verify=True)
     assert sorted(read[1:]) == ["config.json", "model.pth", "tokenizer.json"]
-
-
-def test_a_garbled_sum_is_computed_again_and_once(converted: Path, read: list[str], monkeypatch) -> None:
-    path = converted / "model.pth"
-    expected = manifest.remembered_sha256(path)
-    (note,) = (manifest.cache_folder() / "sha256").iterdir()
-    note.write_bytes(b"\xff" * 64)
-    assert [manifest.remembered_sha256(path) for _ in "12"] == [expected] * 2 and len(read) == 2
-    monkeypatch.setattr(manifest, "cache_folder", lambda: Path("/dev/null/cache"))
-    assert manifest.remembered_sha256(path) == expected and len(read) == 3
 
 
 def test_other_formats_and_more_ranks_than_heads_are_refused(converted: Path) -> None:

@@ -37,14 +37,11 @@ from tests.support.tiny import TINY, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
 FLOAT64 = {"device": "cpu", "dtype": torch.float64}
+# What `speculators` (test_head_parity.py) lacks: EAGLE-1, and an EAGLE-3 of its authors, with keys of its target.
 EAGLES = {
     "EAGLE-1": (1, 1, {"bias": True}),
     "EAGLE-1, no bias, two layers": (1, 2, {"attention_bias": True}),
-    "EAGLE-3": (3, 1, {}),
-    "EAGLE-3, two layers": (3, 2, {"norm_before_residual": True}),
-    "EAGLE-3, normalised inputs": (3, 1, {"fc_norm": True, "norm_output": True}),
-    "EAGLE-3, a smaller vocabulary": (3, 1, {"n_draft": 20}),
-    "EAGLE-3, keys of its target": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
+    "EAGLE-3": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
 }
 SHALLOW = replace(TINY, n_layer=4)  # EAGLE-3 would read its layer 2 twice
 
@@ -93,9 +90,8 @@ def test_an_eagle_head_equals_plain_code(tmp_path, kind):
     """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
     version, n_layer, options = EAGLES[kind]
     tensors = eagle_tensors(DEEP, version, n_layer, **options)
-    n_draft = options.get("n_draft")
-    config = eagle_config(DEEP, version, n_layer, **({"draft_vocab_size": n_draft} if n_draft else options))
-    head = find_head(save_head(tmp_path, tensors, config), "eagle", DEEP).load(**FLOAT64)
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, version, n_layer, **options))
+    head = find_head(path, "eagle", DEEP).load(**FLOAT64)
     head.borrow(target := tiny_model(DEEP))
     length, n_ahead = 21, 3  # longer than a block
     states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
@@ -104,7 +100,7 @@ def test_an_eagle_head_equals_plain_code(tmp_path, kind):
 
     expected, logits = [], []
     for given, row in zip(states, tokens.tolist(), strict=True):
-        plain = PlainEagle(tensors, version, n_layer, **options)
+        plain = PlainEagle(tensors, version, n_layer)
         out = [plain.step(plain.fused(state), token) for state, token in zip(given, row, strict=False)]
         for token in row[length:]:
             out.append(plain.step(out[-1], token))
@@ -156,21 +152,15 @@ BAD = {
     "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
     "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
-    "layers in no list": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": 3}, "layer_ids"),
-    "layers in a list": (3, DEEP, as_they_are, {"transformer_layer_config": [3]}, "transformer_layer_config"),
-    "options in a list": (3, DEEP, as_they_are, {"eagle_config": [3]}, "eagle_config"),
     "a truth in words": (3, DEEP, as_they_are, {"norm_before_fc": "false"}, "norm_before_fc"),
     "no map": (3, DEEP, drop("d2t"), {"draft_vocab_size": 20}, "d2t"),
     "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
     "an embedding of another width": (3, replace(DEEP, dim=48), drop("embed_tokens.weight"), {}, "embed_tokens.weight"),
     "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
-    "a width that is no number": (3, DEEP, as_they_are, {"target_hidden_size": "32"}, "target_hidden_size"),
     "layers that are not causal": (3, DEEP, as_they_are, {"is_causal": False}, "is_causal"),
     "two norms of inputs": (3, DEEP, as_they_are, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
     "a DFlash head": (3, DEEP, as_they_are, {"dflash_config": {}}, "dflash_config"),
-    "another kind": (3, DEEP, as_they_are, {"speculators_model_type": "mtp"}, "mtp"),
     "layers of another family": (3, DEEP, as_they_are, layers(model_type="gemma3"), "gemma3"),
-    "layers in chunks": (3, DEEP, as_they_are, layers(layer_types=["chunked_attention"]), "chunked_attention"),
     "a window without a size": (3, DEEP, as_they_are, layers(layer_types=["sliding_attention"]), "sliding_window"),
     "P-EAGLE without its states": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 3}, "mask_hidden"),
     "P-EAGLE without its token": (3, DEEP, put("mask_hidden", torch.ones(1, 1, 96)), {}, "mask_token_id"),
@@ -190,29 +180,22 @@ def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 BAD_DFLASH = {
-    "DFlash-2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
     "convolutions": ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 2}}, "conv_kernel_size"),
     "capped logits": ({"final_logit_softcapping": 20.0}, "final_logit_softcapping"),
-    "scaled logits": ({"dflash_config": {"mask_token_id": 3, "output_multiplier": 0.2}}, "output_multiplier"),
-    "scaled embeddings": ({"input_embedding_scale": 2}, "input_embedding_scale"),
     "full layers that are causal": ({"is_causal": True}, "is_causal"),
     "windows that are not causal": (SLIDING | {"is_causal": False}, "is_causal"),
     "no window": (SLIDING | {"use_sliding_window": False}, "use_sliding_window"),
-    "derived windows": ({"use_sliding_window": True}, "use_sliding_window"),
     "another depth": ({"num_target_layers": 8}, "num_target_layers"),
     "the last layer": ({"target_layer_ids": [0, 2, 6]}, "[0, 2, 6]"),
     "layers out of order": ({"target_layer_ids": [2, 0, 4]}, "[2, 0, 4]"),
-    "too many layers": ({"target_layer_ids": [0, 1, 2, 4]}, "fc.weight"),
     "no mask": ({"mask_token_id": None}, "mask_token_id"),
     "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
     "a block of one token": ({"block_size": 1}, "block_size"),
     "another vocabulary": ({"vocab_size": 62}, "vocab_size"),
-    "another family": ({"model_type": "llama"}, "model_type"),
     "no options": ({"dflash_config": None}, "layout"),
     "options of both layouts": ({"speculators_model_type": "dflash"}, "dflash_config"),
     "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
-    "layers of the other layout": ({"aux_hidden_state_layer_ids": [1, 2, 3]}, "aux_hidden_state_layer_ids"),
-    **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "dflash2", "mtp", "xpress", "eagle3")},
+    **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "eagle3")},
 }
 
 

@@ -4,15 +4,15 @@ import ctypes
 import subprocess
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models.attention import gpu_check
+from models.attention.select import refusal
 from models.kernels import build as cpp_build
-from models.kernels import pointwise_cpp
 from tests.support.machine import needs_cpp_compiler
 
 pytestmark = needs_cpp_compiler
@@ -26,7 +26,7 @@ BUGS = [
 
 def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
     """Write a kernel's source with a bug that -DBUG=0 turns off."""
-    text = cpp_build.KERNELS[name][0].read_text()
+    text = cpp_build.KERNELS[name].source.read_text()
     assert right in text
     source = folder / f"{name}.cpp"
     source.write_text(
@@ -36,7 +36,7 @@ def wrong_source(name: str, right: str, wrong: str, folder: Path) -> Path:
 
 
 def errors(name: str, library: Path | str) -> list[str]:
-    suite: Any = import_module(cpp_build.KERNELS[name][1])
+    suite: Any = import_module(cpp_build.KERNELS[name].cases)
     candidate = suite.candidate(ctypes.CDLL(str(library)))
     return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
 
@@ -49,8 +49,11 @@ def test_a_bug_is_found(name, right, wrong, tmp_path):
     assert errors(name, library)
 
 
-@pytest.mark.parametrize("name,build", [("attention", "AVX2"), *((name, "plain") for name, *_ in BUGS)])
-def test_builds_for_other_cpus_are_right(name, build):
+NAMES = [name for name, *_ in BUGS]
+
+
+@pytest.mark.parametrize("name,build", [*product(NAMES, ("native", "plain")), ("attention", "AVX2")])
+def test_builds_are_right(name, build):
     assert errors(name, cpp_build.build_library(name, build)) == []
 
 
@@ -59,19 +62,17 @@ def builds(monkeypatch, tmp_path) -> partial:
     """Choose among builds of a wrong pointwise kernel, in an empty cache folder: `builds({name: flags})`."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     name, right, wrong = BUGS[1]
-    monkeypatch.setitem(
-        cpp_build.KERNELS, name, (wrong_source(name, right, wrong, tmp_path), cpp_build.KERNELS[name][1])
-    )
+    wrong_kernel = cpp_build.KERNELS[name]._replace(source=wrong_source(name, right, wrong, tmp_path))
+    monkeypatch.setitem(cpp_build.KERNELS, name, wrong_kernel)
     monkeypatch.setattr(cpp_build, "speedup", lambda rows: 1.0)
-    pointwise_cpp.load_kernel.cache_clear()
-    yield partial(monkeypatch.setattr, cpp_build, "BUILDS")
-    pointwise_cpp.load_kernel.cache_clear()
+    monkeypatch.setattr(cpp_build, "load_library", cpp_build.load_library.__wrapped__)
+    return partial(monkeypatch.setattr, cpp_build, "BUILDS")
 
 
 def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
     """A later process loads the build that was chosen, without checks."""
     builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("right", 0))})
-    pointwise_cpp.load_kernel()
+    cpp_build.load_library("pointwise")
     note = capfd.readouterr().err.strip().splitlines()[-1]
     assert all(word in note for word in ("wrong: ", "the right build"))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
@@ -96,7 +97,7 @@ def test_kernels_are_checked_once_on_each_gpu(monkeypatch, tmp_path, found, said
     """A check that crashed is repeated."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     gpus, checked = iter(["H100", "H100", "A100"]), []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(gpus))
-    monkeypatch.setattr(gpu_check, "check", lambda *given: checked.append(given) or found)
-    assert [gpu_check.refusal("triton", torch.device("cuda")) for _ in range(3)] == [said] * 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: next(gpus))
+    monkeypatch.setattr(cpp_build, "check", lambda *given: checked.append(given) or found)
+    assert [refusal("triton") for _ in range(3)] == [f"triton: {said}"] * 3
     assert checked == [("models.attention.gpu_check", "triton")] * n_checks

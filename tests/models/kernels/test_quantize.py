@@ -76,7 +76,7 @@ def test_the_triton_kernels_equal_pytorch():
 def test_the_triton_kernels_compile_for_hopper_without_spilling():
     pytest.importorskip("triton")
     from models.kernels import triton_quantize
-    from reproduce.gpu_parts import kernels
+    from tests.support import kernel_launches as kernels
 
     ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]
     assert len(ours) == 3

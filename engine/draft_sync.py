@@ -1,4 +1,4 @@
-"""Following: the tokens of each row that each drafter has followed, and those that it follows next."""
+"""DraftSync: the tokens of each row that each drafter has followed, and those that it follows next."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -10,7 +10,7 @@ from engine.requests import Request
 Busy = Sequence[tuple[int, Request]]
 
 
-class Following:
+class DraftSync:
     """Lets drafters follow the rows of a decoder. A drafter is named by its index.
 
     lengths: by row and drafter, the tokens of the row's text that the drafter has followed; absent: none.
@@ -41,7 +41,7 @@ class Following:
             if (n_seen := self.lengths[row].get(drafter, 0)) < length:
                 text = request.text if length == len(request.text) else request.text[:length]
                 verified = range(len(request.prompt), request.length)
-                of_request = request.draws(mode), request.prediction, verified
+                of_request = request.noise_key(mode), request.prediction, verified
                 updates.append(RowUpdate(row, request.id, text, n_seen, *of_request))
                 self.lengths[row][drafter] = length
         self._drafters[drafter].follow(updates)
@@ -63,7 +63,9 @@ class Following:
         ]
         return self.follow(drafter, lengths, mode), False
 
-    def follow_round(self, drafter: int, busy: Busy, mode: str) -> None:
-        """Let a drafter follow the tokens of all rows before a round: on the host also the current token."""
+    def follow_round(self, drafter: int | None, busy: Busy, mode: str) -> None:
+        """Let a drafter, if any, follow the tokens of all rows before a round: on the host also the current token."""
+        if drafter is None:
+            return
         n_ahead = isinstance(self._drafters[drafter], HostDrafter)
         self.follow(drafter, [(row, request, request.length + n_ahead) for row, request in busy], mode)

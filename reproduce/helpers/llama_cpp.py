@@ -1,14 +1,29 @@
-"""Steps of llama.cpp's batched decoding, by the package llama-cpp-python."""
+"""llama.cpp's batched decoding of the same GGUF, by the package llama-cpp-python, as a contender."""
 
 import ctypes
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-import llama_cpp as api
 import numpy as np
+import torch
 
-ENTRIES = {"f16": api.GGML_TYPE_F16, "q8_0": api.GGML_TYPE_Q8_0}
-N_BATCH = 512
+from common.errors import ConfigError, flag
+from reproduce.helpers.batches import Batch
+from reproduce.helpers.records import Record
+
+try:
+    import llama_cpp as api
+except ImportError as error:
+    api: Any = None  # type: ignore[no-redef]
+    WHY_NOT: ImportError | None = error
+else:
+    WHY_NOT = None
+
+# Types of entries; tokens of a prefill's chunk; steps of a run, and room in a row for their tokens.
+ENTRIES, N_BATCH, STEPS, ROOM = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}, 512, 16, 256
 
 
 class LlamaRows:
@@ -27,7 +42,7 @@ class LlamaRows:
         params.n_batch = params.n_ubatch = max(N_BATCH, 8 * rows)
         params.n_seq_max = rows
         params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = ENTRIES[entries]
+        params.type_k = params.type_v = getattr(api, ENTRIES[entries])
         params.flash_attn_type = entries != "f16"
         params.kv_unified = False
         self.context = api.llama_init_from_model(self.model, params)
@@ -71,3 +86,43 @@ class LlamaRows:
         for row in range(self.n_rows):
             api.llama_memory_seq_rm(self.memory, row, self.n_prompt, -1)
         return times
+
+
+class Peer:
+    """Plain steps and verifications of `gamma` drafts after the first prompt of a batch, in every row."""
+
+    needs_plain = False
+
+    def __init__(self, gguf: Path, entries: str, n_rows: int, gamma: int) -> None:
+        self._gguf, self._entries, self._n_rows, self._gamma = gguf, entries, n_rows, gamma
+        self._rows: LlamaRows | None = None
+        self._plain_ms, self._verify_ms = list[float](), list[float]()
+
+    def __str__(self) -> str:
+        return f"llama.cpp, {self._gguf.stem.rpartition('.')[2]}, {self._entries}"
+
+    def run(self, batch: Batch, repeat: int) -> None:
+        if self._rows is None:
+            sizes = self._n_rows, ROOM, torch.get_num_threads()
+            self._rows = LlamaRows(str(self._gguf), batch.prompts[0], *sizes, self._entries)
+        self._plain_ms += self._rows.steps(1, STEPS)
+        self._verify_ms += self._rows.steps(1 + self._gamma, STEPS)
+
+    def row(self) -> Record:
+        """Return median times, which leave out sampling and the host."""
+        plain_ms, verify_ms = median(self._plain_ms), median(self._verify_ms)
+        rate = 1e3 * self._n_rows / plain_ms
+        return {"baseline_step_ms": plain_ms, "baseline_tokens_per_second": rate, "verify_step_ms": verify_ms}
+
+
+def peers(model: str, n_rows: int, gammas: Sequence[int | str]) -> list[Peer]:
+    """Return llama.cpp with each type of entries, for a model with a GGUF in its folder. Errors: ConfigError."""
+    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    if (gguf := next(folder.glob("*.gguf"), None)) is None:
+        fix = f"leave out {flag('llama_cpp')}"
+        raise ConfigError("llama.cpp reads a GGUF", flag("model"), folder, "a folder with a GGUF", fix)
+    if WHY_NOT:
+        required, fix = "the package llama-cpp-python", "pip install llama-cpp-python==0.3.36"
+        raise ConfigError("llama.cpp does not run", flag("llama_cpp"), WHY_NOT, required, fix)
+    gamma = max((int(gamma) for gamma in gammas if gamma != "auto"), default=3)
+    return [Peer(gguf, entries, n_rows, gamma) for entries in ENTRIES]

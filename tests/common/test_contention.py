@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import contention as module
-from engine.contention import QUIET, WAKING, Usage, contention, usage_so_far
+from common import contention as module
+from common.contention import QUIET, WAKING, Usage, contention, usage_so_far
 
 CALM = Usage(seconds=10.0, waits={"7": 0.3}, stolen=0.1)
 

@@ -1,9 +1,14 @@
-"""Prompts: stretches of a text that begin differently; needles, in the style of RULER (arXiv 2404.06654)."""
+"""Batches of prompts: stretches of a text, conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
+import bench
+from bench.prompt_sets import Prompt
 from common.errors import ConfigError, DataError, flag
+from models.checkpoints.chat_template import ChatTemplate
 
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
 QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
@@ -12,6 +17,60 @@ KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lot
 KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
 # Facts lie between these shares of the text: early, so that no recent window has them.
 EARLIEST, LATEST = 0.05, 0.5
+# The most tokens that a token of an answer becomes when its text is encoded again: three for each byte of a character
+# that was cut off.
+READ_AGAIN = 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together.
+
+    first: number of the first request, on which samples depend. sources: a number of the text that each prompt comes
+    from. continuations: tokens that follow each prompt in its text. talks: messages of each conversation.
+    """
+
+    prompts: list[list[int]]
+    first: int
+    sources: Sequence[int]
+    continuations: list[list[int]] = field(default_factory=list)
+    talks: Sequence[list[dict[str, str]]] = ()
+
+    def answer(self, texts: Sequence[str]) -> None:
+        """Add the answers to the conversations."""
+        for talk, text in zip(self.talks, texts, strict=True):
+            talk.append({"role": "assistant", "content": text})
+
+
+def batches_of(session: bench.Session) -> Iterator[Batch]:
+    """Yield the prompts of a session, as many at a time as it has rows."""
+    n_rows = session.plan.n_rows
+    for first in range(0, len(session.prompts), n_rows):
+        rows = slice(first, first + n_rows)
+        prompts = session.prompts[rows]
+        yield Batch(prompts, first, range(first, first + len(prompts)), session.continuations[rows])
+
+
+def turns_of(category: Sequence[Prompt], template: ChatTemplate, n_rows: int) -> Iterator[Batch]:
+    """Yield each turn of the conversations that have it. The answers have to be added to the `talks` before the next
+    batch is taken."""
+    talks: list[list[dict[str, str]]] = [[] for _ in category]
+    first = 0
+    for turn in range(max(len(prompt.turns) for prompt in category)):
+        going = [row for row, prompt in enumerate(category) if turn < len(prompt.turns)]
+        for rows in (going[start : start + n_rows] for start in range(0, len(going), n_rows)):
+            for row in rows:
+                talks[row].append({"role": "user", "content": category[row].turns[turn]})
+            yield Batch([template.encode(talks[row]) for row in rows], first, rows, talks=[talks[row] for row in rows])
+            first += len(rows)
+
+
+def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[int]:
+    """Return as many token ids as the prompt of the last turn has after the longest possible answers."""
+    turns = [{"role": "user", "content": turn} for turn in prompt.turns]
+    empty = {"role": "assistant", "content": ""}
+    ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
+    return ids + ids[:1] * (READ_AGAIN * gen_len * (len(turns) - 1))
 
 
 def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
@@ -42,7 +101,7 @@ def needles(
         question = encode(QUESTION.format(keys=" and ".join(keys)))
         n_left = len(text) - sum(map(len, facts)) - len(question)
         if n_left < len(text) // 2:
-            what, fix = "a prompt has no room for facts and a question", "raise --prefix_len, or leave out these texts"
+            what, fix = "a prompt has no room for facts and a question", "give longer prompts, or leave out these texts"
             raise ConfigError(what, f"needles, {kind}", f"{len(text)} tokens", "twice what these take", fix)
         places = sorted(int(n_left * rng.uniform(EARLIEST, LATEST)) for _ in facts)
         prompt, last = list[int](), 0

@@ -1,0 +1,231 @@
+"""Compare drafters with plain decoding in turns, after the same prompts: what they gain, and what is accepted.
+
+    python -m reproduce.compare --drafters self suffix ngram --contexts 512 2000 7500 --B 1 --num_prompts 5
+    python -m reproduce.compare --drafters self:streaming self:snapkv --budgets 64 256 --texts sampled book passkey
+    python -m reproduce.compare --drafters self --gammas 1 3 5 auto --budgets 128 512 auto --repeats 3
+    python -m reproduce.compare --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
+    python -m reproduce.compare --chat --prompts spec-bench --per_category 10
+    python -m reproduce.compare --storages float32 int8-int8 --drafters self --texts greedy sampled --repeats 3
+
+A record has the rows of all contenders at a context, on the prompts of a file, or in a category of conversations.
+`speedup` counts the rounds in which all rows decode, `wall_speedup` counts until the last row ends; both leave out
+prefill, and the time in which drafters that choose (`self@auto`) measure their costs. `drafting_ms` is the mean time of
+a round before the target verifies, on a CPU. With --repeats, figures are medians.
+
+--texts: greedy and sampled are decoded; book (the data set's text after each prompt), passkey and multikey (the right
+answers to questions about facts that stand early in a prompt) are teacher-forced, which measures acceptance alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, product
+from typing import Annotated, Any, ClassVar, Literal
+
+from tyro.conf import arg
+
+import bench
+from bench.config import BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import DraftNumbers
+from bench.prompt_sets import by_category, load_prompts
+from common import cli
+from common.checkout import ROOT
+from common.errors import ConfigError, flag, require_at_least
+from common.jsonl import append_record, publish, require_appendable
+from common.provenance import provenance
+from common.say import note_without_effect
+from common.tables import console
+from engine.drafters.config import DrafterConfig
+from reproduce.helpers.batches import KINDS, Batch, batches_of, longest_form, turns_of
+from reproduce.helpers.columns import of, shown
+from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
+from reproduce.helpers.drafters import named_configs
+from reproduce.helpers.llama_cpp import peers
+from reproduce.helpers.records import Record
+
+CHATS = "reproduce/prompts/question.jsonl"
+PLAIN, GREEDY, SAMPLED = "plain", "greedy", "sampled"
+FORCED = ("book", *KINDS)
+TEXTS: Any = Literal[(GREEDY, SAMPLED, *FORCED)]
+TEMPERATURE, CONTEXT = 0.6, 2000
+STORAGES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16-int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "int8-int8": {"dtype": "bfloat16", "quantize": "int8", "kv_dtype": "int8"},
+    "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
+}
+COLUMNS = (
+    "storage prefix_len category text drafter gamma draft_budget sequences acceptance mean_accepted_length "
+    "distinct_4gram_fraction baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
+)
+Number = int | Literal["auto"]
+Sessions = dict[str | None, bench.Session]
+
+
+@dataclass(frozen=True)
+class Flags:
+    FLAGS: ClassVar[dict[str, str]] = {"draft": "--drafters", "draft_model": "--drafters", "prefix_len": "--contexts"}
+
+    target: Target = field(default_factory=Target)
+    text: Text = field(default_factory=Text)
+    sampling: ComparedSampling = field(default_factory=ComparedSampling)
+    output: Output = field(default_factory=Output)
+    draft: DraftNumbers = field(default_factory=DraftNumbers)
+    drafters: Annotated[tuple[str, ...] | None, arg(help_behavior_hint="(default: all without a second model)")] = None
+    """drafters: names, KIND:CHECKPOINT (standalone or a head), or either with its policy (self:POLICY,
+    eagle:CHECKPOINT=full); with text drafters before it (suffix+self), with its schedule or gamma after it
+    (self@heuristic, self@5, or self@auto, which may take --auto_drafts instead). A run has a single checkpoint"""
+    budgets: tuple[Number, ...] = ()  # each drafter that has a budget, once for each of these
+    gammas: tuple[Number, ...] = ()  # each drafter whose name has no gamma, once for each of these
+    texts: Annotated[tuple[TEXTS, ...], arg(help_behavior_hint="(default: by the temperature)")] = ()
+    """kinds of text to draft; sampled: at --temperature, or at 0.6"""
+    storages: tuple[Literal[tuple(STORAGES)], ...] = ()  # type: ignore[valid-type]
+    """storages of the target as WEIGHTS-ENTRIES, or a dtype of both, all in memory together"""
+    contexts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: 2000)")] = ()  # tokens of the prompts
+    num_prompts: Annotated[int | None, arg(help_behavior_hint="(default: B)")] = None  # prompts of each context
+    prompts: str | None = None
+    """whole prompts in place of stretches of the data set: a file or a known set, as in the benchmarks"""
+    chat: bool = False  # decode --prompts as conversations through the chat template, by category
+    categories: tuple[str, ...] = ()  # with --chat: only these
+    per_category: int | None = None  # with --chat: conversations of each category, the first ones
+    B: BatchSize = 8  # prompts decoded together
+    gen_len: int = 64  # new tokens; with --chat, of each turn, at most
+    repeats: int = 1  # decodes of each batch by each drafter
+    llama_cpp: bool = False  # time llama.cpp on a GGUF in the model's folder, too: pip install llama-cpp-python==0.3.36
+
+    def check(self) -> None:
+        """Errors: ConfigError."""
+        self.target.require_trained("random weights have nothing to say")
+        for name, least in {"gen_len": 2, "repeats": 1, "contexts": 1, "per_category": 1}.items():
+            given = getattr(self, name)
+            for number in given if isinstance(given, tuple) else [given] * (given is not None):
+                require_at_least(name, number, least)
+        whole = ["contexts", "num_prompts"] if self.prompts or self.chat else ["categories", "per_category"]
+        if unused := [name for name in whole if getattr(self, name) not in (None, ())]:
+            why = (
+                "prompts are taken whole, and all of them"
+                if self.prompts or self.chat
+                else "these are no conversations"
+            )
+            note_without_effect(unused, why)
+        if self.sampling.temperature > 0 and SAMPLED not in self.kinds:
+            note_without_effect(["temperature"], "no text is sampled")
+        if (forced := [text for text in self.kinds if text in FORCED]) and (self.prompts or self.chat):
+            what, where = "a text that is teacher-forced is cut from the data set", flag("texts")
+            raise ConfigError(what, where, " ".join(forced), f"{GREEDY} or {SAMPLED}", f"leave out {flag('prompts')}")
+        require_appendable(self.output.output)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of text to draft."""
+        return self.texts or ((SAMPLED if self.sampling.temperature > 0 else GREEDY),)
+
+    def sampling_of(self, text: str) -> Sampling:
+        """Return how a kind of text is decoded."""
+        given = self.sampling
+        if text == SAMPLED:
+            return given if given.temperature > 0 else replace(given, temperature=TEMPERATURE)
+        return Sampling(repetition_penalty=given.repetition_penalty, min_tokens=given.min_tokens)
+
+
+Configs = Sequence[tuple[str, tuple[DrafterConfig, ...]]]
+
+
+def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list[list[int]] | None) -> Sessions:
+    """Open a session for each storage, with room for the prompts and for every drafter. ids: the prompts, if they are
+    not those of the flags. Errors: UserError."""
+    plans = dict[str | None, Any]()
+    for storage in flags.storages or (None,):  # all are checked before anything is loaded
+        target = flags.target if storage is None else replace(flags.target, **STORAGES[storage])
+        rows = Rows(flags.prompts, flags.num_prompts, stop_at_eos=flags.chat) if ids is None else Rows(stop_at_eos=True)
+        sizes, sampling = Sizes(flags.B, context, flags.gen_len), flags.sampling_of(flags.kinds[0])
+        run = RunConfig(target, flags.text, sizes, rows, sampling=sampling, output=flags.output)
+        runs = [replace(run, draft=first, auto_drafts=tuple(others)) for _, (first, *others) in configs]
+        chooses = [bench.resolve(each, ids).chooses for each in runs]
+        drafts = [*chain.from_iterable(each for _, each in configs)]
+        # A drafter that does not choose between caches leaves the memory before the next one is made.
+        plans[storage] = bench.resolve_several(run, drafts, ids, at_once=None if any(chooses) else 1)
+    n_continued = flags.gen_len if {*FORCED}.intersection(flags.kinds) else 0
+    return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
+
+
+def records_at(flags: Flags, configs: Configs, context: int | None) -> Iterator[Record]:
+    """Yield the records of a context, of whole prompts, or of the categories of conversations. Errors: UserError."""
+    if not flags.chat:
+        sessions = open_sessions(flags, configs, context, None)
+        yield from measure(flags, configs, sessions, {}, batches_of(next(iter(sessions.values()))))
+        return
+    prompts = load_prompts(flags.prompts or str(ROOT / CHATS))
+    categories = by_category(prompts, flags.categories, flags.per_category)
+    template = flags.target.with_text().chat_template()
+    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
+    sessions = open_sessions(flags, configs, None, ids)
+    for category, talks in categories.items():
+        named = {"category": category, "conversations": len(talks)}
+        yield from measure(flags, configs, sessions, named, turns_of(talks, template, flags.B))
+
+
+def measure(
+    flags: Flags, configs: Configs, sessions: Sessions, named: dict[str, Any], batches: Iterable[Batch]
+) -> Iterator[Record]:
+    """Run every contender on every batch in turns, every second time in reverse, so that all share the drift of the
+    machine. Yield a record for each storage, and for llama.cpp."""
+    decoders, forced = list[Decoder](), list[Forced]()
+    for session, text in product(sessions.values(), flags.kinds):
+        drafting = partial(session.variant, sampling=flags.sampling_of(text))
+        each = [(name, drafting(draft=first, auto_drafts=tuple(rest))) for name, (first, *rest) in configs]
+        if text in FORCED:
+            forced += [Forced(name, text, variant) for name, variant in each if not variant.plan.chooses]
+        else:
+            decoders.append(plain := Decoder(PLAIN, text, drafting(draft=None)))
+            decoders += [Decoder(name, text, variant, plain=plain) for name, variant in each]
+    forced = [contender for contender in forced if not contender.needs_plain]
+    others = peers(flags.target.model, flags.B, [first.gamma for _, (first, *_) in configs]) if flags.llama_cpp else []
+    seconds = dict.fromkeys(sessions, 0.0)
+    for n_batch, batch in enumerate(batches):
+        for storage, session in sessions.items():
+            seconds[storage] += bench.prefill(replace(session, prompts=batch.prompts))
+        for repeat in range(flags.repeats):
+            turn = [*decoders, *others][:: -1 if (n_batch + repeat) % 2 else 1]
+            for contender in sorted(turn, key=lambda contender: contender.needs_plain):
+                contender.run(batch, repeat)
+        for contender in forced:  # last, since needles take the place of the prefilled prompts
+            contender.run(batch)
+        if flags.chat:
+            tokenizer = next(iter(sessions.values())).tokenizer
+            batch.answer([tokenizer.decode(tokens) for tokens in decoders[0].outputs[0][-1].tokens])
+    for storage, session in sessions.items():
+        contenders = [each for each in (*decoders, *forced) if each.session.runner is session.runner]
+        rows = [contender.row() for contender in contenders if contender.drafter != PLAIN]
+        session.runner.drop_graphs()
+        measured = {"storage": storage, "prompts": flags.prompts or (CHATS if flags.chat else None)} | named
+        measured |= {"repeats": flags.repeats, "prefill_seconds": seconds[storage], "rows": rows}
+        measured = {name: value for name, value in measured.items() if value is not None}
+        yield bench.rounded(bench.record_of("compare", session, measured, ("draft", *SETTINGS)))
+    for peer in others:
+        sizes = {"B": flags.B, "prefix_len": next(iter(sessions.values())).plan.prefix_len}
+        yield bench.rounded(
+            {"benchmark": "compare", "storage": str(peer), **sizes, "rows": [peer.row()], **provenance()}
+        )
+
+
+def main(flags: Flags) -> None:
+    flags.check()
+    is_repeated = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
+    configs = named_configs(flags.drafters, flags.draft, flags.budgets, flags.gammas, is_repeated)
+    contexts, records = flags.contexts or (CONTEXT,), list[Record]()
+    for context in (None,) if flags.prompts or flags.chat else contexts:
+        for record in records_at(flags, configs, context):
+            append_record(flags.output.output, record)
+            records.append(record)
+    rows = summary_rows(records)
+    notes = ["  *: slower than plain decoding"]
+    if any(row.get("contended") for row in rows):
+        notes.append("  threads waited for processors: no speedup here is to be trusted")
+    summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}
+    publish(None, records[0] if len(records) == 1 else summary, console(rows, shown(of(COLUMNS), rows)), *notes)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

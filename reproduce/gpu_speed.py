@@ -1,0 +1,253 @@
+"""Measure what is fast on a GPU: kernels next to a copy, and rounds with and without speculation by rows and prefix.
+
+    python -m reproduce.gpu_speed --output reproduction/gpu.jsonl
+    python -m reproduce.gpu_speed --cells linears "8B 32x16000" --output reproduction/gpu.jsonl
+    python -m pytest -m gpu    # what is right
+
+A record of each cell is appended as it ends. Rounds in the shape of Llama-3.1-8B have random weights over random
+entries; rows that do not fit into memory are left out. Exit code 1 if a cell failed.
+"""
+
+import gc
+import itertools
+import sys
+import time
+import tomllib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from timeit import timeit
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench import memory, passes
+from bench.benchmark_flags import SelfSpecFlags
+from bench.config import Output
+from bench.dummy_prefill import fill_with_noise, randomise
+from bench.plan import resolve
+from bench.record import make_record, rounded
+from bench.session import Session
+from common import cli
+from common.errors import refuse
+from common.jsonl import publish, require_appendable
+from common.provenance import provenance
+from common.say import say
+from engine.pacing import Fixed
+from engine.requests import Progress
+from engine.sampling.noise import Stream, gumbel
+from engine.stats import RoundStats
+from engine.timing import PhaseTimer, synchronize
+from kv_cache import FullKVCache
+from kv_cache.entries import SCORE_CHUNK
+from models.attention import AttentionSpec, select_backend
+from models.config import ModelConfig
+from models.kernels.quantize import quantized_linear
+from models.names import SCHEMES
+from models.storage import KV_DTYPES
+from reproduce.helpers.records import Record
+
+
+def milliseconds(device: str, call: Callable[[], object]) -> float:
+    """Return the median time of a call; on a GPU it runs in a graph, where no launch waits for the host."""
+    call()  # the first call is slower
+    if device == "cpu":
+        return 1e3 * median(timeit(call, number=1) for _ in range(3))
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(call, return_mode="median")
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def copy_rate(device: str) -> float:
+    """Return the bytes per ms that a copy within the device's memory reads and writes."""
+    n_bytes = 2**22 if device == "cpu" else 2**31
+    target, source = torch.ones(2, n_bytes, dtype=torch.uint8, device=device)
+    return 2 * n_bytes / milliseconds(device, partial(target.copy_, source))
+
+
+def attention(
+    device: str,
+    backend: str,
+    shapes: Sequence,
+    tokens: Sequence[int] = (1, 4),
+    kv: Sequence[str] = ("same",),
+    has_scores: bool = False,
+) -> Record:
+    """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
+    head_dim, rows, entries a row. kv: storages of the entries. has_scores: scores of chunks are written, too."""
+    rate, times = copy_rate(device), dict[str, float]()
+    for storage, (*heads, batch, n_slot), n_token in itertools.product(kv, shapes, tokens):
+        spec = AttentionSpec(*heads, None, dtype_of(device))
+        kernel, why = select_backend(backend, device, spec)
+        assert kernel.name == backend, why
+        config = ModelConfig(8, 1, 64, *heads, 8, max_context=n_slot)
+        cache = FullKVCache(config, batch, n_slot, device, KV_DTYPES.get(storage, spec.dtype))
+        cache.positions.copy_(torch.arange(n_slot).expand(batch, -1))
+        randomise(cache)
+        q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)
+        prepared = kernel.prepare(spec, cache.positions[:, -n_token:].clone(), cache)
+        to = torch.empty(batch, n_token, heads[1], -(-n_slot // SCORE_CHUNK), device=device) if has_scores else None
+        ms = milliseconds(device, partial(kernel.attend, q, cache.read(0)._replace(chunk_scores=to), prepared))
+        name = "{}/{} heads of {}, B {}, S {}, T {}, {} KV".format(*heads, batch, n_slot, n_token, storage)
+        times[name] = ms * rate / cache.n_bytes
+    return {"copy_tb_per_s": rate * 1e-9, "times_copy": times, "median_times_copy": median(times.values())}
+
+
+def linears(device: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int]) -> Record:
+    """Time linear layers in the model's dtype, 8 and 4 bits. shapes: outputs, inputs."""
+    times = Record()
+    for (d_out, d_in), n_row in itertools.product(shapes, rows):
+        plain = nn.Linear(d_in, d_out, bias=False, device=device, dtype=dtype_of(device))
+        x = torch.randn(n_row, d_in, device=device).to(plain.weight.dtype)
+        for name in ("plain", *SCHEMES):
+            layer = plain if name == "plain" else quantized_linear(plain.weight, None, name)
+            assert layer is not None
+            key = f"{name}_ms_{n_row}"
+            times[key] = times.get(key, 0) + milliseconds(device, partial(layer, x))
+    return times
+
+
+def noise(device: str, rows: int, tokens: int, n_ids: int) -> Record:
+    """Time drawing a round's Gumbel numbers, and divide by a copy of as many bytes."""
+    request, position = torch.arange(rows, device=device)[:, None], torch.arange(tokens, device=device)
+    ms = milliseconds(device, partial(gumbel, request, request, position, Stream.COUPLED, n_ids))
+    return {"noise_ms": ms, "times_copy": ms * copy_rate(device) / (2 * 4 * rows * tokens * n_ids)}
+
+
+class ProfiledRounds(Progress):
+    """Profiles the rounds of a pass after the first, which follows the prefill of drafts: at most `most` of them."""
+
+    def __init__(self, device: str, most: int = 8) -> None:
+        self._kind, self._most, self._n_ended = "CPU" if device == "cpu" else "CUDA", most, 0
+        self._profiler = profile(activities=[getattr(ProfilerActivity, self._kind)])
+
+    def ended(self, round_: RoundStats) -> None:
+        if self._n_ended == 0:
+            self._profiler.start()
+        if self._n_ended == self._most:
+            self._profiler.stop()
+        self._n_ended += 1
+
+    def kernels(self) -> tuple[Counter[str], float]:
+        """Return the ms a round of each kernel and copy on the GPU (on a CPU: of each operation), and how many ran."""
+        if self._n_ended <= self._most:
+            self._profiler.stop()
+        times, n_node, n_round = Counter[str](), 0, min(self._n_ended - 1, self._most)
+        for event in self._profiler.events():
+            # A user annotation covers kernels that are events, too.
+            if event.device_type == getattr(DeviceType, self._kind) and not event.is_user_annotation:
+                times[event.name[:160]] += event.time_range.elapsed_us() / 1e3 / n_round
+                n_node += 1
+        return times, n_node / n_round
+
+
+def open_fitting(words: str) -> Session:
+    """Open a session for flags, with the rows that fit into memory. Errors: OutOfMemoryError if none fits."""
+    plan = resolve(cli.read(SelfSpecFlags, words.split(), "selfspec_benchmark.py").config())
+    most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
+    n_rows = min(plan.n_rows, most) or plan.n_rows
+    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
+
+
+def rounds(device: str, words: str) -> Record:
+    """Return the record of tests/selfspec_benchmark.py for flags, with the kernels of its rounds and the peak of
+    memory over the plan."""
+    if device != "cpu":  # a profile may miss kernels of graphs that were captured before the first profile
+        with profile(activities=[ProfilerActivity.CUDA]):
+            torch.ones(8, device=device).sum().item()
+    session = open_fitting(f"{words} --device {device}")
+    runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
+    seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
+    began, drafters = time.perf_counter(), session.drafters()
+    passes.warm_up(session)
+    passes.warm_up(session, drafters)
+    synchronize(runner.device)
+    warm_up_seconds, costs = time.perf_counter() - began, passes.costs_of(session, drafters)
+    gc.collect()
+    gc.freeze()  # a collection of all objects would pause a round
+    new_pacing = partial(passes.make_pacing, session, drafters, costs)
+    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": new_pacing()})
+    timed = passes.decode(session, "phase times", pacing=new_pacing(), phase=PhaseTimer(runner.device))
+    made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
+    record = make_record("gpu_speed", session, made)
+    profiled = ProfiledRounds(device)
+    passes.decode(session, "profile", pacing=new_pacing(), watch=lambda session, name: nullcontext(profiled))
+    times, n_node = profiled.kernels()
+    planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
+    mean_ms = 1e3 * stats.decode_seconds / len(stats.rounds)
+    runner.drop_graphs()
+    return record | {
+        "warm_up_seconds": warm_up_seconds,
+        "kernel_ms": times.total(),
+        "gap_percent": 100 * (1 - times.total() / mean_ms) if device != "cpu" else None,
+        "nodes_per_layer": n_node / runner.model.config.n_layer,
+        "peak_over_plan": record["peak_memory_bytes"] / planned if device != "cpu" else None,
+        "largest": times.most_common(10),
+    }
+
+
+# Random weights in the shape of a model.
+SHAPES = {"SMALL": "HuggingFaceTB/SmolLM2-135M-Instruct", "LLAMA": "meta-llama/Meta-Llama-3.1-8B"}
+Cell = Callable[[str], Record]
+
+
+def cells_of(kernels: Mapping[str, Mapping[str, Any]], rounds_of: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return the cells of gpu_speed.toml by name."""
+    functions: dict[str, Callable[..., Record]] = {"attention": attention, "linears": linears, "noise": noise}
+    found: dict[str, Cell] = {}
+    for name, given in kernels.items():
+        arguments = {key: value for key, value in given.items() if key != "measure"}
+        found[name] = partial(functions[given["measure"]], **arguments)
+    for name, words in rounds_of["words"].items():
+        for short, model in SHAPES.items():
+            words = words.replace(short, f"--load_format dummy --model_name {model}")
+        found[name] = partial(rounds, words=f"{words} {rounds_of['common']}")
+    return found
+
+
+FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CELLS = cells_of(FILE["cells"], FILE["rounds"])
+QUICK_CELLS = cells_of(FILE["quick"], FILE["quick_rounds"])
+Name: Any = Literal[tuple(CELLS)]
+
+
+@dataclass(frozen=True)
+class Flags(Output):
+    cells: tuple[Name, ...] = ()  # cells to measure (default: all)
+    quick: bool = False  # small sizes on the CPU
+
+
+def main(flags: Flags) -> None:
+    if not (flags.quick or torch.cuda.is_available()):
+        refuse("the machine", "no CUDA device", "a CUDA device that PyTorch sees", fix="--quick runs small sizes here")
+    require_appendable(flags.output)
+    known, device, n_failed = QUICK_CELLS if flags.quick else CELLS, "cpu" if flags.quick else "cuda", 0
+    for name in flags.cells or known:
+        say(name)
+        try:
+            with torch.inference_mode():
+                figures = {"status": "done"} | known[name](device)
+        except Exception as error:  # the other cells may run
+            traceback.print_exc()
+            n_failed += 1
+            figures = {"status": "error", "error": f"{type(error).__name__}: {str(error)[:2000]}"}
+        named = {"benchmark": "gpu_speed", "cell": name, "quick": flags.quick}
+        publish(flags.output, rounded(figures | named | provenance()))
+    if n_failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli.run_alone(main, Flags)

@@ -1,0 +1,187 @@
+"""Contenders: ways to decode that are compared on the same batches, and the rows of what each measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from statistics import fmean, median
+
+import bench
+from bench.config import AUTO
+from common.contention import Usage
+from engine.evaluation.teacher_forcing import forced_acceptance
+from engine.stats import Counts, Stats, acceptance_standard_error, total
+from engine.timing import PhaseTimer
+from reproduce.helpers.batches import KINDS, Batch, needles
+from reproduce.helpers.records import Record, grouped
+
+# Settings that differ between the rows of a record.
+SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget", "draft_dtype", "draft_weights", "draft_kv_dtype")
+SETTINGS += ("temperature", "verification", "seed")
+# Medians over repeats of what a contender and plain decoding in the same repeat measured.
+MEDIANS = (
+    *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
+    *("round_ms", "draft_step_ms", "verify_step_ms"),
+)
+# Figures of categories that are summed, and settings that are equal in all rows of a sum.
+SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
+SUMMED += ("baseline_emitted", "baseline_seconds")
+SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
+SIZES = ("category", "storage", "dataset", "prefix_len")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A drafter on a kind of text. by_source: counts of the rows of each text of a batch's `sources`."""
+
+    drafter: str
+    text: str
+    session: bench.Session
+    by_source: dict[int, list[Counts]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.drafter}, {self.text}"
+
+    @property
+    def needs_plain(self) -> bool:
+        """True if it drafts the tokens of plain decoding, which therefore has to run before."""
+        return self.session.plan.needs_baseline
+
+    def count(self, batch: Batch, rows: Sequence[Counts]) -> None:
+        for source, counts in zip(batch.sources, rows, strict=True):
+            self.by_source.setdefault(source, []).append(counts)
+
+    def settings(self) -> Record:
+        """Return the drafter's name and options, and how its text is sampled."""
+        known, config = bench.settings_record(self.session), bench.nested(self.session.plan.config)
+        settings = {name: known.get(name) for name in SETTINGS}
+        named = {"drafter": self.drafter, "text": self.text}
+        return named | bench.options_of({"config": config}) | settings
+
+    def acceptance(self) -> Record:
+        """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
+        each = [total(rows) for rows in self.by_source.values()]
+        counts = total(each)
+        names = ("rounds", *bench.COUNTED)
+        of_each = {f"{name}_of_each": [getattr(row, name) for row in each] for name in ("verified", "accepted")}
+        error = {"acceptance_standard_error": acceptance_standard_error(each)}
+        return {name: getattr(counts, name) for name in names} | error | of_each
+
+
+@dataclass(frozen=True)
+class Decoder(Contender):
+    """A contender that decodes. plain: the contender without drafts. outputs: by repeat and batch. costs: those by
+    which each repeat chose its drafts."""
+
+    plain: Decoder | None = None
+    outputs: dict[int, list[bench.Decoded]] = field(default_factory=dict)
+    costs: dict[int, bench.RunCosts | None] = field(default_factory=dict)
+
+    def run(self, batch: Batch, repeat: int) -> None:
+        """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
+        session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
+        drafters, pacing, device = [], None, session.runner.device
+        if self.plain:
+            known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
+            drafters = session.drafters(known)
+        bench.warm_up(session, drafters)
+        if drafters:
+            if repeat not in self.costs:
+                self.costs[repeat] = bench.costs_of(session, drafters, whole=True)
+            pacing = bench.make_pacing(session, drafters, self.costs[repeat])
+        timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
+        output = bench.decode(session, str(self), phase=timer, pacing=pacing)
+        self.outputs.setdefault(repeat, []).append(output)
+        self.count(batch, output.stats.rows)
+
+    def row(self) -> Record:
+        """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
+        assert self.plain is not None
+        pairs = [(in_sequence(self.plain.outputs[n]), in_sequence(outputs)) for n, outputs in self.outputs.items()]
+        runs = [bench.make_record("", self.session, bench.PassResults(0.0, plain, output, output if output.phases else
+                None)) for plain, output in pairs]  # fmt: skip
+        row = self.settings() | self.acceptance()
+        values = {name: [run[name] for run in runs] for name in MEDIANS}
+        row |= {name: None if None in each else median(each) for name, each in values.items()}
+        same = [run["identical_sequences"] for run in runs]
+        row |= {"sequences": runs[0]["sequences"], "identical_sequences": None if None in same else min(same)}
+        row |= {"speedups": values["speedup"], "distinct_4gram_fraction": runs[0]["distinct_4gram_fraction"]}
+        row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
+        row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
+        row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
+        parts = [[output.phases.get(name, ()) for name in ("resume", "draft")] for _, output in pairs]
+        phases = [sum(both) for each in parts for both in zip(*each, strict=True)]
+        row |= {"drafting_ms": 1e3 * fmean(phases) if phases else None}
+        choices = [[round_.choice for round_ in output.stats.rounds] for _, output in pairs]
+        budgets = [[bench.cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
+        row |= {"gammas": [[choice.gamma for choice in run] for run in choices] if row["gamma"] == AUTO else None}
+        row |= {"budgets": budgets if row["draft_budget"] == AUTO else None}
+        costs = [costs for costs in self.costs.values() if costs]
+        row |= {"measured_costs": [bench.costs_record(self.session, each.by_rows) for each in costs] or None}
+        row |= {"measured_costs_seconds": [each.seconds for each in costs] or None}
+        contended = [kind["contended"] for run in runs for kind in run["contention"].values()]
+        return row | {"contended": any(contended)}
+
+
+@dataclass(frozen=True)
+class Forced(Contender):
+    """A contender that drafts for a text that neither model wrote. written: its tokens."""
+
+    written: list[list[int]] = field(default_factory=list)
+
+    def run(self, batch: Batch) -> None:
+        prompts, written = batch.prompts, batch.continuations
+        if self.text in KINDS:
+            assert self.session.tokenizer is not None, "a model that was trained has text"
+            encode = partial(self.session.tokenizer.encode, add_bos=False)
+            prompts, written = needles(self.text, prompts, encode, self.session.plan.gen_len, batch.first)
+        self.count(batch, forced_acceptance(self.session.runner, self.session.drafter(), prompts, written))
+        self.written.extend(written)
+
+    def row(self) -> Record:
+        distinct = {"distinct_4gram_fraction": bench.distinct_4gram_fraction(self.written)}
+        return self.settings() | self.acceptance() | distinct
+
+
+def in_sequence(outputs: Sequence[bench.Decoded]) -> bench.Decoded:
+    """Join the outputs of batches that were decoded one after the other."""
+
+    def every(name: str) -> list:
+        return [*chain.from_iterable(getattr(output, name) for output in outputs)]
+
+    each = [output.stats for output in outputs]
+    rows, rounds = (tuple(chain.from_iterable(part)) for part in zip(*((x.rows, x.rounds) for x in each), strict=True))
+    stats = Stats(rows, (rounds,), sum(x.prefill_seconds for x in each), sum(x.draft_prefill_seconds for x in each))
+    phases = {name: [*chain.from_iterable(output.phases.get(name, ()) for output in outputs)]
+              for name in {*chain.from_iterable(output.phases for output in outputs)}}  # fmt: skip
+    usage = sum((output.usage for output in outputs), Usage())
+    return bench.Decoded(every("tokens"), every("finish_reasons"), every("errors"), stats, usage, phases)
+
+
+def summary_rows(records: Iterable[Record]) -> list[Record]:
+    """Return the rows of all records; in categories, each drafter's are followed by their sum."""
+    pairs = ((record | row, row) for record in records for row in record["rows"])
+    rows = [{name: both.get(name) for name in (*SHARED, *SIZES, *row)} for both, row in pairs]
+    if not any(row["category"] for row in rows):
+        return rows
+    groups = grouped(rows, itemgetter(*SHARED)).values()
+    return [row for group in groups for row in (*group, *([_sum_of(group)] if len(group) > 1 else []))]
+
+
+def _sum_of(rows: Sequence[Record]) -> Record:
+    """Return the sums of categories, and their rates. Seconds end with the last row of each batch."""
+    sums = {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in SUMMED}
+    plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
+    each = [
+        Counts(verified_at=[verified], accepted_at=[accepted])
+        for row in rows
+        for verified, accepted in zip(row.get("verified_of_each", ()), row.get("accepted_of_each", ()), strict=True)
+    ]
+    rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"])}
+    rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
+    rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
+    rates |= {"wall_speedup": bench.ratio(drafted, plain), "contended": any(row.get("contended") for row in rows)}
+    return {name: rows[0][name] for name in SHARED} | {"category": "all"} | sums | rates

@@ -1,0 +1,207 @@
+"""compare.py: drafters next to plain decoding, by context, prompt, kind of text, category and storage."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import passes
+from models.checkpoints.model_source import find_model
+from reproduce.helpers import llama_cpp
+from reproduce.helpers.contenders import summary_rows
+from tests.support.programs import run
+
+SCRIPT = "reproduce/compare.py"
+HOW = "--B 2 --gen_len 12 --device cpu --dtype float64 --gamma 2 --draft_dtype same"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
+    """Batches are of unlike size; each drafter has its options, and knows nothing of its other runs."""
+    drafters = ["oracle@1", "suffix+cache+self", "cache", "ngram@heuristic", "self:snapkv@confidence", "self@auto"]
+    flags = f"{HOW} --contexts 40 60 --num_prompts 3 --repeats 2 --draft_budget 16 --snapkv_window 8 --text_match 2"
+    flags += f" --auto_drafts suffix --confidence_threshold auto --output {tmp_path / 'out.jsonl'} --drafters"
+    ended = call(SCRIPT, f"{flags} {' '.join(drafters)}")
+    assert ended.code == 0, ended.err
+    records = lines(tmp_path / "out.jsonl")
+    assert [record["prefix_len"] for record in records] == [40, 60] and len(ended.record["rows"]) == 12
+    for record in records:
+        rows = {row["drafter"]: row for row in record["rows"]}
+        assert list(rows) == drafters and record["repeats"] == 2
+        for row in rows.values():
+            assert row["identical_sequences"] == row["sequences"] == 3 and row["emitted"] == 2 * 3 * 11
+            assert len(row["speedups"]) == 2 and min(row["drafting_ms"], row["baseline_step_ms"], row["speedup"]) > 0
+        assert [row["gamma"] for row in rows.values()] == [1, 2, 2, 2, 2, "auto"]
+        assert [row.get("auto_drafts") for row in rows.values()] == [*[None] * 5, ["suffix"]]
+        assert [row["draft_budget"] for row in rows.values()] == [None, 16, None, None, 16, 16]
+        assert rows["oracle@1"]["acceptance_rate"] == 1.0 > rows["cache"]["acceptance_rate"]
+        assert len(rows["self@auto"]["measured_costs"]) == 2, "measured anew for each repeat"
+    assert all(name in ended.out for name in drafters) and "3 of 3" in ended.out
+
+
+def test_whole_prompts_are_compared_together(call, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "again " * n}) + "\n" for n in (4, 9, 6)))
+    ended = call(SCRIPT, f"{HOW} --num_prompts 2 --contexts 50 --prompts {prompts} --drafters suffix")
+    (row,) = ended.record["rows"]
+    assert row["identical_sequences"] == row["sequences"] == 3 and ended.record["prompts"] == str(prompts)
+    assert "--contexts, --num_prompts without effect" in ended.err
+
+
+def test_each_budget_goes_with_each_gamma(call):
+    """A budget that is chosen goes with a gamma that is; a drafter without a budget runs once for each gamma."""
+    flags = "--drafters self ngram --contexts 150 --budgets 16 auto --gammas 1 auto"
+    rows = call(SCRIPT, f"{HOW} {flags}").record["rows"]
+    found = [(row["drafter"], row["draft_budget"], row["gamma"]) for row in rows]
+    pairs = [(16, 1), (16, "auto"), ("auto", "auto")]
+    assert found == [*(("self", *pair) for pair in pairs), ("ngram", None, 1), ("ngram", None, "auto")]
+    fixed, auto, both, *_ = rows
+    assert all(row["identical_sequences"] == 2 for row in rows)
+    assert (fixed["gammas"], fixed["budgets"], fixed["measured_costs"], auto["budgets"]) == (None, None, None, None)
+    (gammas,), (budgets,) = both["gammas"], both["budgets"]
+    assert [bool(gamma) for gamma in gammas] == [budget is not None for budget in budgets] and auto["measured_costs"]
+
+
+def test_acceptance_on_kinds_of_text(call):
+    """Every draft decodes the same texts, also where text is sampled; forced texts have no speed."""
+    flags = f"{HOW.replace('12', '24')} --contexts 80 --snapkv_window 8 --texts greedy sampled book"
+    drafters = "--budgets 16 40 --drafters oracle self:streaming self:snapkv self:full"
+    rows = call(SCRIPT, f"{flags} {drafters}").record["rows"]
+    found = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in rows}
+    assert len(found) == len(rows) == 3 * (2 * 2 + 1) + 2, "an oracle knows no forced text"
+    for (text, policy, _), row in found.items():
+        assert row["verified"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
+        assert row["temperature"] == (0.6 if text == "sampled" else 0)
+        assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
+        assert ("speedup" in row) == (text != "book") and row.get("identical_sequences", 2) == 2
+        assert row["acceptance_rate"] == 1 or policy not in ("full", None), "the target, over the same cache"
+    assert min(row["acceptance_rate"] for row in rows) < 1 and max(row["acceptance_standard_error"] for row in rows) > 0
+    assert len({(row["text"], row["distinct_4gram_fraction"]) for row in rows}) == 3
+
+
+def test_repeats_make_no_rate_more_certain(call):
+    flags = f"{HOW} --contexts 60 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40 --repeats"
+    (once,), (thrice,) = (call(SCRIPT, f"{flags} {n}").record["rows"] for n in (1, 3))
+    assert once["verification"] == "coupled" and once["identical_sequences"] == 2
+    assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
+
+
+NAMES = ["self:snapkv=full", "eagle=full", "ngram:nothing", "ngram:snapkv", "nothing+self", "self@0", "suffix+ngram"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafters_that_do_not_exist_are_refused(call, name: str):
+    assert name in call(SCRIPT, f"{HOW} --drafters {name}").refusal
+
+
+# Categories of one to three conversations of different lengths, which do not all go on.
+TALKS = [("math", ["What is 3 + 4 + 3 + 4?", "Why?"]), ("letters", ["a b a b a b a b a b a b", "b a"])]
+TALKS += [("math", ["No."]), ("math", ["One and one and one and one", "and one?"]), ("end", ["xyzxyzxyzxyz"])]
+
+
+@pytest.fixture
+def chat(chat_checkpoint: Path, tmp_path: Path):
+    """Runs the program on those conversations."""
+    rows = [{"question_id": i, "category": name, "turns": turns} for i, (name, turns) in enumerate(TALKS)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = f"{HOW} --model {chat_checkpoint} --chat --prompts {tmp_path / 'set.jsonl'} --draft_budget 16"
+    return lambda more: run(SCRIPT, f"{flags} --output {tmp_path / 'out.jsonl'} {more}".split())
+
+
+def test_categories_have_records_and_sums(chat, tmp_path: Path):
+    ended = chat("--drafters self oracle")
+    rows = ended.record["rows"]
+    assert [record["conversations"] for record in lines(tmp_path / "out.jsonl")] == [3, 1, 1]
+    each = [(name, category) for name in ("self", "oracle") for category in ("math", "letters", "end", "all")]
+    assert [(row["drafter"], row["category"]) for row in rows] == each
+    for *parts, whole in (rows[:4], rows[4:]):
+        assert [row["sequences"] for row in (*parts, whole)] == [5, 2, 1, 8], "turns"
+        for name in ("identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted"):
+            assert whole[name] == sum(part[name] for part in parts)
+        assert whole["identical_sequences"] == 8 and len(parts[0]["verified_of_each"]) == 3, "conversations"
+        assert whole["mean_accepted_length"] == pytest.approx(whole["emitted"] / whole["rounds"], abs=1e-4)
+    assert rows[-1]["acceptance_rate"] in (1.0, None) and "8 of 8" in ended.out
+
+
+@pytest.mark.parametrize("sampling", ["", "--temperature 1.5 --seed 3 --verification rejection"])
+def test_a_later_turn_follows_the_answers_of_plain_decoding(chat, chat_checkpoint, monkeypatch, sampling: str):
+    """For every drafter, also where its own samples were others; rows whose conversation has ended are left out."""
+    calls: list[tuple[str, Any, Any]] = []
+
+    def decode(session: Any, name: str, *rest: Any, **more: Any) -> Any:
+        calls.append((name.partition(",")[0], session, original(session, name, *rest, **more)))
+        return calls[-1][2]
+
+    original = passes.decode
+    monkeypatch.setattr("bench.decode", decode)
+    ended = chat(f"--categories math letters --drafters ngram self {sampling}")
+    assert ended.code == 0, ended.err
+    names, batches = [name for name, *_ in calls], [calls[start : start + 3] for start in range(0, len(calls), 3)]
+    order = ["plain", "ngram", "self"]
+    expected = [order, order[::-1], order, order, order[::-1]]  # three batches of math, two of letters
+    assert names == [name for each in expected for name in each]
+    template, answers = find_model(str(chat_checkpoint), "pth", None, "--model").chat_template(), dict[int, str]()
+    firsts = [[session.numbered_from for _, session, _ in batch] for batch in batches]
+    assert firsts == [[n] * 3 for n in (0, 2, 3, 0, 1)], "requests are numbered within their category"
+    for batch, asked in zip(batches, ([0, 2], [3], [0, 3], [1], [1]), strict=True):
+        ((_, session, plain),) = [each for each in batch if each[0] == "plain"]
+        assert all(other.prompts == session.prompts for _, other, _ in batch)
+        for row, prompt, tokens in zip(asked, session.prompts, plain.tokens, strict=True):
+            first, *more = ({"role": "user", "content": turn} for turn in TALKS[row][1])
+            talk = [first, {"role": "assistant", "content": answers[row]}, *more] if row in answers else [first]
+            assert prompt == template.encode(talk)
+            answers[row] = template.tokenizer.decode(tokens)
+    others = [out.tokens != batch[0][2].tokens for batch in batches for _, _, out in batch[1:]]
+    assert any(others) == bool(sampling)
+    assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
+
+
+def category(name: str, accepted: int, seconds: float, **other: Any) -> dict[str, Any]:
+    row = {"drafter": "self", "gamma": 3, "draft_budget": None, "sequences": 4, "identical_sequences": 4}
+    row |= {"rounds": 10, "drafted": 30, "verified": 20, "accepted": accepted, "emitted": 10 + accepted}
+    row |= {"seconds": seconds, "baseline_emitted": 10 + accepted, "baseline_seconds": 2.0}
+    return {"category": name, "model": "M", "prompts": "p.jsonl", "B": 8, "rows": [row]} | other
+
+
+def test_categories_are_summed_by_tokens_and_settings_apart():
+    rows = summary_rows([category("a", 10, 1.0), category("a", 10, 1.0, B=1), category("b", 2, 4.0)])
+    assert [(row["B"], row["category"]) for row in rows] == [(8, "a"), (8, "b"), (8, "all"), (1, "a")]
+    whole = rows[2]
+    assert whole["acceptance_rate"] == 12 / 40 and whole["mean_accepted_length"] == 32 / 20
+    assert whole["acceptance_standard_error"] is None, "these records do not have each conversation"
+    assert whole["wall_speedup"] == pytest.approx((32 / 5) / (32 / 4)) and whole["identical_sequences"] == 8
+
+
+class FakeRows:
+    """Stands in for llama.cpp: a step takes as many ms as a row has tokens in it."""
+
+    def __init__(self, gguf: str, prompt: list[int], rows: int, room: int, threads: int, entries: str) -> None:
+        assert len(prompt) == 60 and rows == 2 and gguf.endswith("tiny.Q4_1.gguf") and entries in ("f16", "q8_0")
+
+    def steps(self, n_token: int, n_steps: int) -> list[int]:
+        return [n_token] * n_steps
+
+
+def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp_path: Path, monkeypatch):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    flags = f"{HOW} --model {model} --dataset {books} --contexts 60 --draft_budget 16 --llama_cpp"
+    words = f"{flags} --drafters self --storages float32 bfloat16-int8 --texts greedy sampled".split()
+    assert "GGUF" in run(SCRIPT, words).refusal
+    (model / "tiny.Q4_1.gguf").touch()
+    monkeypatch.setattr(llama_cpp, "WHY_NOT", ImportError("no module"))
+    assert "llama-cpp-python" in (refused := run(SCRIPT, words)).refusal and "prefill" not in refused.err
+    monkeypatch.setattr(llama_cpp, "WHY_NOT", None)
+    monkeypatch.setattr(llama_cpp, "LlamaRows", FakeRows)
+    assert run(SCRIPT, [*words, "--output", str(tmp_path / "out.jsonl")]).code == 0
+    *ours, f16, q8_0 = lines(tmp_path / "out.jsonl")
+    stored = [(x["storage"], x["dtype"], x["kv_dtype"], x["rows"][0]["draft_dtype"]) for x in ours]
+    assert stored == [("float32", *["float32"] * 3), ("bfloat16-int8", "bfloat16", "int8", "bfloat16")]
+    for record in ours:
+        assert [(row["text"], row["identical_sequences"]) for row in record["rows"]] == [("greedy", 2), ("sampled", 2)]
+    for record in (f16, q8_0):
+        assert record["rows"] == [{"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}]
