@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.config import AUTO
 from bench.draft_flags import ALONE, TEXTS, WITH_MODEL, DraftFlags
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import refuse, require_at_least
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
 from kv_cache.policy import policies
@@ -32,7 +32,7 @@ def options_of_name(name: str) -> dict[str, Any]:
         return {option: value for option, value in given.items() if value not in ("", ())}
     required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}; text drafters"
     required += " before it, or a policy after it, for a drafter with a KV cache; a gamma of 1 or more"
-    raise ConfigError("there is no such drafter", flag("drafters"), name, required, "choose among these")
+    refuse("drafters", name, required, "there is no such drafter", "choose among these")
 
 
 def named_configs(
@@ -54,7 +54,7 @@ def named_configs(
     models = {options["draft_model"]: name for name, options in chosen if "draft_model" in options}
     if len(models) > 1:
         fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
-        raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
+        refuse("drafters", " ".join(models.values()), "a single checkpoint", what, fix)
     found = []
     for (name, options), budget, gamma in product(chosen, budgets or [None], gammas or [None]):
         varied = {"draft_budget": budget, "gamma": gamma}
