@@ -17,7 +17,6 @@ from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
 from common.contention import Usage, usage_so_far
-from engine.counts import Counts, total
 from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.drafters.speculated import Speculated
@@ -25,7 +24,7 @@ from engine.generation import GenerateOutput, Generation
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, Prefill, captured_sizes
-from engine.stats import Stats
+from engine.stats import Counts, Stats, total
 from engine.timing import PhaseTimer, synchronize
 from kv_cache import StreamingKVCache
 

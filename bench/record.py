@@ -15,10 +15,9 @@ from bench.session import Session
 from bench.settings import nested, settings_record
 from common.contention import contention
 from common.provenance import provenance
-from engine.counts import Counts, acceptance_standard_error
 from engine.generation import GenerateOutput
 from engine.pacing import Choice
-from engine.stats import RoundStats
+from engine.stats import Counts, RoundStats, acceptance_standard_error
 
 # Fields of `Counts` in a record.
 COUNTED = (

@@ -13,7 +13,7 @@ from bench.session import Session
 from common.jsonl import publish
 from common.say import dtype_name
 from common.tables import Column, console
-from engine.counts import acceptance_text
+from engine.stats import acceptance_text
 
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32

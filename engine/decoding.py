@@ -15,7 +15,7 @@ from engine.drafters import Drafter
 from engine.modes import GREEDY
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Outcome, Progress, Request, check_prompt
-from engine.round import Round, Rounds, first_token
+from engine.round import Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
 from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
@@ -258,12 +258,11 @@ class Decoder:
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
-        tokens, logprobs = list[int](), list[Logprob]()
+        tokens = list[int]()
         if prefilled.bad_position is None:
             mode = GREEDY if request.sampling.greedy else self._rounds.mode
             tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
-            if request.logprobs is not None and self._runner.ranks.leads:
-                logprobs = logprobs_of([tokens], prefilled.logits[None, None], [request.n_top])[0]
+        (logprobs,) = self._logprobs([request], [tokens], prefilled.logits[None, None])
         self._adding_to = [request]
         self._rows.requests[row] = self._waiting.popleft()
         request.emit(tokens)
@@ -318,10 +317,9 @@ class Decoder:
         """Run a round of the busy rows, and commit its tokens; its time counts from `started`."""
         busy, round_ = self._rows.busy(), self._rounds.next(choice, self._rows)
         with self._phase("resume"):
-            if choice.drafter is not None:
-                self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
+            self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
         outcomes = round_.run(self._phase)
-        n_emitted = self._commit(choice.drafter, outcomes, self._logprobs(round_, outcomes))
+        n_emitted = self._commit(choice.drafter, outcomes, round_.logits)
         self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
@@ -331,18 +329,20 @@ class Decoder:
         self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted))
         return stats
 
-    def _logprobs(self, round_: Round, outcomes: Sequence[Outcome]) -> list[list[Logprob]]:
-        """Return log-probabilities of each computed row's block: on the leader, and for requests that want them."""
-        requests = [request for _, request in self._rows.computed]
-        all_want = [request is not None and request.logprobs is not None for request in requests]
-        if not any(all_want) or not self._runner.ranks.leads:
-            return [[] for _ in all_want]
-        blocks = [outcome.block if wants else [] for outcome, wants in zip(outcomes, all_want, strict=True)]
-        return logprobs_of(blocks, round_.logits, [request.n_top if request else 0 for request in requests])
+    def _logprobs(
+        self, requests: Sequence[Request | None], blocks: Sequence[list[int]], logits: torch.Tensor
+    ) -> list[list[Logprob]]:
+        """Return log-probabilities of each request's block: on the leader, and for requests that want them."""
+        want = [request is not None and request.logprobs is not None for request in requests]
+        if not any(want) or not self._runner.ranks.leads:
+            return [[] for _ in requests]
+        wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
+        return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logprobs: Sequence[Sequence[Logprob]]) -> int:
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> int:
         """Emit each computed row's block, and free the rows that are done; return the number of tokens emitted."""
-        n_emitted = 0
+        requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
+        n_emitted, logprobs = 0, self._logprobs(requests, blocks, logits)
         for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end

@@ -63,7 +63,9 @@ class DraftSync:
         ]
         return self.follow(drafter, lengths, mode), False
 
-    def follow_round(self, drafter: int, busy: Busy, mode: str) -> None:
-        """Let a drafter follow the tokens of all rows before a round: on the host also the current token."""
+    def follow_round(self, drafter: int | None, busy: Busy, mode: str) -> None:
+        """Let a drafter, if any, follow the tokens of all rows before a round: on the host also the current token."""
+        if drafter is None:
+            return
         n_ahead = isinstance(self._drafters[drafter], HostDrafter)
         self.follow(drafter, [(row, request, request.length + n_ahead) for row, request in busy], mode)

@@ -1,7 +1,7 @@
 """CUDA graphs of the parts of a round: each is captured once, and replayed from then on."""
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from common.errors import flag, refuse
 from common.say import say
 from engine.parallel.ranks import Ranks
+from engine.sampling.distribution import Filters
 
 Outputs = TypeVar("Outputs")
 ROUNDING = 1e-2  # relative to the largest number
@@ -59,7 +60,7 @@ class BatchKey(NamedTuple):
 
     drafters: tuple[ReferenceType[Any], ...]
     mode: str
-    filters: Hashable
+    filters: Filters
     kernels: tuple[Any, ...]
 
 

@@ -1,19 +1,10 @@
 """Pacing: chooses the drafter and gamma of each round; `Fixed` never changes them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.drafters import Drafter
-
-
-class Choice(NamedTuple):
-    """The index of a round's drafter, and the number of tokens that it drafts a row; None and 0 for a plain step."""
-
-    drafter: int | None
-    gamma: int
-
-
-PLAIN = Choice(None, 0)
+from engine.stats import PLAIN, Choice
 
 
 class Pacing(Protocol):

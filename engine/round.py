@@ -209,14 +209,19 @@ class Rounds:
     def expect(self, sampling: SamplingParams) -> None:
         """Let rounds serve requests that sample so, too. Graphs for fewer filters go: they are never replayed again.
         Errors: ConfigError if the mode cannot verify such requests."""
-        before = self._all_requests()
+        before = self.mode, self._filters
         if not sampling.greedy:
             self.mode = resolve_mode(self._verification, [sampling])
-        self._filters |= Filters.of([sampling])
-        if self._runner.graphs is not None and self._all_requests() != before:
-            has_edits = (before[1]._replace(any_edits=edits) for edits in (False, True))
-            if any(self._key(before[0], filters) in self._batches for filters in has_edits):
-                self._runner.drop_graphs()
+        filters = self._filters | Filters.of([sampling])
+        if filters.any_top_k or filters.any_top_p:  # none or both, to limit the number of graphs
+            filters |= Filters(True, True, True, ALL)
+        self._filters = filters._replace(any_edits=False)  # rounds with and without edits are captured apart
+        if before != (self.mode, self._filters) and self._has_batch(*before):
+            self._runner.drop_graphs()
+
+    def _has_batch(self, mode: str, filters: Filters) -> bool:
+        """True if rounds of that kind, with edits or without, may have been captured."""
+        return any(self._key(mode, filters._replace(any_edits=edits)) in self._batches for edits in (False, True))
 
     def drop(self) -> None:
         """Forget batches and graphs; later rounds make their own."""
@@ -225,36 +230,23 @@ class Rounds:
 
     def next(self, choice: Choice, rows: Rows) -> Round:
         """Return the next round of the busy rows. Errors: ConfigError if the drafter has no such gamma."""
-        mode, filters = self._kind([request.sampling for _, request in rows.busy()])
-        key = self._key(mode, filters)
-        batch = rows.gather(self._batch(key, filters))
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = choice.gamma if drafter is None else drafter.gamma
         most = min([most, *(states.most_drafts for states in self._observed)])
         if not 0 <= choice.gamma <= most:
             what, fix = "a round drafts more than its drafters can", "build the drafters with the largest gamma chosen"
             refuse("the pacing", choice, f"a gamma of 0 to {most}", what, fix)
-        return Round(self._runner, batch, drafter, choice.gamma, mode, key, self._observed)
-
-    def _all_requests(self) -> tuple[str, Filters]:
-        """Return the mode and the filters that serve all requests so far; of top-k and top-p none or both, to limit the
-        number of graphs."""
-        filters = self._filters
-        if filters.any_top_k or filters.any_top_p:
-            filters |= Filters(True, True, True, ALL)
-        return self.mode, filters
+        key = self._key(*self._kind([request.sampling for _, request in rows.busy()]))
+        batch = rows.gather(self._batch(key))
+        return Round(self._runner, batch, drafter, choice.gamma, key.mode, key, self._observed)
 
     def _kind(self, busy: Sequence[SamplingParams]) -> tuple[str, Filters]:
-        """Return the mode and the filters of a round of rows that sample as `busy`.
-
-        When capturing, these are those of all requests so far; rounds with and without edits are captured apart. A
-        row's result does not depend on them: a greedy row is a distribution with a single token, and filters that a row
-        does not have exclude nothing.
-        """
+        """Return the mode and the filters of a round of rows that sample as `busy`: when capturing, those of all
+        requests so far. A row's result does not depend on them: a greedy row is a distribution with a single token, and
+        filters that a row does not have exclude nothing."""
         if self._runner.graphs is None:
             return GREEDY if all(row.greedy for row in busy) else self.mode, Filters.of(busy)
-        mode, filters = self._all_requests()
-        return mode, filters._replace(any_edits=any(row.edits for row in busy))
+        return self.mode, self._filters._replace(any_edits=any(row.edits for row in busy))
 
     def _key(self, mode: str, filters: Filters) -> BatchKey:
         # Drafters refer to the runner: with strong references, neither would be freed before garbage is collected.
@@ -262,14 +254,14 @@ class Rounds:
         kernels = () if self._runner.graphs is None else (model.backend, model.pointwise)
         return BatchKey(drafters, mode, filters, kernels)
 
-    def _batch(self, key: BatchKey, filters: Filters) -> Batch:
+    def _batch(self, key: BatchKey) -> Batch:
         """Return the batch that rounds of a kind read."""
         runner = self._runner
         if key not in self._batches:
             if runner.graphs is None:
                 self._batches.clear()  # a change of kinds is rare, and a batch has numbers for each token
             sizes = runner.device, runner.narrows, runner.vocab_size
-            self._batches[key] = Batch(runner.max_batch, filters, *sizes)
+            self._batches[key] = Batch(runner.max_batch, key.filters, *sizes)
         return self._batches[key]
 
 

@@ -1,13 +1,126 @@
-"""Stats: counts of drafts and tokens that add up to the tokens emitted, and the time of each round."""
+"""Stats: counts of drafts and tokens that add up to the tokens emitted, acceptance rates, and times of rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, NamedTuple
 
-from engine.counts import Counts, total
-from engine.pacing import Choice
+
+class Choice(NamedTuple):
+    """The index of a round's drafter, and the number of tokens that it drafts a row; None and 0 for a plain step."""
+
+    drafter: int | None
+    gamma: int
+
+
+PLAIN = Choice(None, 0)
+
+
+@dataclass
+class Counts:
+    """Drafts and tokens of a row, or sums over rows.
+
+    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
+    rejection, a stop token or a limit are not. `emitted` leaves out a row's first token, which its prefill gives.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_gamma(cls, gamma: int) -> Counts:
+        return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
+
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.emitted += emitted
+        for position in range(min(emitted, drafted)):
+            self.verified_at[position] += 1
+        for position in range(min(accepted, emitted)):
+            self.accepted_at[position] += 1
+
+    @property
+    def verified(self) -> int:
+        return sum(self.verified_at)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The accepted share of the verified positions: the alpha of Leviathan et al. 2023."""
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def acceptance_per_position(self) -> list[float | None]:
+        """Acceptance rate of the i-th draft of a block, given that all drafts before it were accepted."""
+        pairs = zip(self.accepted_at, self.verified_at, strict=True)
+        return [accepted / verified if verified else None for accepted, verified in pairs]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per row and round, the recovered or bonus token included."""
+        return self.emitted / self.rounds if self.rounds else None
+
+
+def total(counts: Sequence[Counts]) -> Counts:
+    """Return the sum over rows, which all have the same gamma."""
+
+    def by_position(lists: Iterable[list[int]]) -> list[int]:
+        return [sum(column) for column in zip(*lists, strict=True)]
+
+    return Counts(
+        sum(row.rounds for row in counts),
+        sum(row.drafted for row in counts),
+        sum(row.emitted for row in counts),
+        by_position(row.verified_at for row in counts),
+        by_position(row.accepted_at for row in counts),
+    )
+
+
+def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
+    """Return the standard error of the acceptance rate of all rows together; None unless two rows verified drafts.
+
+    Drafts of one text depend on each other, so the rows are the sample (clusters), and the rate R = sum(accepted) /
+    sum(verified) is a ratio estimate: `sqrt(n / (n - 1) * sum((accepted - R * verified)**2)) / sum(verified)` over the
+    n rows that verified any (Cochran 1977, Sampling Techniques, chapter 6).
+    """
+    rows = [row for row in rows if row.verified]
+    if len(rows) < 2:
+        return None
+    n_verified = sum(row.verified for row in rows)
+    rate = sum(row.accepted for row in rows) / n_verified
+    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
+    return math.sqrt(len(rows) / (len(rows) - 1) * squares) / n_verified
+
+
+def acceptance_text(record: Mapping[str, Any]) -> str | None:
+    """Return the acceptance rate, with its standard error if that is known: `0.812 ± 0.013`. None without a rate."""
+    rate, error = record.get("acceptance_rate"), record.get("acceptance_standard_error")
+    return None if rate is None else f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
+
+
+def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:
+    """Return how many draft positions of each row's block count as verified: those of the accepted drafts and of the
+    first rejection, even if the drafter had no token to propose there, since a round's yield is what counts."""
+    return [min(n_accepted + 1, gamma) for n_accepted in accepted]
+
+
+@dataclass(frozen=True)
+class AcceptanceRate:
+    """The share of `n` verified draft positions that was accepted."""
+
+    value: float
+    n: float
 
 
 @dataclass(frozen=True)

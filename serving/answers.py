@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.record import rounded
-from engine.counts import Counts, total
+from engine.stats import Counts, total
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser

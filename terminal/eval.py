@@ -13,7 +13,7 @@ from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
-from engine.counts import Counts, acceptance_text
+from engine.stats import Counts, acceptance_text
 from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
 from terminal.models import ModelFlags
 from terminal.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt

@@ -14,10 +14,10 @@ from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import refuse
 from common.say import say
-from engine.counts import Counts, acceptance_standard_error, total
 from engine.drafters.config import ModelDrafterConfig
 from engine.generation import GenerateOutput
 from engine.pacing import Fixed
+from engine.stats import Counts, acceptance_standard_error, total
 from kv_cache.policy import BudgetedPolicy
 
 

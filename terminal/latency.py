@@ -21,8 +21,8 @@ from common.jsonl import publish
 from common.provenance import provenance
 from common.say import say
 from common.tables import Column, console
-from engine.counts import acceptance_text, total
 from engine.generation import GenerateOutput
+from engine.stats import acceptance_text, total
 from models.names import Scheme
 from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
 from terminal.models import ModelFlags, PositionalTarget

@@ -5,9 +5,9 @@ from itertools import product
 from operator import mul
 
 from bench.auto.costs import Costs, interpolating, tokens_per_round
-from engine.counts import AcceptanceRate, verified_positions
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
+from engine.stats import AcceptanceRate, verified_positions
 
 # The acceptance rate that is expected without evidence, and its weight in draft positions: high, so that it is tried.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0

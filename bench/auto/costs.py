@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from engine.counts import AcceptanceRate
+from engine.stats import AcceptanceRate
 
 # The fields of `Costs` that are a number of milliseconds each.
 MS_OF_ROUNDS = ("plain_ms", "draft_ms", "fixed_ms", "other_ms", "refresh_ms", "resume_ms")

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from engine.counts import AcceptanceRate, verified_positions
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.pacing import PLAIN, Choice
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
+from engine.stats import AcceptanceRate, verified_positions
 from engine.timing import PhaseTimer
 
 

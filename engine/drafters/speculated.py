@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.counts import Counts
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.self_speculation import SelfSpeculation
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
+from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 
 

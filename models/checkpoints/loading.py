@@ -13,17 +13,9 @@ from torch import Tensor, nn
 
 from common.errors import CheckpointError, refuse
 from models.attention import select_backend
+from models.checkpoints import manifest as files
 from models.checkpoints.convert import require_finite, source_parts
 from models.checkpoints.hf_config import config_from_json
-from models.checkpoints.manifest import (
-    CONFIG,
-    SIDE_FILES,
-    WEIGHTS,
-    atomic_path,
-    check_files,
-    read_manifest,
-    remembered_sha256,
-)
 from models.checkpoints.presets import preset_config
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
@@ -69,7 +61,7 @@ def drop_layers(
 def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Tensor]) -> None:
     """Write a model.pth atomically. The caller updates the manifest. Raises CheckpointError."""
     content = {"config": asdict(config), "state_dict": dict(state_dict)}
-    with atomic_path(path) as partial:
+    with files.atomic_path(path) as partial:
         torch.save(content, partial)
 
 
@@ -83,24 +75,24 @@ def read_checkpoint(
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
     path = Path(path)
-    path = path if path.suffix == ".pth" else path / WEIGHTS
+    path = path if path.suffix == ".pth" else path / files.WEIGHTS
     if not path.is_file():
         fix = f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
-        refuse_weights(path, "no such file", f"a {WEIGHTS}, or a folder with one", fix=fix)
-    expected = config or config_from_json(path.parent / CONFIG)
-    check_files(path.parent, (path.name, CONFIG, *TOKENIZER_FILES), verify=verify)
+        refuse_weights(path, "no such file", f"a {files.WEIGHTS}, or a folder with one", fix=fix)
+    expected = config or config_from_json(path.parent / files.CONFIG)
+    files.check_files(path.parent, (path.name, files.CONFIG, *TOKENIZER_FILES), verify=verify)
     _check_sources(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
         shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        refuse_weights(path, f"{type(error).__name__}: {str(error)[:200]}", f"a {WEIGHTS} written by {CONVERT}")
+        refuse_weights(path, f"{type(error).__name__}: {str(error)[:200]}", f"a {files.WEIGHTS} written by {CONVERT}")
     stored = replace(stored, eos_tokens=expected.eos_tokens)  # the weights are no other with other end tokens
     if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
-        refuse_weights(path, seen, f"{required} ({CONFIG})", "the weights belong to another config")
+        refuse_weights(path, seen, f"{required} ({files.CONFIG})", "the weights belong to another config")
     if shapes != (required_shapes := expected_shapes(expected)):
         unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
         refuse_weights(path, unknown[:4], sorted(missing)[:4], "the tensors are not the config's")
@@ -109,12 +101,12 @@ def read_checkpoint(
 
 def _check_sources(path: Path) -> None:
     """Raise CheckpointError if weights beside a model.pth were saved again after it was converted from them."""
-    for name, entry in read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
+    for name, entry in files.read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
         source = path.parent / name
-        if name in SIDE_FILES or not source.is_file():
+        if name in files.SIDE_FILES or not source.is_file():
             continue
         is_newer, has_size = source.stat().st_mtime > path.stat().st_mtime, source.stat().st_size == entry["size"]
-        if not has_size or (is_newer and remembered_sha256(source) != entry["sha256"]):
+        if not has_size or (is_newer and files.remembered_sha256(source) != entry["sha256"]):
             what = "weights were saved again after their conversion"
             refuse_weights(source, "other content", f"the weights that {path.name} has", what)
 

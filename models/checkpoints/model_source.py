@@ -17,20 +17,12 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError, refuse
+from models.checkpoints import manifest as files
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.hf_config import config_from_hf, read_config, read_generation_config, with_end_tokens
 from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
-from models.checkpoints.manifest import (
-    CONFIG,
-    MANIFEST,
-    WEIGHTS,
-    check_files,
-    read_manifest,
-    remembered_sha256,
-    sha256_of,
-)
 from models.checkpoints.presets import PRESETS, preset_name
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
@@ -74,7 +66,8 @@ class ModelSource:
         """SHA-256 of the file of weights; of random weights, a word."""
         if not self.has_text:
             return "random"
-        return remembered_sha256(Path(self.path) if self.path.endswith(".pth") else Path(self.path) / WEIGHTS)
+        path = Path(self.path)
+        return files.remembered_sha256(path if path.suffix == ".pth" else path / files.WEIGHTS)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
@@ -98,13 +91,13 @@ class ModelSource:
     @property
     def manifest_sha256(self) -> str | None:
         """SHA-256 of the checkpoint's manifest, which has the sums of all files; None without a manifest."""
-        manifest = _folder(self.path) / MANIFEST
-        return sha256_of(manifest) if manifest.is_file() else None
+        manifest = _folder(self.path) / files.MANIFEST
+        return files.sha256_of(manifest) if manifest.is_file() else None
 
     @property
     def published(self) -> list[str]:
         """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown."""
-        return list(read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
+        return list(files.read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def generation_config(self) -> dict[str, Any]:
         """Read the checkpoint's generation_config.json, empty without the file. Raises ConfigError."""
@@ -152,20 +145,20 @@ def find_model(
     CheckpointError, ConfigError."""
     folder = _folder(path)
     is_default = folder.resolve() == DEFAULT_CHECKPOINT.resolve()
-    if load_format == "dummy" and (name or not os.path.exists(folder / CONFIG)):
+    if load_format == "dummy" and (name or not os.path.exists(folder / files.CONFIG)):
         preset = preset_name(name or path)
         config = config_from_hf(changes.apply(PRESETS[preset], preset), where=preset)
         return ModelSource(path, load_format, config, name or preset)
-    weights = folder / WEIGHTS if os.path.isdir(path) else Path(path)
+    weights = folder / files.WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
-        check_files(folder, (weights.name, CONFIG))
+        files.check_files(folder, (weights.name, files.CONFIG))
         if not zipfile.is_zipfile(weights):
-            required = f"the {WEIGHTS} that {CONVERT} makes of a download, or its folder"
+            required = f"the {files.WEIGHTS} that {CONVERT} makes of a download, or its folder"
             steps = f"download.py --repo_id REPO_ID --out_dir {folder}, then {CONVERT} --checkpoint_dir {folder}"
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
             refuse(where, path, required, "there is no converted checkpoint", fix, CheckpointError)
-    in_file = str(folder / CONFIG)
-    values = with_end_tokens(read_config(folder / CONFIG), folder)
+    in_file = str(folder / files.CONFIG)
+    values = with_end_tokens(read_config(folder / files.CONFIG), folder)
     config = config_from_hf(changes.apply(values, in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
     return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)

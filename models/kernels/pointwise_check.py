@@ -39,11 +39,11 @@ def cases() -> Iterator[Case]:
         new[0, 0, 0, 0], new[0, 0, 1, 0] = 0, torch.arange(dim) + 0.5  # ties between codes, at a scale of 1
         new[0, 0, 1, 0, 0] = 127
         for storage in (dtype, torch.int8):
-            compute = partial(stored, new, storage)
+            compute = partial(_stored, new, storage)
             yield Case(f"{dtype_name(storage)} entries", 0, compute, compute(EAGER))
 
 
-def stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
+def _stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:
     """Store `new [B, T, 2, n_kv_head, head_dim]` in a cache of `storage` with rows and slots to spare.
 
     Returns all entries, and their scales if `storage` is int8.

@@ -8,7 +8,7 @@ from typing import Any
 import bench
 from common.checkout import ROOT
 from common.tables import Column
-from engine.counts import acceptance_text
+from engine.stats import acceptance_text
 from reproduce.helpers import published
 from reproduce.helpers.records import Record, grouped
 

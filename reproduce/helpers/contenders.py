@@ -12,9 +12,8 @@ from statistics import fmean, median
 import bench
 from bench.config import AUTO
 from common.contention import Usage
-from engine.counts import Counts, acceptance_standard_error, total
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Stats
+from engine.stats import Counts, Stats, acceptance_standard_error, total
 from engine.timing import PhaseTimer
 from reproduce.helpers.batches import KINDS, Batch, needles
 from reproduce.helpers.records import Record, grouped

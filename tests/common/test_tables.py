@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.tables import Column, console
-from engine.counts import Counts, acceptance_standard_error, total
+from engine.stats import Counts, acceptance_standard_error, total
 
 COLUMNS = [
     Column("model", "model", align="<"),

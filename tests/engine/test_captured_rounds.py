@@ -63,7 +63,7 @@ def test_replayed_rounds_give_the_same_tokens(kind, mode):
     graphs: list[RecordedGraph] = []
     each, replayed = run(kind, mode, times=2), run(kind, mode, partial(RecordedGraphs, recorded=graphs), times=2)
     for called, captured in zip(each, replayed, strict=True):
-        # In captured rounds a model beside text drafts also draws tokens behind a guess.
+        # In captured rounds a model with text drafts also draws tokens after a guess.
         assert captured.tokens == called.tokens or (kind.startswith("combined") and mode == "rejection")
         assert captured.stats.counts == called.stats.counts or kind.startswith("combined")
     assert len({row.accepted for row in called.stats.rows}) > 1 or kind in ("none", "full", "saved")

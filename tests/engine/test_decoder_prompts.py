@@ -1,4 +1,4 @@
-"""Prompts that run in parts between rounds, and behind what their row still holds of an earlier request's text."""
+"""Prompts that run in parts between rounds, and after what their row still holds of an earlier request's text."""
 
 from functools import partial
 
@@ -117,7 +117,7 @@ def test_a_head_drafts_while_a_row_that_held_a_longer_text_fills(kind):
 
 @pytest.mark.parametrize("parts", [None, 8])
 def test_the_next_turn_of_a_conversation_runs_what_is_new(parts):
-    """Behind the answer, on the target and on a draft model, while another conversation has its own row."""
+    """After the answer, on the target and on a draft model, while another conversation has another row."""
     target, own = counting(2), counting(2, seed=5)
     decoder = Decoder(target, Fixed(StandaloneDraft(own, 2)), prefill_tokens=parts, reuses="prefixes")
     turns = [Request(prompt, 9) for prompt in random_prompts([50, 45])]

@@ -1,4 +1,4 @@
-"""generate() beside the random scenarios: ends of every kind, bad rows, bad calls, seeds, rows that are held."""
+"""generate() where the random scenarios do not go: bad rows, bad calls, seeds, and rows that hold prompts."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_a_row_is_prefilled_once_and_trusted_only_while_it_holds_its_prompt(mode
 
     assert prefilled_by(runner, three) == (sum(LENGTHS[:3]), expected(answers[:3]))
     assert prefilled_by(runner, three) == (0, expected(answers[:3]))
-    # Two rows lose a part of their prompts behind the runner's back.
+    # Two rows lose a part of their prompts without the runner.
     cache.rollback(torch.tensor([LENGTHS[0] - 2, LENGTHS[1], 0]))
     assert prefilled_by(runner, three) == (LENGTHS[0] + LENGTHS[2], expected(answers[:3]))
     # Another model over the same cache: neither takes the other's rows for its own.

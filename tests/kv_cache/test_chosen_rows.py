@@ -84,22 +84,6 @@ def means(rows: Rows) -> torch.Tensor:
 
 
 @of_both_policies
-def test_rows_by_name_choose_as_all_do_and_others_stay(new_cache):
-    """Some of the rows, in another order, with fewer drafts than the block whose queries were noted before."""
-    together, apart = Rows(new_cache()), Rows(new_cache())
-    for rows in (together, apart):
-        rows.round([0, 0, 0, 0])
-    together.round([2, 1, 0, 2], gamma=2)
-    before = [x.clone() for x in (apart.cache.entries[:, :, 1:3], means(apart)[:, 1:3])]
-    apart.round([2, 2], rows=[3, 0], gamma=2)
-    for row in (0, 3):
-        torch.testing.assert_close(apart.cache.entries[:, :, row], together.cache.entries[:, :, row])
-        torch.testing.assert_close(means(apart)[:, row], means(together)[:, row])
-    assert torch.equal(apart.cache.entries[:, :, 1:3], before[0])
-    assert torch.equal(means(apart)[:, 1:3], before[1])
-
-
-@of_both_policies
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_entries_of_8_bits_are_chosen_by_their_values(new_cache, stored):
     """Entries are copied as they are between equal storages, and converted between others."""
@@ -164,15 +148,19 @@ def kept_positions(rows: Rows, row: int, layer: int, head: int, source: torch.Te
 @over_group_sizes
 @pytest.mark.parametrize("score_queries", ["ends", "all"])
 def test_rounds_choose_what_lists_do(config, score_queries):
-    """Entries of ragged rows are chosen by the queries of accepted tokens; a short row keeps its whole text."""
+    """Entries of ragged rows, all or some by name, are chosen by the queries of accepted tokens; a short row keeps its
+    whole text."""
     rows = Rows(topk_cache(config, score_queries=score_queries), tiny_model(config))
     short = rows.cache.entries[:, :, 1, :, : LENGTHS[1]].clone()
     heads_differ = False
-    for n_accepted in ([1, 3, 3, 2], [3, 0, 1, 2]):
-        lengths = [len(text) for text in rows.texts]
-        rows.round(n_accepted)
+    for n_accepted in ({0: 1, 1: 3, 2: 3, 3: 2}, {3: 2, 0: 3}, {1: 0, 3: 1, 2: 1}):
+        lengths, before = [len(text) for text in rows.texts], rows.cache.entries.clone()
+        rows.round([*n_accepted.values()], [*n_accepted])
         assert torch.equal(rows.cache.entries[:, :, 1, :, : LENGTHS[1]], short)
         for row in (0, 2, 3):
+            if row not in n_accepted:
+                assert torch.equal(rows.cache.entries[:, :, row], before[:, :, row])
+                continue
             first, last = lengths[row], lengths[row] + n_accepted[row]
             # The last accepted token's query counts once more for each rejected one.
             all_of_them = [*range(first, last), *[last] * (GAMMA + 1 - n_accepted[row])]
@@ -225,7 +213,14 @@ def test_entries_are_chosen_anew_every_refresh_rounds(refresh, n_choices, monkey
     assert rounds == 12 and len(chosen) == n_choices
 
 
-ROUNDS = ([3, 0, 1, 2], [0, 3, 3, 0], [2, 3, 3, 1], [3, 3, 3, 3], [0, 0, 0, 1], [1, 3, 2, 3])
+# How many drafts are accepted in which rows.
+ROUNDS = (
+    {0: 3, 1: 0, 2: 1, 3: 2},
+    {3: 0, 1: 3, 0: 2},
+    {0: 2, 1: 3, 2: 3, 3: 1},
+    {1: 3, 3: 3},
+    {0: 0, 1: 3, 2: 0, 3: 1},
+)
 
 
 def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
@@ -265,12 +260,12 @@ def require_retrieved(rows: Rows, row: int) -> None:
 
 @over_group_sizes
 def test_rounds_retrieve_what_lists_do(config):
-    """A ragged row outgrows the capacity, and another gets a new prompt."""
+    """In rounds of all rows and of some by name; a ragged row outgrows the capacity, and another gets a new prompt."""
     rows = Rows(retrieval_cache(config), tiny_model(config))
     for row in (0, 2, 3):
         require_retrieved(rows, row)
     for number, n_accepted in enumerate(ROUNDS):
-        rows.round(n_accepted)
+        rows.round([*n_accepted.values()], [*n_accepted])
         if number == 2:
             rows.texts[2] = random_prompts([44], seed=7)[0]
             rows.fill(2)

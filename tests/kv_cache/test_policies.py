@@ -140,7 +140,7 @@ def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rolling_back_forgets_what_lies_behind_in_each_row(policy):
+def test_rolling_back_forgets_later_positions_in_each_row(policy):
     cache = POLICIES[policy].make(TINY, SIZE)
     starts = torch.tensor([30, 2, 17])
     for row, length in enumerate(starts.tolist()):

@@ -44,6 +44,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama-3": LlamaConfig(**SHAPE | rope(500000.0) | {"rms_norm_eps": 1e-5}),
     "llama-3.1": LlamaConfig(**SHAPE | llama3_rope(8.0)),
     "llama-3.2": LlamaConfig(**SHAPE | llama3_rope(32.0) | {"tie_word_embeddings": True}),
+    "llama-2-7b-32k": LlamaConfig(**SHAPE | MHA | rope(10000.0, "linear", factor=8.0)),
     "llama-68m": LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"hidden_size": 32, "rms_norm_eps": 0.1}),
     "smollm2": LlamaConfig(
         **SHAPE | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3} | rope(100000.0)

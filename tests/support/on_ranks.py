@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,7 +32,7 @@ from common.provenance import package_version
 from engine.parallel.all_reduce import AllReduce
 from engine.parallel.launch import run_on_ranks
 from engine.parallel.ranks import Ranks
-from engine.runner import Chunks, ModelRunner
+from engine.runner import ModelRunner
 from serving.scheduler import open_session
 from serving.serve import Serve
 from tests import longspec_benchmark, selfspec_benchmark
@@ -93,15 +94,16 @@ def skew_sums() -> None:
 
 
 def spoil_a_prompt() -> None:
-    """Make logits in the middle of the first prompt not finite."""
-    filling, prompts = ModelRunner.filling, count(-1)  # the first forward measures memory
+    """Make the state in the middle of the first prompt not finite."""
+    run_chunk, prompts = ModelRunner.run_chunk, count(-1)  # the first forward measures memory
 
-    def spoiled(self: ModelRunner, *args: object) -> Chunks[tuple[Tensor, Tensor]]:
-        hidden, finite = yield from filling(self, *args)
-        finite[5] &= next(prompts) != 0
-        return hidden, finite
+    def spoiled(self: ModelRunner, *args: Any) -> Tensor:
+        hidden = run_chunk(self, *args)
+        if next(prompts) == 0:
+            hidden[5] = torch.nan
+        return hidden
 
-    ModelRunner.filling = spoiled
+    ModelRunner.run_chunk = spoiled
 
 
 FAULTS = {made.__name__: made for made in (change_a_decision, skew_sums, spoil_a_prompt)}

@@ -25,7 +25,7 @@ from tests.support.tiny import TINY
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a draft's cache: rows, longest text, dtype, and a budget of `n_kept` entries beside a window.
+    """Size of a draft's cache: rows, longest text, dtype, and a budget of `n_kept` entries next to a window.
 
     window: at least gamma + 1 tokens.
     """

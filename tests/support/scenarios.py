@@ -44,7 +44,7 @@ class World(Protocol):
     model: Any
     # Of the entries of every cache.
     kv_dtype: torch.dtype
-    # Beside the drafters that work in every world.
+    # With the drafters that work in every world.
     drafters: tuple[str, ...]
 
     def next_logits(self, text: list[int]) -> torch.Tensor: ...
@@ -76,7 +76,7 @@ class LlamaWorld:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A random batch: prompts of any lengths with limits, stops, sampling and ids of their own, and a drafter."""
+    """A random batch: prompts of any lengths with limits, stops, sampling and ids, and a drafter."""
 
     mode: str
     drafter: str
@@ -122,7 +122,7 @@ class Scenario:
         return replace(scenario, samplings=[replace(one, **rng.choice([more, {}])) for one, more in each])
 
     def futures(self, world: World) -> list[list[int]]:
-        """Return what the reference emits behind each prompt, stops aside: in rejection mode for drafters that see all
+        """Return what the reference emits after each prompt, stops aside: in rejection mode for drafters that see all
         that the target sees, so that q is p, else by plain decoding."""
         sees_all = self.drafter in SEE_ALL and self.mode == "rejection"
         mode = "coupled" if self.mode == "rejection" and self.drafter not in REFERENCED else self.mode
@@ -180,7 +180,7 @@ class RandomPacing:
 
     def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
         drafter = self._rng.choice([None, *range(len(self.drafters))])
-        # Runs of the same choice, so that some drafters fall behind by more than a block.
+        # Runs of the same choice, so that some drafters miss more than a block.
         if not self.choices or self._rng.random() < 0.5:
             self.choices.append(PLAIN if drafter is None else Choice(drafter, self._rng.randint(0, self.max_gamma)))
         return self.choices[-1]

@@ -29,7 +29,7 @@ EDITED = SamplingParams(temperature=0.9, **EDITS, min_tokens=2, bad_words=[[0, 1
 
 
 class TableModel(FakeModel):
-    """A model whose logits are looked up by a code of all that a query sees: each context has a law of its own."""
+    """A model whose logits are looked up by a code of all that a query sees: each context has another law."""
 
     config = FakeConfig(VOCAB, max_context=ROOM)
     dtype = torch.float64
@@ -55,7 +55,7 @@ class TableModel(FakeModel):
         return hidden
 
     def logits_after(self, tokens: list[int]) -> Tensor:
-        """Return the logits behind a token list, without a cache or a batch."""
+        """Return the logits after a token list, without a cache or a batch."""
         return self.table[sum(int(self.codes[i, token]) for i, token in enumerate(tokens)) % len(self.table)]
 
 

@@ -82,7 +82,7 @@ class WitnessModel(FakeModel):
 
 
 def next_logits(text: list[int]) -> Tensor:
-    """Return the logits `[VOCAB]` behind a text, from the token list alone, with no cache of any kind."""
+    """Return the logits `[VOCAB]` after a text, from the token list alone, with no cache of any kind."""
     hashes = [mix(token, position) for position, token in enumerate(text)]
     everything = sum(hashes)
     return logits_of(torch.tensor(everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])))

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from bench import RunConfig, Session
 from bench.config import Sizes, Target
-from engine.counts import acceptance_text
 from engine.drafters.self_speculation import SelfConfig
 from engine.requests import Outcome, Progress, Request
+from engine.stats import acceptance_text
 from kv_cache.streaming import Streaming
 from terminal.compare import first_difference
 from terminal.panes import Panes, Token, Track, printable

@@ -16,7 +16,7 @@ from tests.support.programs import Ended, run
 
 TICK = 0.001
 # Of a decoder's clock, between a round's beginning and its end.
-TICKS_A_ROUND = 2
+TICKS_A_ROUND = 1
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
-from engine.counts import AcceptanceRate
 from engine.drafters.ngram import NGram
 from engine.pacing import PLAIN, Choice
+from engine.stats import AcceptanceRate
 
 GAMMAS = range(7)
 

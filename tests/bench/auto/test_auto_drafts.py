@@ -22,13 +22,13 @@ from bench.session import Session
 from bench.table import _chosen
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.counts import AcceptanceRate
 from engine.drafters.eagle import Eagle, EagleConfig
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.suffix import Suffix, SuffixConfig
 from engine.pacing import PLAIN, Choice
+from engine.stats import AcceptanceRate
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
 from tests.support.pacings import Scripted

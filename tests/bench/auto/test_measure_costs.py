@@ -19,11 +19,10 @@ from bench.auto.measure import (
 from bench.auto.rehearsal import Rehearsal
 from common.errors import UserError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
-from engine.counts import AcceptanceRate
 from engine.decoding import Decoder
 from engine.drafters.saved_text import SavedText
 from engine.pacing import PLAIN, Choice
-from engine.stats import RoundStats
+from engine.stats import AcceptanceRate, RoundStats
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import Transformer
 from tests.support.pacings import Clock

@@ -11,8 +11,8 @@ from bench.auto.measure import CHECKED_ROUNDS, measure_for_decode, still_hold
 from bench.auto.rehearsal import Rehearsal
 from bench.auto.saved_costs import load_costs, store_costs
 from engine import SelfSpeculation
-from engine.counts import AcceptanceRate
 from engine.pacing import PLAIN, Choice
+from engine.stats import AcceptanceRate
 from tests.support.programs import overriding
 from tests.support.tiny import full_cache, random_prompts, tiny_runner
 

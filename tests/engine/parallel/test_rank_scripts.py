@@ -15,7 +15,7 @@ from tests.support.rank_jobs import Job, Models, on_two_ranks, read_rows, result
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
 N_LONGER = 4
-# A few seconds of speculation behind the baseline; the third row starts when the first two are done.
+# A few seconds of speculation after the baseline; the third row starts when the first two are done.
 LONGER = f"--num_prompts {N_LONGER} --gen_len 40"
 
 

@@ -55,7 +55,7 @@ class Automaton:
         self.tokens += tokens
 
     def forced(self) -> list[int]:
-        """Return tokens that follow, or as behind 0 a split of what follows among others."""
+        """Return tokens that follow, or as after 0 a split of what follows among others."""
         return {2: [1], 0: [2, 1]}.get(self.tokens[-1], []) if self.tokens else []
 
     def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
