@@ -40,7 +40,7 @@ reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this mach
 	mkdir -p $(REPRODUCTION)
 	$(SWEEP)/acceptance.toml --output $(REPRODUCTION)/acceptance.jsonl
 	$(SWEEP)/speedups.toml --output $(REPRODUCTION)/speedups.jsonl
-	$(SWEEP)/cost_model.toml --fixed gammas=[1,3] --fixed repeats=2 --output $(REPRODUCTION)/cost_model.jsonl
+	$(SWEEP)/cost_model.toml --fixed 'drafters=["self@1", "self@3", "self@auto"]' --fixed repeats=2 --output $(REPRODUCTION)/cost_model.jsonl
 	$(RUN) -m reproduce.tables acceptance $(REPRODUCTION)/acceptance.jsonl
 	$(RUN) -m reproduce.tables speedups $(REPRODUCTION)/speedups.jsonl
 	$(RUN) -m reproduce.tables cost_errors $(REPRODUCTION)/cost_model.jsonl

@@ -30,7 +30,7 @@ from bench.draft_flags import DraftNumbers
 from bench.prompt_sets import by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import flag, refuse, require_at_least
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
 from common.say import note_without_effect
@@ -112,8 +112,8 @@ class Flags:
         if self.sampling.temperature > 0 and SAMPLED not in self.kinds:
             note_without_effect(["temperature"], "no text is sampled")
         if (forced := [text for text in self.kinds if text in FORCED]) and (self.prompts or self.chat):
-            what, where = "a text that is teacher-forced is cut from the data set", flag("texts")
-            raise ConfigError(what, where, " ".join(forced), f"{GREEDY} or {SAMPLED}", f"leave out {flag('prompts')}")
+            what = "a text that is teacher-forced is cut from the data set"
+            refuse("texts", " ".join(forced), f"{GREEDY} or {SAMPLED}", what, f"leave out {flag('prompts')}")
         require_appendable(self.output.output)
 
     @property

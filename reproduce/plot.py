@@ -22,7 +22,7 @@ from tyro.conf import Positional
 import bench
 from common import cli
 from common.checkout import ROOT
-from common.errors import ConfigError
+from common.errors import refuse
 from reproduce.helpers.records import Record, grouped, read_records
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
@@ -108,7 +108,7 @@ def save(panels: dict[str, Points], x: str, name: str, folder: Path) -> list[Pat
         from matplotlib.figure import Figure
     except ImportError as error:
         fix = "pip install -r requirements-dev.txt, or: pip install matplotlib"
-        raise ConfigError("figures need matplotlib", "the Python environment", error, "matplotlib", fix) from None
+        refuse("the Python environment", error, "matplotlib", "figures need matplotlib", fix)
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * len(panels), height), layout="constrained", dpi=130)
     for axes, (y, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -119,8 +119,7 @@ def save(panels: dict[str, Points], x: str, name: str, folder: Path) -> list[Pat
         for file in files:
             figure.savefig(file, bbox_inches="tight")
     except OSError as error:
-        what, required = "a figure cannot be written", "a folder that can be written"
-        raise ConfigError(what, "--figures", error, required, "name another folder") from None
+        refuse("figures", error, "a folder that can be written", "a figure cannot be written", "name another folder")
     return files
 
 
@@ -140,8 +139,7 @@ def main(flags: Flags) -> None:
             print(f"  {y} over {x}: {len(drawn)} of {len(records)} records have both")
     if not panels:
         required, fix = f"numbers {', '.join(flags.y)} over values of {x} that differ", "measure more, or give --x, --y"
-        seen = f"{len(records)} records"
-        raise ConfigError("there is nothing to draw", ", ".join(flags.records), seen, required, fix)
+        refuse(", ".join(flags.records), f"{len(records)} records", required, "there is nothing to draw", fix)
     for file in save(panels, x, Path(flags.records[0]).stem, Path(flags.figures)):
         print(f"  {file}")
 

@@ -20,7 +20,7 @@ import torch
 import bench
 from bench.config import Output, RunConfig, Sizes, Target, Text
 from common import cli
-from common.errors import ConfigError, DataError, flag, require_at_least
+from common.errors import DataError, flag, refuse, require_at_least
 from common.jsonl import publish
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.manifest import CONFIG, write_text
@@ -54,8 +54,8 @@ class Flags:
         for name, number in least.items():
             require_at_least(name, (vars(self) | vars(recipe) | vars(self.sizes))[name], number)
         if self.target.quantize:
-            what, where = "heads begin as the target's weights, unquantised", flag("quantize")
-            raise ConfigError(what, where, self.target.quantize, "none", f"leave out {where}")
+            what = "heads begin as the target's weights, unquantised"
+            refuse("quantize", self.target.quantize, "none", what, f"leave out {flag('quantize')}")
 
 
 def main(flags: Flags) -> None:
@@ -63,7 +63,7 @@ def main(flags: Flags) -> None:
     folder, source, sizes = Path(flags.out), flags.target.with_text(), flags.sizes
     if source.config.n_expert or source.config.rotary_dim:
         seen, required = f"{source.name}, with experts or heads rotated in part", "a layer like Llama's, as heads have"
-        raise ConfigError("no head is trained for this model", "--model", seen, required, "name another target")
+        refuse("model", seen, required, "no head is trained for this model", "name another target")
     # The session's cache of a row stays unused: every batch of examples has a cache of its size.
     config = RunConfig(flags.target, flags.text, replace(sizes, B=1), output=flags.output)
     session = bench.Session.open(config)
@@ -92,7 +92,7 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int
     bos, text = tokenizer.encode("", add_bos=True), tokenizer.encode(book[: len(book) // 2], add_bos=False)
     if len(text) < sizes.prefix_len:
         seen, fix = f"{len(text)} tokens in its first half", f"give a smaller {flag('prefix_len')}"
-        raise DataError("too little text for the prompts", "the dataset", seen, f">= {sizes.prefix_len}", fix)
+        refuse("dataset", seen, f">= {sizes.prefix_len}", "too little text for the prompts", fix, DataError)
     write_text(folder / "held_back.txt", book[len(book) // 2 :])
     prompts = partial(examples.prompts_of, text, bos, longest=sizes.prefix_len, n_rows=sizes.B, n_new=sizes.gen_len)
     layers = training.inputs_of(session.runner.model.config.n_layer)
@@ -126,7 +126,7 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     if unlike := [name for name, value in kept.items() if settings.get(name) != value]:
         what, where = "the folder has another run's files", f"{flag('out')} {folder}"
         seen, required = (", ".join(f"{name} {each.get(name)}" for name in unlike) for each in (settings, kept))
-        raise ConfigError(what, where, seen, required, f"name another {flag('out')}, or give that run's flags")
+        refuse(where, seen, required, what, f"name another {flag('out')}, or give that run's flags")
     write_text(file, json.dumps({name: value for name, value in settings.items() if name != "steps"}))
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 import bench
 from bench.prompt_sets import Prompt
-from common.errors import ConfigError, DataError, flag
+from common.errors import DataError, flag, refuse
 from models.checkpoints.chat_template import ChatTemplate
 
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
@@ -81,8 +81,8 @@ def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
         start = next((start for start in starts if ids[start] not in seen), None)
         if start is None:
             required = f"{n} stretches of {longest} that begin differently"
-            where, fix = f"{flag('dataset')}, {flag('longest')}", "give more text, or shorten the prompts"
-            raise DataError("too little text for the prompts", where, f"{len(ids)} tokens", required, fix)
+            what, fix = "too little text for the prompts", "give more text, or shorten the prompts"
+            refuse(f"{flag('dataset')}, {flag('longest')}", f"{len(ids)} tokens", required, what, fix, DataError)
         seen.add(ids[start])
         yield list(ids[start : start + longest])
 
@@ -102,7 +102,7 @@ def needles(
         n_left = len(text) - sum(map(len, facts)) - len(question)
         if n_left < len(text) // 2:
             what, fix = "a prompt has no room for facts and a question", "give longer prompts, or leave out these texts"
-            raise ConfigError(what, f"needles, {kind}", f"{len(text)} tokens", "twice what these take", fix)
+            refuse(f"needles, {kind}", f"{len(text)} tokens", "twice what these take", what, fix)
         places = sorted(int(n_left * rng.uniform(EARLIEST, LATEST)) for _ in facts)
         prompt, last = list[int](), 0
         for place, fact in zip(places, facts, strict=True):

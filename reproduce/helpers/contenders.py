@@ -101,8 +101,8 @@ class Decoder(Contender):
         """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
         assert self.plain is not None
         pairs = [(in_sequence(self.plain.outputs[n]), in_sequence(outputs)) for n, outputs in self.outputs.items()]
-        runs = [bench.make_record("", self.session, bench.PassResults(0.0, plain, output, output if output.phases else
-                None)) for plain, output in pairs]  # fmt: skip
+        passes = [bench.PassResults(0.0, plain, output, output if output.phases else None) for plain, output in pairs]
+        runs = [bench.make_record("", self.session, each) for each in passes]
         row = self.settings() | self.acceptance()
         values = {name: [run[name] for run in runs] for name in MEDIANS}
         row |= {name: None if None in each else median(each) for name, each in values.items()}

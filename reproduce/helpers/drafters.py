@@ -7,7 +7,7 @@ from typing import Any
 from bench.config import AUTO
 from bench.draft_flags import DraftNumbers
 from bench.draft_names import ALONE, parse_draft, required_options
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import refuse, require_at_least
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig, Trait, drafters
 
@@ -32,7 +32,7 @@ def named_configs(
     models = {options["draft_model"]: name for name, options in chosen if "draft_model" in options}
     if len(models) > 1:
         fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
-        raise ConfigError(what, flag("drafters"), " ".join(models.values()), "a single checkpoint", fix)
+        refuse("drafters", " ".join(models.values()), "a single checkpoint", what, fix)
     found = []
     for (name, options), budget, gamma in product(chosen, budgets or [None], gammas or [None]):
         varied = {"draft_budget": budget, "gamma": gamma}

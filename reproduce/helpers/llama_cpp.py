@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import ConfigError, flag
+from common.errors import flag, refuse
 from reproduce.helpers.batches import Batch
 from reproduce.helpers.records import Record
 
@@ -119,10 +119,9 @@ def peers(model: str, n_rows: int, gammas: Sequence[int | str]) -> list[Peer]:
     """Return llama.cpp with each type of entries, for a model with a GGUF in its folder. Errors: ConfigError."""
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
     if (gguf := next(folder.glob("*.gguf"), None)) is None:
-        fix = f"leave out {flag('llama_cpp')}"
-        raise ConfigError("llama.cpp reads a GGUF", flag("model"), folder, "a folder with a GGUF", fix)
+        refuse("model", folder, "a folder with a GGUF", "llama.cpp reads a GGUF", f"leave out {flag('llama_cpp')}")
     if WHY_NOT:
-        required, fix = "the package llama-cpp-python", "pip install llama-cpp-python==0.3.36"
-        raise ConfigError("llama.cpp does not run", flag("llama_cpp"), WHY_NOT, required, fix)
+        fix = "pip install llama-cpp-python==0.3.36"
+        refuse("llama_cpp", WHY_NOT, "the package llama-cpp-python", "llama.cpp does not run", fix)
     gamma = max((int(gamma) for gamma in gammas if gamma != "auto"), default=3)
     return [Peer(gguf, entries, n_rows, gamma) for entries in ENTRIES]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from common.errors import DataError
+from common.errors import DataError, refuse
 from common.jsonl import read_lines
 
 Record = dict[str, Any]
@@ -17,7 +17,7 @@ def read_records(path: str | Path) -> list[Record]:
     for number, line in read_lines(path):
         if not isinstance(line, dict):
             fix = "name a file that a benchmark or a sweep appended to"
-            raise DataError("a line is not a record", f"{path}, line {number}", str(line)[:80], "a JSON object", fix)
+            refuse(f"{path}, line {number}", str(line)[:80], "a JSON object", "a line is not a record", fix, DataError)
         record = line.get("record", line)
         if record is not None:
             found.append(with_current_names(record | bench.options_of(record)))

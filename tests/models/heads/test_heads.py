@@ -308,7 +308,7 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
     plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
     loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
-    without = memory_plan(replace(plan, draft=None)).fixed["weights"]
+    without = memory_plan(replace(plan, candidates=())).fixed["weights"]
     assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
 
 
@@ -317,11 +317,11 @@ def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads
     target = Target(model=str(models.target), dtype="float64", device="cpu", rope_scaling="yarn:4")
     config = RunConfig(target, draft=draft, sizes=Sizes(2, None, 12))
     session = Session.open(config, [[1, 2, 3] * 100, [4, 5] * 170])
-    (head,) = session.models.values()
+    (head,) = session.models.loaded.values()
     assert head.body.config.rope_scaling == session.runner.model.config.rope_scaling is not None
     out = session.generate(session.drafter())
     assert out.tokens == session.generate().tokens and out.stats.drafted > 0
-    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.values()
+    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.loaded.values()
     assert short.body.config.rope_scaling is None
 
 
