@@ -5,41 +5,11 @@ from itertools import product
 from typing import Any
 
 from bench.config import AUTO
-<<<<<<< HEAD
 from bench.draft_flags import DraftNumbers
 from bench.draft_names import ALONE, parse_draft, required_options
-from common.errors import ConfigError, flag, require_at_least
-from common.say import note_without_effect
-from engine.drafters.config import DrafterConfig, Trait, drafters
-=======
-from bench.draft_flags import ALONE, TEXTS, WITH_MODEL, DraftFlags
 from common.errors import refuse, require_at_least
 from common.say import note_without_effect
-from engine.drafters.config import DrafterConfig, ModelDrafterConfig, drafters
-from kv_cache.policy import policies
-
-# Text drafters, a drafter, its checkpoint or policy, its policy after a checkpoint, and its gamma or schedule.
-NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
-
-
-def options_of_name(name: str) -> dict[str, Any]:
-    """Return the draft options that a drafter's name stands for. Errors: ConfigError."""
-    match = NAME.fullmatch(name)
-    texts, kind, path, policy, length = match.groups(default="") if match else [""] * 5
-    has_model, before = kind in WITH_MODEL, tuple(filter(None, texts.split("+")))
-    if not has_model and not policy:
-        path, policy = "", path
-    is_known = kind in {*ALONE, *WITH_MODEL} and policy in ("", *policies()) and bool(path) == has_model
-    has_cache = is_known and issubclass(drafters()[kind], ModelDrafterConfig)
-    if is_known and TEXTS.keys() >= {*before} and (has_cache or not (policy or before)):
-        given = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": before}
-        given |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
-        given |= {"gamma": AUTO} if length == AUTO else {}
-        return {option: value for option, value in given.items() if value not in ("", ())}
-    required = f"{', '.join(ALONE)}, or {', '.join(f'{name}:CHECKPOINT' for name in WITH_MODEL)}; text drafters"
-    required += " before it, or a policy after it, for a drafter with a KV cache; a gamma of 1 or more"
-    refuse("drafters", name, required, "there is no such drafter", "choose among these")
->>>>>>> main
+from engine.drafters.config import DrafterConfig, Trait, drafters
 
 
 def named_configs(

@@ -107,7 +107,7 @@ def drawn_by_triton() -> Iterator[None]:
     """Random numbers and filters by the kernels of a GPU."""
     with (
         patch("engine.sampling.noise.triton_kernels", lambda: triton_draws),
-        patch("engine.sampling.triton_kernels", lambda: triton_draws),
+        patch("engine.sampling.distribution.triton_kernels", lambda: triton_draws),
     ):
         yield
 
@@ -119,7 +119,7 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
         model = Transformer(config).to(torch.bfloat16)
     model.backend, of_cache = TritonAttention(), (config, N_ROW, LENGTH, "meta", torch.bfloat16)
     runner, drafter = ModelRunner(model, Full().new_cache(*of_cache)), None
-    reads = patch("engine.drafters.self_speculation.triton_reads", lambda _: True)
+    reads = patch("models.attention.selection.triton_reads", lambda _: True)
     tried = patch.object(Launch, "__call__", lambda launch: None)
     with patch("kv_cache.quantized.kernel_for", lambda *_: triton_packing), reads, tried:
         if policy is not None:

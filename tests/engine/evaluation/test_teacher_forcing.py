@@ -63,7 +63,7 @@ def test_a_draft_of_the_draft_sees_the_text_too(kind):
     assert counts.accepted == counts.verified > 30
 
 
-ALL_ROWS = "a prompt and a continuation per row"
+ALL_ROWS = "a prompt and a continuation are needed per row"
 
 
 @pytest.mark.parametrize(
