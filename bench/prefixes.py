@@ -44,7 +44,7 @@ def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixSto
 def builds() -> list[str | None]:
     """Return the builds of the C++ kernels, and the versions of packages with kernels; None for what is missing."""
     found: list[str | None] = []
-    for name in KERNELS:
+    for name in (name for name, kernel in KERNELS.items() if kernel.source):
         with suppress(BuildError):
             found.append(choose(name).build)
     return found + [package_version(package) for package in ("triton", "flash-attn", "flash-attn-3")]

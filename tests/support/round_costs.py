@@ -128,7 +128,7 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
     batch = Batch(N_ROW, Filters.of([sampling]), "meta", narrows=False)
     parts = dict[str, Counter[str]]()
 
-    def measured(name: str, kind: object, part: Callable[[], Any], verifies: bool) -> Any:
+    def measured(name: str, part: Callable[[], Any], verifies: bool = False) -> Any:
         """Run a part of the round, and count what it costs, where a GPU would capture it."""
         costs = Costs(model)
         use_pointwise(model, Pointwise("one node each", *map(costs.as_one, astuple(EAGER)[1:-1])))
@@ -138,7 +138,8 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
         parts[name] = costs.counts
         return result
 
-    round_ = Round(runner, batch, drafter, GAMMA if drafter else 0, mode, measured)
+    round_ = Round(runner, batch, drafter, GAMMA if drafter else 0, mode)
+    round_._part = measured
     if drafter is not None:
         drafter.n_rounds = 1  # the second round is the first with a refresh
         round_.propose()
