@@ -187,7 +187,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes that run beside speculation."""
+    """The passes that run next to speculation."""
 
     no_baseline: bool = False
     """skip plain decoding: no speedup, no comparison of rows"""

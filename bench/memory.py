@@ -1,4 +1,4 @@
-"""Checks that a run fits into memory: weights and KV entries before loading, activations behind it."""
+"""Checks that a run fits into memory: weights and KV entries before loading, activations after it."""
 
 import math
 import re
@@ -65,7 +65,7 @@ def require_room(plan: Plan) -> None:
 
 @torch.inference_mode()
 def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
-    """Raise OutOfMemoryError, behind loading, if KV entries and activations do not fit.
+    """Raise OutOfMemoryError, after loading, if KV entries and activations do not fit.
 
     Activations are measured where attention needs most: in the last chunk of the longest prompt, and in a block of
     every row at the end of its slots.

@@ -192,7 +192,7 @@ def decode_in_turns(
 def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[Usage]:
     """Decode the same prompts several times, TURN tokens of a row at a time, so that other processes disturb all alike.
 
-    A turn ends with a copy of the entries behind the prompts, and begins by copying them back: each generation decodes
+    A turn ends with a copy of the entries after the prompts, and begins by copying them back: each generation decodes
     as if it were alone. They decode one after the other if there are more prompts than rows, or no room for copies.
     Returns the usage of processors of each generation.
     """

@@ -41,7 +41,7 @@ class Session:
     """A loaded target over its cache, and the prompts of one replica.
 
     processes: ranks of all replicas. run: a name for the record and saved rows. numbered_from: the first prompt's index
-    among the prompts of all replicas. models: models and heads that draft. continuations: tokens behind each prompt,
+    among the prompts of all replicas. models: models and heads that draft. continuations: tokens after each prompt,
     where they were cut. put_off: errors to raise when the run has ended.
     """
 
@@ -66,7 +66,7 @@ class Session:
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:
-        """Open a session. n_continued: tokens to cut behind each prompt of a data set. options: a dataclass of further
+        """Open a session. n_continued: tokens to cut after each prompt of a data set. options: a dataclass of further
         options that ranks need to have in common. Errors: UserError."""
         require_room(plan)
         watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
@@ -197,7 +197,7 @@ class Session:
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
-    """Return the prompts, with `n_continued` tokens behind those that are cut; for random weights, random tokens."""
+    """Return the prompts, with `n_continued` tokens after those that are cut; for random weights, random tokens."""
     if plan.prompts is not None:
         return plan.prompts
     if tokenizer is None:

@@ -11,7 +11,7 @@ from common.checkout import ROOT
 from common.say import dtype_name
 from engine.drafters.config import AUTO, DrafterConfig
 
-# Entries of a draft's configuration that records have beside it, or that older records nest.
+# Entries of a draft's configuration that records have next to it, or that older records nest.
 NO_OPTIONS = ("draft", "gamma", "draft_model", "draft_ranks", "name", "policy", "policies", "texts", "alternatives")
 
 
@@ -29,7 +29,7 @@ def nested(config: Any) -> Any:
 
 
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a record's draft, by flag; older records nest them, or have them beside their results."""
+    """Return the options of a record's draft, by flag; older records nest them, or have them next to their results."""
     config = record.get("config", {})
     options = config.get("draft", {})
     named = {"text_drafts": options.get("texts"), "auto_drafts": config.get("auto_drafts", options.get("alternatives"))}

@@ -14,7 +14,7 @@ import psutil
 # Shorter passes get no verdict: single interruptions would decide it.
 LEAST_SECONDS = 2.0
 # Threads waiting plus processors stolen, on average: measured 0.02 at most on a quiet machine of 4 processors, also
-# beside work on other processors, and 0.5 for a thread that shared its processor with another.
+# next to work on other processors, and 0.5 for a thread that shared its processor with another.
 QUIET = 0.1
 # Seconds that a thread may wait whenever it is woken: measured 0.0001 or 0.0002 where a processor is idle, 0.004 where
 # another thread has it.

@@ -11,6 +11,6 @@ def same_context(a: int, b: int) -> bool:
 
 
 def published_acceptance(model: str, policy: str, budget: int, context: int) -> float | None:
-    """Return the published acceptance rate of self-speculation behind `context` tokens; None if there is none."""
+    """Return the published acceptance rate of self-speculation after `context` tokens; None if there is none."""
     by_context = ACCEPTANCE.get((model, policy, budget), {})
     return next((rate for known, rate in by_context.items() if same_context(known, context)), None)

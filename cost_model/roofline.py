@@ -78,7 +78,7 @@ def predict_costs(
     budget: int,
     gammas: Sequence[int],
 ) -> Costs:
-    """Return the costs of a target behind `context` tokens, and of a draft whose cache has at most `budget` entries.
+    """Return the costs of a target after `context` tokens, and of a draft whose cache has at most `budget` entries.
 
     A draft with fewer KV heads than devices runs on a device per head. The rest of a round, which is the host's work,
     is not predicted: 0. Errors: ConfigError.

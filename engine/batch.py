@@ -75,7 +75,7 @@ class Batch:
         return cache.view(rows, None if gamma is None else self.extent(gamma))
 
     def positions(self, n_token: int) -> Tensor:
-        """Return the positions `[B, n_token]` of each row's current token and those behind it."""
+        """Return the positions `[B, n_token]` of each row's current token and those after it."""
         return self.lengths[:, None] + torch.arange(n_token, device=self.lengths.device)
 
     def extent(self, gamma: int) -> int | None:

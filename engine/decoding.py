@@ -125,7 +125,7 @@ class Decoder:
         request.finish_reason = "cancelled"
 
     def swap_out(self, kept: KVCache) -> None:
-        """Copy the entries behind the rows' prompts to another cache, so that another decoder can use the rows for the
+        """Copy the entries after the rows' prompts to another cache, so that another decoder can use the rows for the
         same prompts. `kept` has room for the most tokens that a request may get."""
         self._copy_answers(self._runner.cache, kept)
 
@@ -246,7 +246,7 @@ class Decoder:
         return n_tokens
 
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
-        """Append log-probabilities of the prompt's tokens behind positions `start` on, by `hidden [n, dim]`."""
+        """Append log-probabilities of the prompt's tokens after positions `start` on, by `hidden [n, dim]`."""
         assert request.prompt_logprobs is not None
         del request.prompt_logprobs[start:]  # of a prefill that was interrupted
         behind = request.prompt[start + 1 : start + 1 + len(hidden)]

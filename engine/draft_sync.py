@@ -27,7 +27,7 @@ class DraftSync:
 
     def begin(self, row: int, n_reused: int, most_ahead: int) -> None:
         """Start another prompt in a row that holds its first `n_reused` tokens. Drafters that had followed more than
-        `most_ahead` tokens behind these start anew: their caches may lack what they held before."""
+        `most_ahead` tokens after these start anew: their caches may lack what they held before."""
         self.lengths[row] = {
             drafter: min(n, n_reused)
             for drafter, n in self.lengths[row].items()

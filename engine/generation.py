@@ -94,7 +94,7 @@ def generate(
         max_new_tokens, sampling (None: greedy), stop_tokens (which are kept): a single value, or a value
             per prompt.
         drafter, verification: see `Decoder`.
-        options: other arguments of `Decoder`, and `request_ids`, which key each prompt's random numbers beside its
+        options: other arguments of `Decoder`, and `request_ids`, which key each prompt's random numbers next to its
             seed (default: its index). In coupled mode a prompt with the same id and seed gets the same tokens,
             wherever it stands in the batch.
 

@@ -158,7 +158,7 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
 
 
 def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:
-    """Return the verification of at most `gamma` drafts behind the batch's current tokens, by `model`'s logits."""
+    """Return the verification of at most `gamma` drafts after the batch's current tokens, by `model`'s logits."""
     if mode == GREEDY:
         return Greedy(batch)
     if mode == "rejection":

@@ -17,7 +17,7 @@ class Pacing(Protocol):
     max_gamma: int
 
     def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
-        """Return the next round's choice. `n_busy` rows decode, behind `context` tokens on average, and `n_joining`
+        """Return the next round's choice. `n_busy` rows decode, after `context` tokens on average, and `n_joining`
         more are about to. None ends the decode, and every row keeps the tokens that it has."""
 
     def observe(self, choice: Choice, accepted: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ class PrefixStore:
     def load(self, cache: KVCache, row: int, prompt: Sequence[int]) -> tuple[Tensor, int | None] | None:
         """Fill an empty row of a full cache with the entries of `prompt`.
 
-        Returns the logits behind its last token, and the first position whose numbers are not finite; None if the
+        Returns the logits after its last token, and the first position whose numbers are not finite; None if the
         folder lacks the prompt.
         """
         path = self._path(prompt)

@@ -151,7 +151,7 @@ class Request(Inputs, Sinks, Result):
 
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
-    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; behind them, the
+    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; after them, the
     round's times; and every request that ends by itself."""
 
     def prefilled(self, n_tokens: int) -> None: ...

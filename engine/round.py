@@ -36,7 +36,7 @@ class Round:
     drafter and of the results below, which keep their memory.
 
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
-    logits: the target's, `[B, n_drafts + 1, V]`, behind each row's current token and drafts. decided: `[B, 3 +
+    logits: the target's, `[B, n_drafts + 1, V]`, after each row's current token and drafts. decided: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
     the logits at each position are finite. key: the kind of round, if its parts may be captured. observed: the states
     that every round of the decode keeps; by default, the drafter's.
@@ -141,7 +141,7 @@ class Round:
         return logits
 
     def accept(self) -> None:
-        """Decide for all ranks how many drafts of each row are accepted, and the token behind them."""
+        """Decide for all ranks how many drafts of each row are accepted, and the token after them."""
         if any(self.batch.masks.grammars):
             self.batch.masks.fill(self._verifiable.tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1

@@ -134,7 +134,7 @@ class ModelRunner:
         return n if prefilled.bad_position is None else min(n, prefilled.bad_position)
 
     def keep_answer(self, row: int, answer: Sequence[int]) -> None:
-        """Record the answer, the tokens that a row holds behind its prompt."""
+        """Record the answer, the tokens that a row holds after its prompt."""
         if prefilled := self.cache.prefilled.get(row):
             self.cache.prefilled[row] = replace(prefilled, answer=tuple(answer))
 

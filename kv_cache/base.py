@@ -54,7 +54,7 @@ class Prefilled:
 class KVCache(ABC):
     """Keys and values `[n_layer, 2, max_batch, n_kv_head, capacity, head_dim]` in `dtype` (None: float32).
 
-    int8 and float8_e4m3fn have scales beside them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
+    int8 and float8_e4m3fn have scales next to them, `[n_layer, 2, max_batch, n_kv_head, capacity]` float32.
     `positions [max_batch, capacity]` int64 holds the position of each slot's token, -1 where empty. Stored head-major,
     because a CPU reads one head's keys as one stream; attention backends get `[B, C, n_kv_head, head_dim]` views.
     """

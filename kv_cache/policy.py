@@ -38,7 +38,7 @@ class Policy(ABC):
 
     @property
     def room(self) -> int:
-        """The most tokens of a round that the cache can hold beside entries that always stay."""
+        """The most tokens of a round that the cache can hold next to entries that always stay."""
         return sys.maxsize
 
     @property

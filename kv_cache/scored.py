@@ -32,7 +32,7 @@ class ScoredKVCache(RingKVCache):
     ) -> None:
         budget, window = policy.budget, policy.snapkv_window
         require_at_least("snapkv_window", window, 1)
-        # A selected entry fits beside sinks and window, and the shortest prompt that is selected from has all queries.
+        # A selected entry fits next to sinks and window, and the shortest prompt that is selected from has all queries.
         require_at_least("draft_budget", budget, max(policy.n_first + window + 1, policy.n_queries))
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_queries, self._score = policy.n_queries, policy.score

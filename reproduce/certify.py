@@ -66,7 +66,7 @@ class Flags:
 
 
 def certified(session: bench.Session, following: list[list[int]]) -> dict[str, Any]:
-    """Calibrate, decode and compare, and return the record. following: tokens of the data set behind each prompt."""
+    """Calibrate, decode and compare, and return the record. following: tokens of the data set after each prompt."""
     runner, params, prompts = session.runner, session.plan.sampling, session.prompts
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)

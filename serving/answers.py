@@ -91,7 +91,7 @@ def prompt_tokens(prompt: Sequence[int], tokenizer: Tokenizer, specials: Mapping
 
 class Stops:
     """Cuts a growing text at its first complete stop string; if several end there, the longest counts. keeps: the text
-    ends behind the stop string, else before it; then text is held back while it may begin a stop string."""
+    ends after the stop string, else before it; then text is held back while it may begin a stop string."""
 
     def __init__(self, stops: Sequence[str], keeps: bool) -> None:
         self._stops, self._keeps, self._text, self._n_sent = stops, keeps, "", 0
@@ -150,7 +150,7 @@ class Answer:
         return [(id_, token.text if id_ == token.id else self._name(id_), logprob) for id_, logprob in token.top]
 
     def _name(self, id_: int) -> str:
-        """Return a token's text behind other text: some tokenizers drop a space at the beginning of a text."""
+        """Return a token's text after other text: some tokenizers drop a space at the beginning of a text."""
         decode = self.tokenizer.decode
         return self.specials.get(id_) or decode([id_, id_])[len(decode([id_])) :]
 

@@ -32,7 +32,7 @@ from engine.sampling.distribution import Logprob, SamplingParams
 HEARTBEAT_SECONDS = 1.0
 # Default of --prefill_tokens.
 CPU_PREFILL, GPU_PREFILL = 256, 2048
-# Costs are measured behind prompts of the plan's typical length, and of that length over SHORTER, since the best draft
+# Costs are measured after prompts of the plan's typical length, and of that length over SHORTER, since the best draft
 # depends on the length of a text.
 SHORTER = 16
 # Plain steps of a decode that is so long that all measuring pays.
@@ -208,7 +208,7 @@ def _with_noise(session: Session, length: int) -> Session:
 
 
 def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
-    """Return the costs of rounds behind random entries, without their acceptance, which says nothing of text."""
+    """Return the costs of rounds after random entries, without their acceptance, which says nothing of text."""
     costs = costs_of(_with_noise(session, length), drafters, n_steps=MANY_STEPS)
     assert costs is not None, "something is to be chosen"
     by_rows = {n: [replace(cost, acceptance=None) for cost in each] for n, each in costs.by_rows.items()}

@@ -240,7 +240,7 @@ class Completion(OpenAISpec):
     prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(fail_fast=True)]  # texts or token ids
     max_tokens: Natural | None = None  # default: 16; with `echo` also 0
     best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
-    echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens behind the first
+    echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens after the first
     logprobs: Likeliest | None = None  # of each token, and of this number of likeliest tokens
 
 

@@ -39,7 +39,7 @@ from serving.schemas import Calls, GenerationSpec, Prediction, joined
 HUNG_SECONDS = 120.0
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(2**i for i in range(15))
-Samples = tuple[str, int]  # the number of samples of a prompt, behind the name of the field that says it
+Samples = tuple[str, int]  # the number of samples of a prompt, after the name of the field that says it
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation
 
 
@@ -188,7 +188,7 @@ class Service(Collector):
         self, http: Request, spec: GenerationSpec, prompts: list[Prompt], n: Samples, n_top: int | None, echo: bool
     ) -> list[Answer]:
         """Tokenise prompts and queue samples of each. They end early when their client leaves or their time is over.
-        n_top: the likeliest ids beside each log-probability; None: no log-probabilities. echo: answers have the tokens
+        n_top: the likeliest ids next to each log-probability; None: no log-probabilities. echo: answers have the tokens
         of their prompts. Raises Failure for a request that cannot be answered."""
         self.require_health()
         spec = spec.with_defaults(self._defaults)

@@ -138,7 +138,7 @@ class Panes:
         seconds = [*self.tracks.values()][-1].seconds if is_running else math.inf
         passes = {name: self._until(name, seconds) for name in TITLES}
         n_visible = max(1, min(n_rows, (height - 3) // LEAST_ROW_LINES))
-        n_lines = max(1, (height - 3) // n_visible - 1)  # beside the line that names the row
+        n_lines = max(1, (height - 3) // n_visible - 1)  # next to the line that names the row
         heads = ([Text(TITLES[name], TARGET), self._speed(name, rows, seconds)] for name, rows in passes.items())
         parts: list[Table | Text] = [_beside(half, *(head[: 2 if is_running else 1] for head in heads))]
         for index, name in enumerate(self._names[:n_visible]):

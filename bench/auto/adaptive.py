@@ -10,7 +10,7 @@ from engine.stats import AcceptanceRate, verified_positions
 
 # The acceptance rate that is expected without evidence, and its weight in draft positions: high, so that it is tried.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.95, 1.0
-# The largest weight, in draft positions, of the acceptance while costs were measured. Beside drafters of other kinds it
+# The largest weight, in draft positions, of the acceptance while costs were measured. With drafters of other kinds it
 # is larger and does not fade: else kinds that were worse are tried again and again.
 MOST_MEASURED, MOST_MEASURED_OF_KINDS = 4.0, 16.0
 # Evidence keeps this share of its weight from round to round, since texts change.
@@ -24,8 +24,8 @@ WORTH_A_CHANGE = 1.03
 class Arm:
     """A drafter to choose, and what is known of it.
 
-    name: of its kind and of its policy. cells: its costs with each number of rows behind each context; full_batches,
-    those with all rows by context. has_kinds: True beside drafters of other kinds.
+    name: of its kind and of its policy. cells: its costs with each number of rows after each context; full_batches,
+    those with all rows by context. has_kinds: True next to drafters of other kinds.
     ms, saved_ms: by gamma, the ms of a round in each cell, and those that guesses from text can save.
     verified, accepted: discounted counts of draft positions, and lasting, what both fade to. missed: tokens of a row
     that came from rounds without it.
@@ -70,7 +70,7 @@ class Arm:
 class Adaptive:
     """A `Pacing` that takes the plain step, or the drafter and gamma, with the largest value of tokens less ms.
 
-    costs: `costs[c][n][i]` of drafter i while n rows decode behind c tokens, largest budget first; interpolated between
+    costs: `costs[c][n][i]` of drafter i while n rows decode after c tokens, largest budget first; interpolated between
     the n that were measured at every c. gammas: gammas to choose among, if they were measured. names: the name of each
     drafter's kind and of its policy; None if drafters differ only in their budgets.
 
@@ -80,7 +80,7 @@ class Adaptive:
     faded (optimistic initial values: Sutton and Barto, Reinforcement Learning, 2018, section 2.6). Ranks with the same
     costs choose alike.
 
-    Beside text drafters, the ms of a model's drafts are multiplied by the discounted share of drafted rounds in which
+    Next to text drafters, the ms of a model's drafts are multiplied by the discounted share of drafted rounds in which
     it ran: if every row has a guess from text, it does not.
 
     A token is worth the ms that it would take in the best round with the rows that are about to join: a round that

@@ -33,7 +33,7 @@ MOST_SHARE = 0.15
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Costs of rounds behind `context` tokens.
+    """Costs of rounds after `context` tokens.
 
     by_rows: costs of each drafter, by the number of busy rows. seconds: duration of measuring them.
     """
@@ -48,7 +48,7 @@ def costs_of(
 ) -> RunCosts | None:
     """Return the costs of a session's rounds, measured from the prefilled state; None if nothing is to be chosen.
 
-    Models are measured without the text drafters beside them: a guess in every row would leave the model out. Every
+    Models are measured without the text drafters next to them: a guess in every row would leave the model out. Every
     rank has to call this, and gets the leader's costs. whole: measure at every gamma, with all rows busy. n_steps:
     plain steps of the decode to come; None: derived from the session's prompts.
     """
@@ -229,7 +229,7 @@ def middle(gammas: Sequence[int]) -> int:
 
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
     """Return the indices of neighbouring drafters that differ only in the cache that they draft over: those of the same
-    class. Beside text drafters, the model's class counts."""
+    class. Next to text drafters, the model's class counts."""
     each = [type(drafter.without_texts) for drafter in drafters]
     return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
 

@@ -48,7 +48,7 @@ class Drafter(ABC):
     it drafts from, kept in every round of a decode; `verified_cache`; `is_written_through`, True if verifications write
     its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds` rounds that this drafter
     drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from text and its model did not
-    run (None: no text drafter stands beside a model); and `n_predicted`, by row: how many of the first draft tokens
+    run (None: no text drafter stands next to a model); and `n_predicted`, by row: how many of the first draft tokens
     were copied from the request's prediction.
     """
 

@@ -1,4 +1,4 @@
-"""Combined: text drafters beside a model; confident guesses go in front of the model's drafts."""
+"""Combined: text drafters next to a model; confident guesses go in front of the model's drafts."""
 
 from __future__ import annotations
 

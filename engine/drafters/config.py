@@ -37,7 +37,7 @@ class Trait(Flag):
     SHARES_TEXTS = auto()  # drafts by the texts of other requests, so that acceptance depends on them
     READS_PREDICTIONS = auto()  # looks matches up in a request's prediction, too
     SAVES_TEXTS = auto()  # saves what it has learnt to a file
-    SECOND_MODEL = auto()  # runs a model or a head beside the target
+    SECOND_MODEL = auto()  # runs a model or a head next to the target
     HIERARCHICAL = auto()  # verifies the tokens of another draft
 
 
@@ -163,7 +163,7 @@ class DrafterConfig(ABC):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Fields that have no effect beside the others."""
+        """Fields that have no effect next to the others."""
         return () if self.gamma_schedule == "confidence" else OF_CONFIDENCE
 
     def options(self) -> dict[str, Any]:

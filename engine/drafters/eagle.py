@@ -18,7 +18,7 @@ from models.heads.eagle import EagleHead
 class Eagle(HeadDrafter):
     """Drafts a chain of tokens by an EAGLE-1, -2 or -3 head, or all at once by a P-EAGLE head (see `EagleHead`).
 
-    The entry at position p is that of the target's state at p and the token behind it.
+    The entry at position p is that of the target's state at p and the token after it.
     """
 
     _head: EagleHead
@@ -45,7 +45,7 @@ class Eagle(HeadDrafter):
     def _run_masks(
         self, states: Tensor, following: Tensor, positions: Tensor, last: Tensor, view: KVCache, n_draft: int
     ) -> Tensor:
-        """Run the accepted states and `n_draft - 1` masks behind them; return the states `[B, n_draft, dim]` that
+        """Run the accepted states and `n_draft - 1` masks after them; return the states `[B, n_draft, dim]` that
         draft. Shapes never change: shorter rows repeat their last token, whose entry is then written again."""
         mask, token = self._head.mask_hidden, self._head.shape.mask_token
         assert mask is not None and token is not None

@@ -29,7 +29,7 @@ class HeadDrafter(ModelDrafter):
     """Base of drafters whose head has layers: its cache has at position p the entry of the target's state at p.
 
     A round first writes the entries of all tokens of the last verification again, accepted or not, so that shapes never
-    change: the target's states replace the head's approximations, and entries behind the row's end are overwritten
+    change: the target's states replace the head's approximations, and entries after the row's end are overwritten
     before a query sees them. Tokens of other drafters' rounds get their entries from `observed`. A prompt's states are
     not in there, so its tokens whose entries the cache keeps run through the target again. Errors: ConfigError if a
     round does not fit the cache's window.

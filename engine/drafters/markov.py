@@ -30,7 +30,7 @@ class NGramTable:
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def learn(self, text: Sequence[int], known: int = 0) -> None:
-        """Count the tokens of a text behind the first `known`, which were counted before."""
+        """Count the tokens of a text after the first `known`, which were counted before."""
         for end in range(known, len(text)):
             for start in range(max(0, end - self.order), end):
                 counts = self._followers.setdefault(tuple(text[start:end]), {})

@@ -22,7 +22,7 @@ class NGram(TextDrafter):
     2023).
 
     The longest match of at most `max_ngram` tokens wins. Among equals `match` decides: "longest", the match with the
-    most tokens behind it, up to gamma, then the latest; "first", as in transformers; "last", as in llama.cpp. Without a
+    most tokens after it, up to gamma, then the latest; "first", as in transformers; "last", as in llama.cpp. Without a
     match a row gets no draft. Errors: ConfigError if max_ngram is below 1.
     """
 
@@ -44,7 +44,7 @@ class NGram(TextDrafter):
         match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
-        # The next round may match them; rejected tokens are overwritten, or lie behind the row's end.
+        # The next round may match them; rejected tokens are overwritten, or lie after the row's end.
         self._text[rows, (lengths[:, None] + ahead).clamp(max=self._text.shape[1] - 1)] = tokens
         return tokens, n_tokens
 
@@ -52,7 +52,7 @@ class NGram(TextDrafter):
 def find_ngram(
     text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, match: Match = "longest"
 ) -> tuple[Tensor, Tensor]:
-    """Find where each row's last tokens occurred before, and how many tokens to copy from behind it.
+    """Find where each row's last tokens occurred before, and how many tokens to copy from after it.
 
     text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns the position `[B]` of the
     last token of the match that `match` prefers, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.

@@ -14,7 +14,7 @@ KEPT, LONGEST_BLOCK = 64, 32
 
 
 def n_slots(gamma: int) -> int:
-    """Return the number of slots of a row, for a head that drafts `gamma` tokens beside other drafters."""
+    """Return the number of slots of a row, for a head that drafts `gamma` tokens next to other drafters."""
     return KEPT + max(LONGEST_BLOCK, gamma + 1)
 
 
@@ -65,7 +65,7 @@ class ObservedStates:
 
     def of_rows(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the last verification's states `[B, T, width]`, the tokens that follow them and their positions, both
-        `[B, T]`, and the index `[B, 1]` of the last accepted state, which the current token follows. States behind it
+        `[B, T]`, and the index `[B, 1]` of the last accepted state, which the current token follows. States after it
         are undefined. T is the verification's, at most gamma + 1; where rounds keep their shape, it is gamma + 1."""
         n_token, last = self._n_verified if batch.narrows else self._gamma + 1, batch.lengths - 1
         # Another drafter may have drafted more than gamma. A row that idles may have observed another text before.

@@ -15,7 +15,7 @@ from engine.runner import ModelRunner
 class SavedText(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
-    It goes by position alone, even where the target has left the text. Behind the end of a text, and for a request
+    It goes by position alone, even where the target has left the text. After the end of a text, and for a request
     without a text, it proposes nothing. In rejection mode a text must be independent of the run's random numbers: not
     an output of that mode for the same seed and request.
     """

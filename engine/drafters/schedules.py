@@ -30,7 +30,7 @@ class Schedule:
         return gamma * (1 - batch.idle)
 
     def shorten(self, bounds: Tensor, i: int, logits: Tensor, token: Tensor, batch: Batch) -> Tensor:
-        """Return the bounds behind the i-th draft, `token [B]` of `logits [B, V]`. Runs on the leader only."""
+        """Return the bounds after the i-th draft, `token [B]` of `logits [B, V]`. Runs on the leader only."""
         return bounds
 
     def n_columns(self, bounds: Tensor, batch: Batch, gamma: int) -> int:

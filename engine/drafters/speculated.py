@@ -87,7 +87,7 @@ class Speculated(Drafter):
             inner = verification.inner(n_tokens, i, most)
             drafts = self._inner.propose(ahead, inner, most)
             block = torch.cat([current[:, None], drafts.tokens], dim=1)
-            # Positions beyond the round's tokens are all put behind these, where no token that counts sees them. This
+            # Positions beyond the round's tokens are all put after these, where no token that counts sees them. This
             # inner round overwrites the rejected tokens of the last before a query sees them.
             positions = torch.minimum(ahead.lengths[:, None] + offset, batch.lengths[:, None] + gamma)
             logits = self._outer.runner.step(block, positions, cache)

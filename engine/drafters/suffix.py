@@ -33,7 +33,7 @@ class _State:
 
 
 class SuffixAutomaton:
-    """All substrings of a text that grows behind `begin` (Blumer et al. 1985), in O(1) a token, amortised.
+    """All substrings of a text that grows after `begin` (Blumer et al. 1985), in O(1) a token, amortised.
 
     repeated: the length of the text's longest suffix that occurs in it before, and the text's length where that last
     ended, or earlier if more suffixes than N_RECORDED end with it; 0 and 0 if no suffix occurs before. first: the
@@ -102,7 +102,7 @@ class Suffix(HostDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig(HostDrafterConfig):
-    """Copies from the row's text, behind the longest match of any length."""
+    """Copies from the row's text, after the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
     TRAITS: ClassVar[Trait] = Trait.READS_PREDICTIONS

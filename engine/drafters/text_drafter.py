@@ -63,7 +63,7 @@ class HostDrafter(TextDrafter):
 
     @abstractmethod
     def continued(self, update: RowUpdate) -> Guess:
-        """Learn a row's new tokens, and guess at most gamma tokens behind them."""
+        """Learn a row's new tokens, and guess at most gamma tokens after them."""
 
     def guessed(self, update: RowUpdate) -> Guess:
         """Return `continued(update)`. Errors: ConfigError for more than gamma tokens, or ids outside the vocabulary."""

@@ -84,10 +84,10 @@ def calibrate(
 ) -> Calibration:
     """Compare forwards of `block` = gamma + 1 tokens with 1-token forwards at the same positions of the same text.
 
-    The whole text runs twice behind the prompts, each time over the entries that its forwards have left: a unit in the
+    The whole text runs twice after the prompts, each time over the entries that its forwards have left: a unit in the
     last place makes another 8-bit entry, and these add up. The first logits `[B, n, V]` are kept in the host's memory.
     cache: with a row for each prompt, which is filled anew. forced: `[B, n]` int64 on the cache's device, the text
-    behind each prompt, in whole blocks. Errors: UserError if a logit is not finite.
+    after each prompt, in whole blocks. Errors: UserError if a logit is not finite.
     """
     n_tokens = forced.shape[1]
     assert n_tokens % block == 0 and n_tokens > 0
@@ -177,7 +177,7 @@ def _prefill_anew(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tupl
 
 
 def _forced_logits(runner: ModelRunner, lengths: Tensor, text: Tensor, width: int) -> Iterator[Tensor]:
-    """Yield the logits `[B, V]` after each token of `text [B, n]` behind the prompts, `width` tokens at once."""
+    """Yield the logits `[B, V]` after each token of `text [B, n]` after the prompts, `width` tokens at once."""
     runner.cache.rollback(lengths)
     longest = int(lengths.max())
     for start in range(0, text.shape[1], width):

@@ -32,7 +32,7 @@ def decode(
     draft: NextLogits | None = None,
     gamma: int = 0,
 ) -> list[int]:
-    """Return the `n_tokens` behind `prompt`; without a draft, those of plain decoding. request: keys the noise, beside
+    """Return the `n_tokens` after `prompt`; without a draft, those of plain decoding. request: keys the noise, next to
     the seed."""
     text = [*prompt]
     while len(text) < len(prompt) + n_tokens:
@@ -65,7 +65,7 @@ def decode_round(
         q.append(law.probs(logits[None])[0])
         x.append(draw(q[i].log(), position, stream) if mode == "rejection" else choose(logits, position))
 
-    # Verify them by p behind 0 .. gamma drafts: one forward in the engine.
+    # Verify them by p after 0 .. gamma drafts: one forward in the engine.
     verified = [target(text + x[:i]) for i in range(gamma + 1)]
     if mode != "rejection":
         choices = [choose(logits, len(text) + i) for i, logits in enumerate(verified)]

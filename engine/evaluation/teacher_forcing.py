@@ -24,7 +24,7 @@ def forced_acceptance(
     sampling: SamplingParams | None = None,
     verification: str = "auto",
 ) -> list[Counts]:
-    """Count how many drafts the target accepts behind every (gamma + 1)-th token of a text that neither model wrote.
+    """Count how many drafts the target accepts after every (gamma + 1)-th token of a text that neither model wrote.
 
     A model that continues its output loops sooner or later, and a loop is easy to draft; a book does not loop. Row b
     begins with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of the

@@ -23,7 +23,7 @@ MOST_FUEL = 100_000
 
 
 class Grammar:
-    """The state of a grammar behind the tokens of an answer."""
+    """The state of a grammar after the tokens of an answer."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -113,7 +113,7 @@ class Masks:
         self._masks: dict[int, Tensor] = {}  # `[B, T, n_bytes]` by T: they stay in place, for captured rounds
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Set the masks behind each row's text and behind each of its drafts."""
+        """Set the masks after each row's text and after each of its drafts."""
         n_positions = len(drafts[0]) + 1
         masks = torch.full((self._n_rows, n_positions, self._n_bytes), 255, dtype=torch.uint8)
         for bits, grammar, of_row in zip(masks, self.grammars, drafts, strict=False):

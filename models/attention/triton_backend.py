@@ -176,7 +176,7 @@ def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor
 
 
 def _stored(q: Tensor, kv: KV, block: TritonPrepared) -> dict[str, Any]:
-    """Return the arguments of `split_kv` for `kv.keys` and `kv.values`: all entries, or the ring beside packed ones."""
+    """Return the arguments of `split_kv` for `kv.keys` and `kv.values`: all entries, or the ring with packed ones."""
     # Pointers that a variant never follows still need a tensor.
     key_scales, value_scales = (q[..., 0] if x is None else x for x in (kv.key_scales, kv.value_scales))
     positions = block.positions if kv.packed is None else kv.packed.recent

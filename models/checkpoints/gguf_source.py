@@ -142,8 +142,8 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
 
 
 def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
-    """Raise CheckpointError if the config.json beside a GGUF contradicts `described`, the config of its metadata. The
-    metadata lacks windows, ends of text and the scaling behind `rope_freqs.weight`."""
+    """Raise CheckpointError if the config.json next to a GGUF contradicts `described`, the config of its metadata. The
+    metadata lacks windows, ends of text and the scaling after `rope_freqs.weight`."""
     names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
     names += ["rotary_dim", "unrotated_layers", "qk_norm", "n_expert"]
     names += ["rope_scaling"] if rope_factors is None else []

@@ -85,7 +85,7 @@ class Architecture:
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "wo_bias": "attention_bias"}
 FULL_ATTENTION = {"use_sliding_window": only(False), "layer_types": FULL_LAYERS}
 ARCHITECTURES = {
-    # transformers' Llama ignores a window when it attends, but its cache drops the entries behind the window.
+    # transformers' Llama ignores a window when it attends, but its cache drops the entries after the window.
     "LlamaForCausalLM": Architecture(
         "llama",
         {"sliding_window": UNSET, "layer_types": FULL_LAYERS},
@@ -215,7 +215,7 @@ def config_from_hf(values: Values, *, where: str = "config") -> ModelConfig:
 
 
 def config_from_json(path: str | Path) -> ModelConfig:
-    """Read a Hugging Face `config.json`, and the end tokens of the generation_config.json beside it. Raises
+    """Read a Hugging Face `config.json`, and the end tokens of the generation_config.json next to it. Raises
     ConfigError naming the file and the field."""
     return config_from_hf(with_end_tokens(read_config(Path(path)), Path(path).parent), where=str(path))
 

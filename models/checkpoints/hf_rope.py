@@ -101,7 +101,7 @@ def _settings(values: Values, where: str) -> tuple[dict[str, Any], str]:
 
 
 def _yarn(settings: Values, factor: float, where: str) -> dict[str, Any]:
-    """Return the fields of YaRN (arXiv 2309.00071) beside its factor, with the defaults of the paper."""
+    """Return the fields of YaRN (arXiv 2309.00071) next to its factor, with the defaults of the paper."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(max(factor, 1.0)) + 1

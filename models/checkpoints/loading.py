@@ -71,7 +71,7 @@ def read_checkpoint(
     """Map a model.pth into memory and check it against its config and manifest.
 
     path: the file, or its folder. verify: see `check_files`.
-    config: runs the model instead of the config.json beside it; it must have tensors of the same shapes.
+    config: runs the model instead of the config.json next to it; it must have tensors of the same shapes.
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
     path = Path(path)
@@ -100,7 +100,7 @@ def read_checkpoint(
 
 
 def _check_sources(path: Path) -> None:
-    """Raise CheckpointError if weights beside a model.pth were saved again after it was converted from them."""
+    """Raise CheckpointError if weights next to a model.pth were saved again after it was converted from them."""
     for name, entry in files.read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
         source = path.parent / name
         if name in files.SIDE_FILES or not source.is_file():

@@ -32,7 +32,7 @@ SIDE_FILES += ("special_tokens_map.json", GENERATION_CONFIG)
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path in a new folder beside `path`, and on success flush the file there and move it to `path`. Folders
+    """Yield a path in a new folder next to `path`, and on success flush the file there and move it to `path`. Folders
     that a killed writer left more than a day ago are removed. Raises CheckpointError."""
     prefix = f".{path.name}."
     try:

@@ -22,7 +22,7 @@ class JsonTokenizer:
         self._backend.no_truncation()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Return token ids, behind BOS if `add_bos` and if the model's tokenizer has one."""
+        """Return token ids, after BOS if `add_bos` and if the model's tokenizer has one."""
         # The fast form makes no offsets into the text, which for a book take more memory than the ids.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
 

@@ -57,7 +57,7 @@ def parse(text: str, names: Collection[str]) -> tuple[str, list[dict[str, str]]]
 
 
 def _call_at(text: str, at: int, names: Collection[str]) -> tuple[dict[str, str], int] | None:
-    """Return the call at a place in a text, and the place behind it; None if there is none."""
+    """Return the call at a place in a text, and the place after it; None if there is none."""
     try:
         value, end = DECODER.raw_decode(text, at)
         name, arguments = value["name"], value["arguments" if "arguments" in value else "parameters"]

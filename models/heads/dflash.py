@@ -29,7 +29,7 @@ LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "
 RULES = {"speculators_model_type": only(None, "dflash"), "dflash_config": OBJECT}
 SPECULATORS: dict[str, Rule] = {"transformer_layer_config": OBJECT, "dflash_config": UNSET, LAYER_IDS: LIST}
 SPECULATORS |= dict.fromkeys(FLAGS, only(None, True, False))
-# The authors' options stand in `dflash_config` or beside it. Those that change embeddings or logits have one value.
+# The authors' options stand in `dflash_config` or next to it. Those that change embeddings or logits have one value.
 OPTIONS = {"target_layer_ids": LIST, "final_logit_softcapping": only(None, 0, 0.0)}
 OPTIONS |= dict.fromkeys(("output_multiplier", "input_embedding_scale"), only(None, 1, 1.0))
 SIZES = ("mask_token_id", "block_size", "num_target_layers")
@@ -41,12 +41,12 @@ AUTHORS |= dict.fromkeys(("transformer_layer_config", LAYER_IDS), UNSET) | dict.
 class DFlashShape(HeadShape):
     """The shape of a DFlash head, whose `mask_token` is set.
 
-    block_size: tokens of a block in training: the current token, and masks behind it.
+    block_size: tokens of a block in training: the current token, and masks after it.
     drafts_anchor: the state at the current token drafts, too, so that a block needs a mask less
         (`sample_from_anchor`).
     is_causal: in layers with a window, a token of the block sees no later token.
     is_anchored: in layers with a window, every token of the block sees the last `window` tokens before the block,
-        beside the block; else it sees `window` tokens up to itself.
+        next to the block; else it sees `window` tokens up to itself.
     """
 
     block_size: int = 16
@@ -63,8 +63,8 @@ class DFlashShape(HeadShape):
 class DFlashHead(TransformerHead):
     """A head whose layers read the text as keys and values made of the target's states, and draft at mask tokens.
 
-    `fused` turns the target's states into the head's, `remember` writes their entries, and `draft` runs a block behind
-    them: every token sees the text before the block and the whole block, also what is behind it.
+    `fused` turns the target's states into the head's, `remember` writes their entries, and `draft` runs a block after
+    them: every token sees the text before the block and the whole block, also what is after it.
     """
 
     shape: DFlashShape
@@ -88,7 +88,7 @@ class DFlashHead(TransformerHead):
     def draft(self, tokens: Tensor, positions: Tensor, cache: Slots) -> Tensor:
         """Run a block of the current `tokens [B]` and masks at `positions [B, T]`, ascending by 1.
 
-        The cache has the entries of the text before the block; those of the block are written behind them. Returns the
+        The cache has the entries of the text before the block; those of the block are written after them. Returns the
         normalised states `[B, n, dim]` that draft: n is T, or T - 1 without `drafts_anchor`.
         """
         assert self.shape.mask_token is not None

@@ -2,7 +2,7 @@
 
 EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) continue the target's last hidden state and use its output layer.
 EAGLE-3 (2503.01840) reads the inputs of three of the target's layers. It has an output layer, often for fewer tokens.
-P-EAGLE (2602.01469) is an EAGLE-3 that drafts all positions in parallel, behind learned states.
+P-EAGLE (2602.01469) is an EAGLE-3 that drafts all positions in parallel, after learned states.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class PlainFirstBlock(Block):
 
 
 class WideFirstBlock(Block):
-    """The first block of EAGLE-3: attention takes the tokens' embeddings (passed as `update`) beside the stream."""
+    """The first block of EAGLE-3: attention takes the tokens' embeddings (passed as `update`) next to the stream."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(config)

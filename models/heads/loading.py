@@ -23,7 +23,7 @@ from models.kernels.packed_linear import pack_linears
 from models.kernels.quantize import quantize_linears
 
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
-# that training leaves beside the head.
+# that training leaves next to the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 KINDS = {"medusa": MEDUSA, "eagle": EAGLE, "dflash": DFLASH}
 # Keys of a config.json that only heads of a kind have, and kinds by `speculators_model_type`.

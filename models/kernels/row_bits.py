@@ -43,7 +43,7 @@ def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
 
 
 def _in_parts(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:
-    """Multiply a single row beside a copy of itself, and more rows in halves."""
+    """Multiply a single row next to a copy of itself, and more rows in halves."""
     if len(x) == 1:
         return multiply(torch.cat([x, x]))[:1]
     return torch.cat([multiply_rows(multiply, part, kernel) for part in x.split((len(x) + 1) // 2)])

@@ -29,7 +29,7 @@ Window = tuple[Examples, int, int]
 
 
 def prompts_of(text: Sequence[int], bos: Sequence[int], batch: int, longest: int, n_rows: int, n_new: int) -> Tensor:
-    """Return the prompts of a batch, `[rows, length]`, from random places of `text`, behind `bos`.
+    """Return the prompts of a batch, `[rows, length]`, from random places of `text`, after `bos`.
 
     A batch of the shortest prompts has `n_rows` rows; other batches have about as many tokens, `n_new` new tokens for
     each row included. longest: tokens of the longest prompts."""
@@ -48,7 +48,7 @@ def write_examples(
     folder: Path,
     n_batches: int,
 ) -> None:
-    """Write a file for each batch of prompts up to `n_batches`, behind the files that exist. prompts: gives those of a
+    """Write a file for each batch of prompts up to `n_batches`, after the files that exist. prompts: gives those of a
     batch from its number. Errors: UserError for a folder that cannot be written."""
     for batch in range(len(_files(folder)), n_batches):
         made = make_examples(runner, prompts(batch), n_new, layers, seed=batch)
@@ -101,7 +101,7 @@ def _files(folder: Path) -> list[Path]:
 def windows_of(
     folder: Path, width: int, n_sink: int, n_batches: int | None = None
 ) -> tuple[list[Window], list[Window]]:
-    """Return all training windows of `width` tokens behind `n_sink`, and held-out windows, of the first `n_batches`;
+    """Return all training windows of `width` tokens after `n_sink`, and held-out windows, of the first `n_batches`;
     files are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the
     target generated."""
     training, held_out, number = list[Window](), list[Window](), 0
@@ -118,7 +118,7 @@ def windows_of(
 
 
 def stacked(windows: Sequence[Window], width: int, n_sink: int) -> Examples:
-    """Return windows side by side, each behind the first `n_sink` tokens of its row, as a streaming cache keeps them:
+    """Return windows side by side, each after the first `n_sink` tokens of its row, as a streaming cache keeps them:
     the tensors of a file, `[n, n_sink + width, ...]`, with `positions`, and `next`, the tokens that followed."""
     batch = dict[str, list[Tensor]]()
     for file, row, start in windows:

@@ -53,7 +53,7 @@ class Unrolled(NoCache, TorchAttention):
 
 
 class BlocksBehindText(NoCache, TorchAttention):
-    """Cache and attention of `n` blocks behind each text of a batch. It first takes a text's entries, `[B, T, ...]`,
+    """Cache and attention of `n` blocks after each text of a batch. It first takes a text's entries, `[B, T, ...]`,
     then those of blocks, `[B * n, size, ...]`, of which each sees the text before it and itself."""
 
     in_order = block_ends_view = False
@@ -90,10 +90,10 @@ class BlocksBehindText(NoCache, TorchAttention):
 
 
 def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_sink: int) -> tuple[Tensor, Tensor]:
-    """Return the head's logits at `depth` draft positions behind each token of the windows, `[depth, N,
+    """Return the head's logits at `depth` draft positions after each token of the windows, `[depth, N,
     draft_vocab_size]`, and the token of the batch, `[depth, N]`, whose state gives the target's distribution there.
 
-    batch: windows of `examples.stacked` behind `n_sink` tokens, with states in float32."""
+    batch: windows of `examples.stacked` after `n_sink` tokens, with states in float32."""
     n_window, width = batch["tokens"].shape
     length = width - depth
     states, positions = eagle.fused(batch["inputs"][:, :length]), batch["positions"][:, :length]
@@ -101,7 +101,7 @@ def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_si
     index = torch.arange(n_window * width, device=states.device).view(n_window, width)
     logits, state_of = [], []
     for i in range(depth):
-        # The next tokens behind sinks are right in the first step, the only one whose entries other tokens see.
+        # The next tokens after sinks are right in the first step, the only one whose entries other tokens see.
         states = eagle.advance(states, batch["next"][:, i : i + length], positions + i, unrolled)
         logits.append(eagle.draft_logits(states[:, n_sink:]).flatten(0, 1))
         state_of.append(index[:, n_sink + 1 + i : 1 + i + length].flatten())

@@ -41,7 +41,7 @@ class Recipe:
     """How heads are trained."""
 
     steps: int = 20_000  # at most; the learning rate falls as a cosine until the last step, or until the time is over
-    window: int = 512  # tokens of a training window, behind the row's first 4 tokens
+    window: int = 512  # tokens of a training window, after the row's first 4 tokens
     windows: int = 2  # windows of a step
     lr: float = 3e-3  # largest learning rate of AdamW
     depth: int = 3  # draft positions of the EAGLE head, each from the state that it predicted before
@@ -171,7 +171,7 @@ def train(
     """Train until the steps, or `limit` seconds of training, are over. Returns the seconds and the curve, earlier runs
     included: the losses at every checkpoint, and the shared probability there and in held-out windows.
 
-    Windows are stretches from anywhere in the rows at their absolute positions, behind the row's first tokens: a head
+    Windows are stretches from anywhere in the rows at their absolute positions, after the row's first tokens: a head
     is trained as a streaming cache of that many entries lets it draft. A run from a checkpoint gives the weights of an
     uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
     device = known_rows.device

@@ -37,7 +37,7 @@ def identical_text(record: Record) -> str | None:
 
 
 def gain_text(record: Record, speedup: str = "speedup", more: str = "mean_accepted_length") -> str:
-    """Return a speedup, and what stands behind it."""
+    """Return a speedup, and what stands after it."""
     return f"{speedup_text(record[speedup])} ({record[more]:.2f})"
 
 

@@ -12,7 +12,7 @@ from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, p
 from tests.support.programs import COST_MODEL, run
 
 LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
-# 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 behind it, and the head.
+# 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 after it, and the head.
 WEIGHTS = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
 KV_BYTES = 131072  # of a token: 2 x 32 layers x 8 heads x 128 x 2 bytes
 BYTES_ONLY, OPS_ONLY = Machine(1e12, 1e40, 1e40, tile=1), Machine(1e40, 1e15, 1e14, tile=1)

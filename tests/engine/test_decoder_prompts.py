@@ -224,7 +224,7 @@ def test_a_prompts_logprobs_are_those_of_the_model(chunk, limit, monkeypatch):
 @pytest.mark.parametrize("reuses", ["prefixes", "nothing"])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 def test_requests_of_a_group_run_their_prompt_once(reuses, kv_dtype):
-    """Beside another request, in rows that held other texts; each gets the tokens and drafts that it gets alone."""
+    """Next to another request, in rows that held other texts; each gets the tokens and drafts that it gets alone."""
     model, (prompt, *others) = tiny_model(), random_prompts([25, 25, 9, 31])
     sampling = [SamplingParams(1.2, seed=seed) for seed in range(3)]
 

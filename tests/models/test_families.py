@@ -1,4 +1,4 @@
-"""Greedy text of each architecture beside transformers', with every policy and storage, on three ragged rows."""
+"""Greedy text of each architecture next to transformers', with every policy and storage, on three ragged rows."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted random model, with transformers' greedy text beside it in expected.pt."""
+    """A converted random model, with transformers' greedy text next to it in expected.pt."""
     folder = tmp_path_factory.mktemp("family")
     model = random_model(CONFIGS[request.param])
     save_folder(model, folder)

@@ -1,4 +1,4 @@
-"""Predicted beside measured speedups, and the fixed gammas that `auto` is compared with."""
+"""Predicted next to measured speedups, and the fixed gammas that `auto` is compared with."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -121,7 +121,7 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
     windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
 
     def trained(name: str, steps: float = math.inf) -> tuple[dict[str, Tensor], list[int]]:
-        """Return the weights after training that ends behind `steps` steps, and the steps of the curve."""
+        """Return the weights after training that ends after `steps` steps, and the steps of the curve."""
         (head, rows), calls = new_head(kind, model, folder), count(1)
         monkeypatch.setattr(training, "is_over", lambda seconds, limit: next(calls) >= steps)
         (tmp_path / name).mkdir(exist_ok=True)

@@ -31,7 +31,7 @@ def n_rounds(served: Served) -> float:
 @needs_cpp_compiler
 @pytest.mark.parametrize("flags", ["--gamma auto", "--gamma 6 --quantize int4 --kv_dtype int8"])
 def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
-    """Requests come in another order, beside others, and find rows with other texts."""
+    """Requests come in another order, next to others, and find rows with other texts."""
     folder, rng = make_checkpoint(tmp_path, hidden_size=128, intermediate_size=192, head_dim=64), random.Random(2)
     prompts = [" ".join(rng.choices(["tea", "x", "0123456789", "the"], k=rng.randint(1, 16))) for _ in range(24)]
     usual = "--max_batch 6 --max_length 320 --dtype bfloat16 --draft_budget 16 --n_sink 2 --draft_dtype same"

@@ -51,7 +51,7 @@ def proxied(folder: Path, *replicas: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def second(chat_checkpoint: Path) -> Iterator[Served]:
-    """A replica beside `served`."""
+    """A replica next to `served`."""
     with serving(chat_checkpoint) as server:
         yield server
 

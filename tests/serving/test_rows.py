@@ -29,7 +29,7 @@ def test_costs_are_measured_on_noise(chat_checkpoint):
     assert session.plan.capacity == session.runner.cache.capacity == 320 and session.prompts == []
     assert isinstance(pacing, Adaptive) and (pacing._contexts, pacing._rows) == ([5, 80], [2, 4])
     assert pacing._arms[0].verified == 0  # noise says nothing of text
-    assert not session.runner.cache.prefilled  # and no request goes on behind it
+    assert not session.runner.cache.prefilled  # and no request goes on after it
 
 
 def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_checkpoint, monkeypatch):

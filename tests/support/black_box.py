@@ -7,7 +7,7 @@ from engine.sampling.distribution import SamplingParams, logits_to_probs
 from engine.sampling.verification import Verdict, verify_rejection
 
 HALVINGS = 56
-FAR = 60.0  # exp(-60) is nothing beside 1e-12
+FAR = 60.0  # exp(-60) is nothing next to 1e-12
 CERTAIN = -1e9
 FAMILIES = ("random", "zeros in p", "zeros in q", "disjoint", "equal", "point masses", "ties", "filtered logits")
 FAMILIES += ("nearly equal",)

@@ -49,7 +49,7 @@ def with_head(
 
 
 def plain_block(head: DFlashHead, embedding: Tensor, fused: Tensor, current: int, n_draft: int) -> Tensor:
-    """Return the normalised states `[n_draft, dim]` that draft behind `current`, from the `fused [L, dim]` states of
+    """Return the normalised states `[n_draft, dim]` that draft after `current`, from the `fused [L, dim]` states of
     the text before it, without a cache."""
     shape, config, length = head.shape, head.body.config, len(fused)
     n_block = n_draft + (not shape.drafts_anchor)

@@ -18,7 +18,7 @@ FILTERS = [
 
 def scaled_logits(vocab: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Two steps of a row for each of FILTERS, the largest logit 0: smooth, with few or many ties, all equal, with
-    excluded ids, and of one id beside others without any mass."""
+    excluded ids, and of one id next to others without any mass."""
     generator = torch.Generator().manual_seed(vocab)
     normal = torch.randn(len(FILTERS), 2, vocab, generator=generator, dtype=torch.float64)
     excluded = normal.masked_fill(torch.rand(normal.shape, generator=generator) < 0.5, -math.inf)

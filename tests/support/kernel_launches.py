@@ -72,7 +72,7 @@ def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int
     if cache == NOTING:
         scores = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
         kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=scores)
-    if cache == IN_4_BITS:  # the default of `kv_cache.quantized`: packed entries beside a ring
+    if cache == IN_4_BITS:  # the default of `kv_cache.quantized`: packed entries next to a ring
         group, of_head = 16, (BATCH, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
         grids = empty(2, *of_head, n_slot // group, head_dim, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         merge = None
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             if cache == IN_4_BITS and entries != dtype:
-                continue  # the ring beside the codes is stored like any cache
+                continue  # the ring next to the codes is stored like any cache
             each = launches(dtype, entries, head_dim, n_row, cache)
             splits = [launch for launch in each if launch.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)

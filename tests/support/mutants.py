@@ -1,4 +1,4 @@
-"""Put seeded bugs into copies of the source, one each: the test that is named beside a bug has to fail.
+"""Put seeded bugs into copies of the source, one each: the test that is named next to a bug has to fail.
 
     make mutants        or: python tests/support/mutants.py [WORD]: only bugs whose description contains the word
 

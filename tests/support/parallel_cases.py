@@ -138,7 +138,7 @@ def all_cases() -> list[Case]:
     def case(group_size: int, mode: str, draft: str) -> Case:
         subset, reverse = rng.randrange(4), rng.random() < 0.3
         is_captured = (MODES.index(mode) + DRAFTS.index(draft)) % 2 == 0
-        # A captured model beside text drafts always drafts, and so counts more drafts than a single process. Experts on
+        # A captured model with text drafts always drafts, and so counts more drafts than a single process. Experts on
         # a CPU read counts on the host, which a recorded round cannot.
         is_captured = is_captured and not draft.startswith("combined") and group_size != 3
         return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))

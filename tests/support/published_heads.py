@@ -86,7 +86,7 @@ def eagle_config(target: ModelConfig, version: int = 3, n_layer: int = 1, **opti
 def dflash_config(target: ModelConfig, n_layer: int = 2, **options: Any) -> dict[str, Any]:
     """Return the config of a DFlash head in its authors' layout, which reads three layers of the target.
 
-    options: keys of `dflash_config`, or beside it.
+    options: keys of `dflash_config`, or next to it.
     """
     values = eagle_config(target, 1, n_layer) | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     inner = {"target_layer_ids": [0, 1, target.n_layer - 2], "mask_token_id": target.vocab_size - 1, "block_size": 8}
@@ -162,7 +162,7 @@ class PlainEagle:
         return states if self.version == 1 else self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
-        """Return the next state, from a state and the token behind it."""
+        """Return the next state, from a state and the token after it."""
         tensors, embedded = self.tensors, self.tensors["embed_tokens.weight"][token]
         x = state
         if self.version == 1:

@@ -204,7 +204,7 @@ class Alone:
         return [each.value for each in request.logprobs]
 
     def scores(self, ids: Sequence[int]) -> Any:
-        """Return log-probabilities `[n - 1, V]` behind each token but the last, by a forward over them."""
+        """Return log-probabilities `[n - 1, V]` after each token but the last, by a forward over them."""
         import torch
 
         model, tokens = self._runner.model, torch.tensor([[*ids]])

@@ -76,7 +76,7 @@ def decode(decoder: Decoder, *requests: Request) -> None:
 
 
 def recomputing(model: Transformer, kv_dtype: torch.dtype | None = None) -> NextLogits:
-    """Return a function that runs a whole text anew, in an empty cache, for the logits `[V]` behind it."""
+    """Return a function that runs a whole text anew, in an empty cache, for the logits `[V]` after it."""
 
     def next_logits(text: list[int]) -> torch.Tensor:
         cache = full_cache(model, 1, len(text), kv_dtype)

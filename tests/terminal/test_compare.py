@@ -92,7 +92,7 @@ def test_the_first_pass_is_shown_again_at_its_own_pace() -> None:
     lines = frame(rows, 2.5)
     assert ("a0 a1 a2", "a0 a1 a2nope") in lines and ("b0 b1 b2", "b0 b1 b2nope") in lines
     assert lines[0] == ("plain decoding", "speculation")
-    # Four tokens behind the prompts' own: of a pass that took 2 s, and of one that goes on.
+    # Four tokens after the prompts' own: of a pass that took 2 s, and of one that goes on.
     assert lines[1] == ("4 tokens, 2.0 tokens/s", "4 tokens, 1.6 tokens/s")
     assert ("a0", "a0nope") in frame(rows, 0.5)
     assert ("a0 a1 a2", "a0 a1 a2 a3 a4 a5") in frame(rows, 2.5, is_running=False)

@@ -75,7 +75,7 @@ def test_the_first_number_of_the_first_line_counts(answer: str) -> None:
 
 
 class Calculator(FakeModel):
-    """Multiplies: behind `a * b =` every character of the product is as it should be 19 times of 20."""
+    """Multiplies: after `a * b =` every character of the product is as it should be 19 times of 20."""
 
     config = FakeConfig(N_TOKENS, max_context=256)
     dtype = torch.float64

@@ -41,7 +41,7 @@ def latency(checkpoint: Path, books: Path, clock: Clock):
 
 @needs_vnni
 def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
-    """Every draft is accepted: two rounds of four tokens behind the first one, or eight of one."""
+    """Every draft is accepted: two rounds of four tokens after the first one, or eight of one."""
     ended = latency("--draft_policy full --nb_prompts 3 --quantize int8 int4 int8", n_targets=2)
     rows = ended.record["rows"]
     assert [(row["quantize"], row["draft"]) for row in rows] == [

@@ -97,7 +97,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     runs, copies = (SimpleNamespace(is_written_through=copies, skips_model=None) for copies in (False, True))
 
     def rounds_without(drafter: Any, verify: tuple[float, float]) -> list[int]:
-        """How many plain ones come in between, twice; it drafts at first, and in the round behind one that it drafted.
+        """How many plain ones come in between, twice; it drafts at first, and in the round after one that it drafted.
 
         Expected are 1.95 tokens of gamma 1 and so on, since nothing is observed.
         """
@@ -160,7 +160,7 @@ def test_the_choice_is_that_of_the_rows_that_are_left():
 
 @pytest.mark.parametrize("alpha,n_chunks,most", [(0.75, 6, 1.02), (0.9, 2, 0.9)])
 def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, n_chunks: int, most: float) -> None:
-    """A prompt joins after so many rounds, where a row is free; costs of 8 rows behind 1500 tokens, measured on two
+    """A prompt joins after so many rounds, where a row is free; costs of 8 rows after 1500 tokens, measured on two
     cores. Prefilling, which takes as long with any rounds, is left out."""
     few, all_rows = costs(25, 10.3, (25.4, 32)), costs(40, 18, (43.4, 73.5))
     by_rows = {8: [all_rows], 2: [few]}
@@ -188,7 +188,7 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
 
 
 def test_the_choice_is_that_of_the_context():
-    """Behind short texts a verification and a draft step cost more plain steps than behind long ones."""
+    """After short texts a verification and a draft step cost more plain steps than after long ones."""
     short, long = costs(40, 20, (70, 170)), costs(100, 15, (115, 160))
     pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
     chosen = [pacing.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]

@@ -62,7 +62,7 @@ def test_unlike_drafters_that_take_turns_change_no_token(mode):
 
 
 def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
-    """The draft behind each text equals that of a run without other drafters, over a cache that keeps everything."""
+    """The draft after each text equals that of a run without other drafters, over a cache that keeps everything."""
     model, (prompt,) = tiny_model(), random_prompts([30])
     head, seen = random_eagle(TINY), list[dict[int, int]]()
     for script in ([Choice(0, 3)], [Choice(0, 3), Choice(1, 3), PLAIN, Choice(2, 3), Choice(0, 2), Choice(1, 1)]):
@@ -114,7 +114,7 @@ def head(tmp_path: Path, checkpoint: Path) -> str:
 
 
 def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, head: str) -> None:
-    """The head's most drafts bound no other draft; a self-draft in another dtype has weights beside the head's."""
+    """The head's most drafts bound no other draft; a self-draft in another dtype has weights next to the head's."""
     target = Target(str(checkpoint), device="cpu", dtype="float32")
     how = {"gamma": "auto", "policy": Streaming(24), "draft_dtype": "bfloat16"}
     drafts = EagleConfig(draft_model=head, **how), SelfConfig(**how), SuffixConfig(gamma="auto")

@@ -1,4 +1,4 @@
-"""Drafters that take turns: what fell behind catches up, and no token changes."""
+"""Drafters that take turns: what fell after catches up, and no token changes."""
 
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ SCRIPT += [PLAIN, Choice(0, 1), Choice(4, 4), Choice(2, 1), PLAIN, Choice(3, 4),
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured(mode):
-    """Ragged, refilled rows; what fell behind catches up, and is accepted as without graphs. Each choice has graphs of
+    """Ragged, refilled rows; what fell after catches up, and is accepted as without graphs. Each choice has graphs of
     its own."""
     model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
     graphs: list[RecordedGraph] = []

@@ -31,7 +31,7 @@ def standalone(config: ModelConfig, n_rows: int, gamma: int = 3, seed: int = 5) 
 
 @pytest.mark.parametrize("layers", [[0, 3], [1, 2, 3]])
 def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
-    """The draft's cache holds what the target computed for committed tokens, in the prompt and behind it."""
+    """The draft's cache holds what the target computed for committed tokens, in the prompt and after it."""
     model, prompts = tiny_model(DEEP), random_prompts(LENGTHS)
     runner, draft = ModelRunner(model, full_cache(model, len(prompts))), select_layers(model, layers)
     cache = StreamingKVCache(draft.config, len(prompts), budget=12, n_sink=2, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
 
 
 def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
-    """A list that grows by each round's drafts: of every row its length and the tokens behind it."""
+    """A list that grows by each round's drafts: of every row its length and the tokens after it."""
     rounds, propose = [], drafter.propose
 
     def recording(batch, *others):
@@ -112,7 +112,7 @@ def test_a_draft_whose_logits_are_not_finite_costs_no_token():
         assert out.tokens == recomputed(target, prompts, 6, sampling)
 
 
-# Of each row: how long its prompt is, and how many tokens of its text it is behind; the third one is not.
+# Of each row: how long its prompt is, and how many tokens of its text it is after; the third one is not.
 PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
 
 

@@ -19,7 +19,7 @@ from tests.support.witness import WitnessModel
 
 
 def look_up(text: list[int], gamma: int, max_ngram: int, match: str = "longest") -> list[int]:
-    """The rule in plain words: longest match first, then most tokens behind it up to gamma, then the latest; or of the
+    """The rule in plain words: longest match first, then most tokens after it up to gamma, then the latest; or of the
     longest matches the first, or the last."""
     last, best = len(text) - 1, None
     for place in range(last):

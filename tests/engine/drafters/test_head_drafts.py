@@ -84,7 +84,7 @@ def watched(kind: type, *arguments):
 
 def run(drafter, changing: bool) -> list[list[int]]:
     """Return prompts with their answers, from rows that are refilled; `changing`: prompts run in parts, text drafts
-    stand beside the head, and some rounds use another head, which drafts more and reads other layers."""
+    stand next to the head, and some rounds use another head, which drafts more and reads other layers."""
     prompts, how = random_prompts(LENGTHS), {"max_new_tokens": LIMITS, "sampling": HOT, "verification": "rejection"}
     runner, drafts = drafter._target, {"drafter": drafter}
     if changing:
@@ -162,7 +162,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
     texts = run(drafter, changing)
     layers = drafter.observed.layers
     assert layers == (() if version == 1 else (2, 3, 4))
-    plain = []  # of each text, the head and its state behind every token
+    plain = []  # of each text, the head and its state after every token
     for text in texts:
         head, so_far = PlainEagle(tensors, version), []
         for state, token in zip(states_of(text, layers), text[1:], strict=False):
@@ -198,7 +198,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
     ],
 )
 def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, options):
-    """Drafts, over a cache that keeps everything, equal those of a block behind the states of its text alone."""
+    """Drafts, over a cache that keeps everything, equal those of a block after the states of its text alone."""
     head = make(DEEP, **options)
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(DFlash, runner, head, CACHES[cache](head.body.config), GAMMA)

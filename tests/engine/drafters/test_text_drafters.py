@@ -210,7 +210,7 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
 
 
 def test_a_rows_guess_stands_where_other_rows_have_none():
-    """Beside a model of other weights, whose drafts are rejected."""
+    """Next to a model of other weights, whose drafts are rejected."""
     model, other, prompts = tiny_model(), tiny_model(seed=1), random_prompts([12, 5, 30])
     runner = ModelRunner(model, full_cache(model, 3))
     plain = generate(runner, prompts, max_new_tokens=20)

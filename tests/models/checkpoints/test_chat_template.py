@@ -206,7 +206,7 @@ def test_a_sentencepiece_model_finds_its_control_tokens_in_the_text(tmp_path: Pa
 
 
 def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> None:
-    """A file beside the weights comes first; then the settings' template, or the default of their list."""
+    """A file next to the weights comes first; then the settings' template, or the default of their list."""
     chat(tmp_path, "")
     template_file, settings = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
     tokenizer = load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints: conversion from every Hugging Face format, layers dropped, and files that stay beside the weights."""
+"""Checkpoints: conversion from every Hugging Face format, layers dropped, and files that stay next to the weights."""
 
 import json
 import os
@@ -173,7 +173,7 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])
 def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, there: str) -> None:
-    """These are weights of another checkpoint, or a file that somebody put beside weights."""
+    """These are weights of another checkpoint, or a file that somebody put next to weights."""
     source, out = tmp_path / "source", tmp_path / "out"
     write_source(source)
     out.mkdir()

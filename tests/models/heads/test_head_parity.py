@@ -188,7 +188,7 @@ ENDS = ((7, 12), (15, 3), (1, 6))  # for each draft, where the blocks of two tex
 
 
 def compare_blocks(model: nn.Module, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare blocks at several places of two texts. The cache has entries behind the blocks, too."""
+    """Compare blocks at several places of two texts. The cache has entries after the blocks, too."""
     target, given = tiny_model(DEEP), texts(head.shape.state_dim)
     model.embed_tokens.load_state_dict(target.tok_embeddings.state_dict())
     if head.shape.draft_vocab_size is None:

@@ -51,7 +51,7 @@ def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     assert relative_error(exact, x.double() @ weight.double().T) < 0.03
     wanted = (exact + (bias if with_bias else 0)).to(dtype)
     got = Int8Linear(weight, bias)(x.view(1, n_row, 192))
-    rounding = 1e-6 if dtype == torch.float32 else 1e-2  # the bias is added before or behind rounding to bfloat16
+    rounding = 1e-6 if dtype == torch.float32 else 1e-2  # the bias is added before or after rounding to bfloat16
     torch.testing.assert_close(got, wanted[None], rtol=rounding, atol=rounding * float(exact.abs().amax()))
 
 
