@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from tyro.conf import arg
 
-from bench.draft_names import DEFAULT_POLICY, FORMS, drafts_of, parse_draft, required_options
+from bench.draft_names import DEFAULT_POLICY, FORMS, FULL_BUDGET, drafts_of, parse_draft, required_options
 from common.errors import refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
@@ -124,9 +124,11 @@ class DraftOptions:
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]
         used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
-        if any(len({draft.kind for draft in each}) > 1 for each in found):
+        if any(len(each) > 1 for each in found):
             used.add("auto_drafts")
-        if unused := dict.fromkeys(name for each in options for name in each if name not in used):
+        pairs = chain.from_iterable(each.items() for each in options)
+        chosen_by = (None, (), FULL_BUDGET)  # not given, or it has chosen the policy
+        if unused := dict.fromkeys(name for name, value in pairs if name not in used and value not in chosen_by):
             first = [each[0].options() for each in found]
             kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")

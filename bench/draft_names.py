@@ -83,7 +83,9 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
             policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
             refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
     given |= _parsed(given.pop("draft_options", ()))
-    kinds = [_known("draft", kind, drafters()) for kind in (given["draft"], *given.get("auto_drafts", ()))]
+    kinds = [_known("draft", given["draft"], drafters())]
+    others = {name: drafters()[name] for name in ALONE}
+    kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
     names = [given.get("draft_policy", DEFAULT_POLICY)]
     if names == [AUTO]:
         if needs_model(kinds[0]):

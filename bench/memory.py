@@ -51,7 +51,10 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     of_drafts = {weights: size for draft in drafts for weights, size in draft.weights.items()}
     weights = weights_bytes(target.weights, plan.group, plan.device) + sum(of_drafts.values())
     kv = FullKVCache(largest_shard(plan.target.config, plan.group), 1, plan.capacity, "meta", plan.kv_dtype).n_bytes
-    per_row = {"target KV": kv, "draft KV": sum(draft.per_row for draft in drafts)}
+    per_row = {
+        "target KV": kv,
+        "draft KV": sum(sorted((draft.per_row for draft in drafts), reverse=True)[: plan.n_resident]),
+    }
     reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
     return MemoryPlan({"weights": weights, "reserve": reserve}, per_row)
 

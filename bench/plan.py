@@ -41,6 +41,7 @@ class Plan:
     rounds choose among, or the single draft of all rounds; empty for plain decoding. prompts: the user's prompts as
     token ids; empty in a server; None if they are cut from the dataset. prefix_len: tokens of the longest prompt.
     capacity: KV entries of a row of the target's cache. group: ranks that hold the target, in shard order.
+    n_resident: the most candidates whose caches are in memory together; None: all.
     """
 
     config: RunConfig
@@ -58,6 +59,7 @@ class Plan:
     prefix_len: int
     capacity: int
     group: tuple[int, ...]
+    n_resident: int | None = None
 
     @property
     def gen_len(self) -> int:
@@ -230,9 +232,7 @@ def resolve_several(
     plan = resolve(replace(config, draft=drafts[0]), texts)
     planned = [each for draft in drafts for each in plan.with_drafts(draft).candidates]
     plan = replace(plan, candidates=tuple(planned))
-    plan = replace(plan, capacity=plan.full_length())
-    planned.sort(key=lambda draft: draft.n_bytes(plan.planned_target, plan.chooses).per_row, reverse=True)
-    return replace(plan, candidates=tuple(planned[:at_once]))
+    return replace(plan, capacity=plan.full_length(), n_resident=at_once)
 
 
 def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:

@@ -61,10 +61,12 @@ def refuse(
 ) -> NoReturn:
     """Raise an error for a value of a field of the configuration, or of another place that `field` describes.
 
+    field: an identifier is a field, whose flag the message names; give paths as `Path`.
     what: what is wrong, if the field and the required value do not say it. fix: default, to use the required value.
     """
-    where = flag(str(field)) if str(field).isidentifier() else str(field)
-    raise error(what or f"{where} is not {required}", where, seen, required, fix or f"use {where} {required}")
+    where = flag(field) if isinstance(field, str) and field.isidentifier() else str(field)
+    message = what or f"{where} is not {required}"
+    raise error(message, where, seen, required, fix or f"use {where} {required}") from None
 
 
 def require_at_least(field: str, value: float, minimum: float, maximum: float = sys.float_info.max) -> None:

@@ -169,7 +169,7 @@ def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
     cells = []
     for _, line in read_lines(path):
         record = line.get("record", line) if isinstance(line, dict) else {}  # a sweep's lines have records
-        for found in record.get("measured_costs", ()):
+        for found in record.get("measured_costs") or ():
             draft = found["draft_policy"] or found.get("draft") or record["draft"], found["draft_budget"]
             seen = found["accepted_share"] if found["accepted_share"] is not None else record["acceptance_rate"]
             rate = seen if alpha is None else alpha

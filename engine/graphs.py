@@ -136,7 +136,7 @@ class CapturedParts:
                 raise
             what, seen = "a part of a round cannot be captured as a CUDA graph", str(error).splitlines()[0]
             fix = f"add {flag('no_cuda_graphs')}, or choose another {flag('attention')}"
-            refuse(name, seen, "operations that a CUDA graph can hold", what, fix)
+            refuse(f"part {name} of a round", seen, "operations that a CUDA graph can hold", what, fix)
 
 
 def _agree(found: Any, expected: Any) -> bool:

@@ -202,6 +202,7 @@ class Rounds:
         self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
         self._verification, self.mode, self._filters = verification, GREEDY, Filters()
         self._batches: dict[BatchKey, Batch] = {}
+        self._has_run = False
         if runner.graphs is not None:
             self._batches = runner.graphs.batches  # outlive this decoder, with the graphs that read them
             runner.graphs.drop_freed()
@@ -216,7 +217,7 @@ class Rounds:
         if filters.any_top_k or filters.any_top_p:  # none or both, to limit the number of graphs
             filters |= Filters(True, True, True, ALL)
         self._filters = filters._replace(any_edits=False)  # rounds with and without edits are captured apart
-        if before != (self.mode, self._filters) and self._has_batch(*before):
+        if self._has_run and before != (self.mode, self._filters) and self._has_batch(*before):
             self._runner.drop_graphs()
 
     def _has_batch(self, mode: str, filters: Filters) -> bool:
@@ -225,6 +226,7 @@ class Rounds:
 
     def drop(self) -> None:
         """Forget batches and graphs; later rounds make their own."""
+        self._has_run = False
         self._batches.clear()
         self._runner.drop_graphs()
 
@@ -236,6 +238,7 @@ class Rounds:
         if not 0 <= choice.gamma <= most:
             what, fix = "a round drafts more than its drafters can", "build the drafters with the largest gamma chosen"
             refuse("the pacing", choice, f"a gamma of 0 to {most}", what, fix)
+        self._has_run = True
         key = self._key(*self._kind([request.sampling for _, request in rows.busy()]))
         batch = rows.gather(self._batch(key))
         return Round(self._runner, batch, drafter, choice.gamma, key.mode, key, self._observed)
@@ -249,10 +252,11 @@ class Rounds:
         return self.mode, self._filters._replace(any_edits=any(row.edits for row in busy))
 
     def _key(self, mode: str, filters: Filters) -> BatchKey:
+        if self._runner.graphs is None:
+            return BatchKey((), mode, filters, ())
         # Drafters refer to the runner: with strong references, neither would be freed before garbage is collected.
         drafters, model = tuple(map(weakref.ref, self._drafters)), self._runner.model
-        kernels = () if self._runner.graphs is None else (model.backend, model.pointwise)
-        return BatchKey(drafters, mode, filters, kernels)
+        return BatchKey(drafters, mode, filters, (model.backend, model.pointwise))
 
     def _batch(self, key: BatchKey) -> Batch:
         """Return the batch that rounds of a kind read."""

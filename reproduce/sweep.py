@@ -102,7 +102,7 @@ def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
         return tables(**tomllib.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         required = 'tables [[sweep]] with script = "...", flags, and axes of lists'
-        refuse(path, error, required, "the grid cannot be read", "see reproduce/grids/example.toml")
+        refuse(Path(path), error, required, "the grid cannot be read", "see reproduce/grids/example.toml")
 
 
 def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[str, list]) -> list[Cell]:
@@ -115,6 +115,20 @@ def make_cells(sweeps: Sequence[tuple[str, Mapping[str, list]]], given: Mapping[
             pairs = zip(values, point, strict=True)
             cells.append(Cell(script, {name: value for name, value in pairs if value is not False}))
     return cells
+
+
+def check_flags(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError if a script of this project has a flag in a cell that its --help does not list."""
+    for script in {cell.script for cell in cells if not os.path.isabs(cell.script)}:
+        command = [sys.executable, *Cell(script, {"help": True}).words()]
+        helped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if helped.returncode:
+            seen = "\n".join(helped.stderr.splitlines()[-1:])
+            refuse(Path(script), seen, "a script with --help", "a script does not start", "correct its name")
+        given = {name for cell in cells if cell.script == script for name in cell.flags}
+        if unknown := sorted(given.difference(re.findall(r"--(\w+)", helped.stdout))):
+            required, fix = "flags that its --help lists", "correct the name"
+            refuse(Path(script), f"--{unknown[0]}", required, "a script has no such flag", fix)
 
 
 def read_states(path: str) -> dict[str, str]:
@@ -162,6 +176,7 @@ def main(flags: Flags) -> None:
     cells = {str(cell): cell for cell in make_cells(sweeps, parse_ranges(flags.fixed, flags.axis))}
     states = read_states(flags.output)
     waiting = [name for name in cells if states.get(name) != "ok"]
+    check_flags([cells[name] for name in waiting])
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
     for number, name in enumerate(waiting, 1):

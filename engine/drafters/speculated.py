@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -181,6 +181,12 @@ class Hierarchical(Wrapper):
             check_gamma(gammas[longest], Streaming(self.inner_budget).room, longest, "inner_budget")
         if inner == "streaming" and not self.draft.policy.automatic:  # the same model saves nothing if it reads as much
             require_at_least("draft_budget", self.draft.policy.entries(sys.maxsize), self.inner_budget + 1)
+
+    def alternatives(self, prefix_len: int) -> Sequence[Self]:
+        found = super().alternatives(prefix_len)
+        if self.draft_of_draft != "streaming" or not self.draft.policy.automatic:
+            return found
+        return [each for each in found if each.draft.policy.entries(sys.maxsize) > self.inner_budget] or found
 
     def plan(self, target: PlannedTarget) -> HierarchicalPlan:
         self.check()

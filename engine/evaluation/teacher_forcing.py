@@ -38,7 +38,7 @@ def forced_acceptance(
         seen = f"{shape[0]} prompts, {shape[1]} continuations of {n_token} to {shape[2]} tokens"
         required = f"{n_rows} of each, continuations of the same length, {gamma + 2} tokens or more"
         what, fix = "a prompt and a continuation are needed per row", "give as many prompts as rows, or longer texts"
-        refuse("forced_acceptance", seen, required, what, fix)
+        refuse("forced_acceptance()", seen, required, what, fix)
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)

@@ -31,13 +31,13 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
         seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
         fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
-        refuse(repo_id, seen, required, "the download did not work", fix, CheckpointError)
+        refuse(f"repository {repo_id}", seen, required, "the download did not work", fix, CheckpointError)
     if not names:
         required = "a repository with model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
-        refuse(repo_id, ", ".join(sorted(siblings)[:6]) or "no files", required, error=CheckpointError)
+        refuse(f"repository {repo_id}", ", ".join(sorted(siblings)[:6]) or "no files", required, error=CheckpointError)
     if foreign:  # weights or a tokenizer of two checkpoints would be mixed
         seen, fix = f"{', '.join(foreign)}, which {repo_id} does not have", "choose another folder with --out_dir"
-        refuse(out_dir, seen, "a folder without another checkpoint", fix=fix, error=CheckpointError)
+        refuse(Path(out_dir), seen, "a folder without another checkpoint", fix=fix, error=CheckpointError)
     entries = describe(out_dir, names)
     for name, entry in entries.items():
         lfs, fix = siblings[name].lfs, "delete that file and run download.py again"

@@ -177,7 +177,7 @@ def load_model(
             tensor = state_dict.pop(name)
             if load_format != "dummy":
                 tensor = _copy_out(tensor, shard_tensor(name, tensor, config, shard), device, dtype)
-                require_finite(path, name, tensor)
+                require_finite(Path(path), name, tensor)
             weights[parameter] = tensor
         block.load_state_dict(weights, assign=True)
         if quantize and module.startswith("layers."):

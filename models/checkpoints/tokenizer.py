@@ -95,7 +95,7 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     if path is None:
         fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
         required = f"a folder with {' or '.join(TOKENIZER_FILES)}"
-        refuse(checkpoint_dir, "neither file", required, fix=fix, error=CheckpointError)
+        refuse(Path(checkpoint_dir), "neither file", required, fix=fix, error=CheckpointError)
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)

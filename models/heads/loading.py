@@ -76,7 +76,7 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
             fix = f"use {flag('draft')} {marked}, or name a head of {kind}"
             unfit(f"{files.where}: {key}", repr(files.values[key])[:80], f"a head of {kind}", fix=fix)
     if not any(re.fullmatch(known.names, name) for name in files.tensors):
-        unfit(path, f"tensors such as {min(files.tensors)}", f"in the layout of {kind}")
+        unfit(Path(path), f"tensors such as {min(files.tensors)}", f"in the layout of {kind}")
     shape, config = known.shape(files, target), target
     parts = head_parts(known.on_meta(shape))
     check_names(files.path, files.tensors, [part for stacked in parts.values() for part, _ in stacked], FIX)

@@ -194,7 +194,7 @@ def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0) -> 
     """Raise ConfigError for an unknown scheme, a model of experts, or if this device has no kernels for the scheme."""
     where, leave = "--quantize or --draft_weights", "leave the weights as they are"
     if scheme not in SCHEMES:
-        refuse("quantize, draft_weights", scheme, " or ".join(SCHEMES))
+        refuse(where, scheme, " or ".join(SCHEMES), "unknown quantisation scheme", "use int8 or int4")
     if n_expert:
         refuse(where, f"{scheme}, {n_expert} experts", "no experts", "experts are not quantised", leave)
     on_cpu = torch.device(device).type == "cpu"

@@ -20,10 +20,15 @@ from reproduce.helpers.records import Record, grouped, rows_of
 from reproduce.helpers.request_fields import request_fields
 
 
+def _rank(value: int | str) -> tuple[bool, int | str]:
+    """Return a key that sorts words such as `auto` after numbers."""
+    return isinstance(value, str), value
+
+
 def by_size(records: list[Record]) -> list[Record]:
     def size(record: Record) -> tuple:
         who = target_name(record), draft_name(record) != SELF, draft_name(record)
-        return *who, *(record.get(name) or 0 for name in ("prefix_len", "B", "gamma", "draft_budget"))
+        return *who, *(_rank(record.get(name) or 0) for name in ("prefix_len", "B", "gamma", "draft_budget"))
 
     return sorted(rows_of(records), key=size)
 

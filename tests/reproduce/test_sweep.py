@@ -161,3 +161,11 @@ def test_what_cannot_run_is_refused(words: str, tmp_path: Path, monkeypatch: pyt
     words = words if "--output" in words else f"{words} --output o"
     with pytest.raises(UserError):
         sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
+
+
+def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path):
+    output = tmp_path / "rows.jsonl"
+    words = f"--script reproduce/plot.py --axis x=B,gamma --fixed titel=a --output {output}"
+    with pytest.raises(UserError, match="--titel"):
+        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
+    assert not output.exists()
