@@ -119,7 +119,8 @@ class DraftOptions:
         A note names the flags that no draft has an option for. Errors: ConfigError.
         """
         given = self.given()
-        named = parse_draft(given.pop("draft", self.DEFAULT))
+        can_name_model = "draft_model" in type(self).__dataclass_fields__
+        named = parse_draft(given.pop("draft", self.DEFAULT), is_whole=not can_name_model)
         options = [{**named, **given, **each} for each in chosen]
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]

@@ -45,6 +45,9 @@ FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PAT
 def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> dict[str, Any]:
     """Return the options, by flag, of a draft with this name. field: the flag that names it. is_whole: True if no other
     flag can name its checkpoint. Errors: ConfigError."""
+    model, _, checkpoint = name.partition(":")
+    if model in WITH_MODEL and os.path.exists(checkpoint):  # whatever characters its path has
+        return {"draft": model, "draft_model": checkpoint}
     match = NAME.fullmatch(name)
     before, kind, path, policy, length = match.groups(default="") if match else [""] * 5
     texts = tuple(filter(None, before.split("+")))
@@ -92,7 +95,7 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
             what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
             refuse("draft_policy", AUTO, "a policy", what, "name it")
         names = sorted(BUDGETED, key=lambda name: name != DEFAULT_POLICY)  # the first until another pays more
-    kept = [_known("draft_policy", name, policies()) for name in names]
+    kept = [_known("draft_policy", name, policies(), AUTO) for name in names]
     return tuple(draft for kind in kinds for draft in dict.fromkeys(_draft(kind, policy, given) for policy in kept))
 
 
@@ -114,10 +117,11 @@ def _draft(kind: type[DrafterConfig], policy: type[Policy], given: Mapping[str, 
     return draft
 
 
-def _known(field: str, name: str, kinds: Mapping[str, Any]) -> Any:
-    """Return the kind of a name. Errors: ConfigError for an unknown name."""
+def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any:
+    """Return the kind of a name. others: values of the field that are no kinds. Errors: ConfigError for an unknown
+    name."""
     if name not in kinds:
-        refuse(field, name[:80], ", ".join(kinds), f"{flag(field)} has no such value", "use one of these")
+        refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", "use one of these")
     return kinds[name]
 
 

@@ -157,15 +157,6 @@ class Session:
             planned.load(self.models)
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
 
-    def narrowed(self, n_rows: int, length: int) -> Session:
-        """Return a session over the first rows and slots of the cache, and forget its entries."""
-        runner = self.runner
-        runner.cache.prefilled.clear()
-        cache = runner.cache.view(slice(0, n_rows), length)
-        cache.capacity, cache.prefilled = cache.positions.shape[1], {}
-        runner = ModelRunner(runner.model, cache, ranks=runner.ranks, new_graphs=runner.new_graphs)
-        return replace(self, runner=runner, plan=replace(self.plan, n_rows=n_rows, capacity=length))
-
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """Return a drafter over an empty cache for each candidate of the plan. texts: the tokens of plain decoding."""
         plan = self.plan

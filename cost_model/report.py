@@ -32,7 +32,7 @@ SHADES = " .:-=+*#%@"
 
 
 class Cell(NamedTuple):
-    """The costs of a draft in a batch behind a context (tokens), and its acceptance rate."""
+    """The costs of a draft in a batch after a context (tokens), and its acceptance rate."""
 
     batch: int
     context: int
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class CostFlags:
-    """What speculation gains, from the costs of a machine that is not here, or from costs that runs have measured."""
+    """Predict what speculation gains, by the costs of a machine that is not here, or by costs that runs measured."""
 
     FLAGS: ClassVar[dict[str, str]] = {"gamma": "--gammas"}
 
@@ -218,7 +218,7 @@ def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
 
 
 def _shaded(speedup: float) -> str:
-    """Return a speedup behind two characters, blank at 0.5 and below, black at 2 and above."""
+    """Return a speedup with two characters before it, blank at 0.5 and below, black at 2 and above."""
     shade = SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
     return f"{2 * shade} {speedup:.2f}"
 

@@ -65,7 +65,7 @@ class BatchKey(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """What a captured part depends on, besides the values of its tensors: with another key, it is captured apart."""
+    """Identifies a captured part by all that it depends on, besides the values of its tensors; one capture per key."""
 
     part: str
     batch: BatchKey

@@ -87,7 +87,7 @@ class Sinks:
 
 @dataclass(eq=False)
 class Result:
-    """What a request got so far, and why it ended.
+    """The tokens and figures that a request got so far, and why it ended.
 
     text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. n_reused:
     tokens of the prompt that its row held. n_predicted: draft tokens of its last draft that were copied from its

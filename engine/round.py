@@ -202,7 +202,7 @@ class Rounds:
         self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
         self._verification, self.mode, self._filters = verification, GREEDY, Filters()
         self._batches: dict[BatchKey, Batch] = {}
-        self._has_run = False
+        self._has_run = False  # graphs of other decoders' kinds of rounds stay
         if runner.graphs is not None:
             self._batches = runner.graphs.batches  # outlive this decoder, with the graphs that read them
             runner.graphs.drop_freed()

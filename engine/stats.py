@@ -23,7 +23,7 @@ PLAIN = Choice(None, 0)
 class Counts:
     """Drafts and tokens of a row, or sums over rows.
 
-    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts behind a
+    A position is *verified* when all drafts before it were accepted and its outcome was emitted; drafts after a
     rejection, a stop token or a limit are not. `emitted` leaves out a row's first token, which its prefill gives.
     """
 

@@ -101,13 +101,10 @@ class Flags:
             given = getattr(self, name)
             for number in given if isinstance(given, tuple) else [given] * (given is not None):
                 require_at_least(name, number, least)
-        whole = ["contexts", "num_prompts"] if self.prompts or self.chat else ["categories", "per_category"]
-        if unused := [name for name in whole if getattr(self, name) not in (None, ())]:
-            why = (
-                "prompts are taken whole, and all of them"
-                if self.prompts or self.chat
-                else "these are no conversations"
-            )
+        names, why = ("categories", "per_category"), "these are no conversations"
+        if self.prompts or self.chat:
+            names, why = ("contexts", "num_prompts"), "prompts are taken whole, and all of them"
+        if unused := [name for name in names if getattr(self, name) not in (None, ())]:
             note_without_effect(unused, why)
         if self.sampling.temperature > 0 and SAMPLED not in self.kinds:
             note_without_effect(["temperature"], "no text is sampled")

@@ -71,7 +71,7 @@ class Latency(ModelFlags):
     output: Output = field(default_factory=Output)
     length: Literal["short", "long"] | int = "short"
     """tokens of a prompt, which is a stretch of the data set; short: 48, long: 3000"""
-    nb_prompts: int = 15  # batches of prompts that are measured, behind a batch that warms up
+    nb_prompts: int = 15  # batches of prompts that are measured, after a batch that warms up
     B: BatchSize = 1  # rows decoded together, each with a different prompt
     gen_len: int = 64  # new tokens per row
 

@@ -30,7 +30,7 @@ class Maker(Protocol):
 
 
 class Trait(Flag):
-    """What programs need to know of a draft; a draft that wraps drafts has their traits, too."""
+    """Facts about a kind of draft that programs need; a draft that wraps drafts has the traits of all of them."""
 
     NONE = 0
     NEEDS_BASELINE = auto()  # proposes the output of plain decoding, which has to run first

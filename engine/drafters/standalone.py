@@ -52,15 +52,15 @@ class StandaloneDraft(ModelDrafter):
         self._vocab_size = target.vocab_size
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
-        prompts, behind = {}, {}
+        prompts, missed = {}, {}
         for row, _, text, n_seen, *_ in rows:
             draft_ids = [min(token, self._runner.vocab_size - 1) for token in text]
             if n_seen:  # from the last seen token on: it may never have run (see `logits`)
-                behind[row] = draft_ids, n_seen - 1
+                missed[row] = draft_ids, n_seen - 1
             else:
                 prompts[row] = draft_ids
         self._fill(prompts)
-        self._runner.extend(behind)
+        self._runner.extend(missed)
 
     def _fill(self, prompts: dict[int, list[int]]) -> None:
         """Run the prompts, or restore the entries that they left in their rows."""

@@ -1,4 +1,4 @@
-"""What drafts are planned for and load: a target as its run stores it, and models that are each loaded once."""
+"""PlannedTarget, the target that drafts are planned for, and Models, which loads every model of a session once."""
 
 from __future__ import annotations
 

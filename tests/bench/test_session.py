@@ -123,18 +123,8 @@ def test_a_variant_of_another_sampling(session: Session) -> None:
     assert greedy == filtered
 
 
-def test_narrowed_is_a_session_of_fewer_rows_and_slots(session: Session) -> None:
-    narrow = session.narrowed(1, 40)
-    assert narrow.runner.max_batch == 1 and narrow.runner.cache.capacity == 40
-    assert narrow.runner.model is session.runner.model
-    assert narrow.runner.cache.keys.data_ptr() == session.runner.cache.keys.data_ptr()
-    alone = narrow.variant(prompts=[session.prompts[0]])
-    tokens = session.generate().tokens
-    assert alone.generate().tokens == alone.generate(alone.drafter()).tokens == tokens[:1]
-
-
 def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
-    """Behind a prompt of 150 tokens those of 64 and 128, the largest first."""
+    """After a prompt of 150 tokens there are budgets of 64 and 128, the largest first."""
     automatic = replace(SMALL, policy=Streaming("auto"), gamma="auto", draft_dtype="same")
     session = Session.open(replace(config, draft=automatic), prompts=["x" * 149])
     assert [(draft.gamma, draft.capacity) for draft in session.plan.candidates] == [(6, 128), (6, 64)]

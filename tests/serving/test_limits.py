@@ -138,7 +138,7 @@ def test_wrong_values_are_refused_by_name(strict: Served, request_, field):
 
 
 def test_a_row_has_an_end(served: Served):
-    """Whatever --max_new_tokens is, 2048 here."""
+    """Prompt and answer have to fit into a row, whatever the largest --max_new_tokens."""
     body = {"inputs": "a" * 299, "parameters": {"max_new_tokens": 17}}
     assert refused_field(served, TGI, body) == "parameters.max_new_tokens"
     for how in ({"prompt": [5] * 400}, {"prompt": "a" * 299, "max_tokens": 17}, {"prompt": "a", "max_tokens": 316}):

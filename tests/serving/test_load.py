@@ -50,7 +50,7 @@ def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
 
 @pytest.mark.parametrize("path", [TGI, STREAM, V1])
 def test_a_client_that_leaves_frees_its_rows(served: Served, path):
-    """Of all samples of a request, too."""
+    """All samples of the request go, and their rows are free."""
     samples = {"prompt": "a", "n": 4, "max_tokens": 200, "stream": True}
     with slow(served):
         bodies = [samples] if path == V1 else [{"inputs": f"{i}", "parameters": LONG} for i in range(4)]

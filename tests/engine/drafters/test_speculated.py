@@ -88,7 +88,7 @@ def test_a_decode_counts_both_levels(kind):
 
 @pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
 def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
-    """Whatever each row's inner rounds accepted, and after plain rounds: what it would draft of that text alone."""
+    """The inner model drafts what it drafts of the row's text alone, whatever was accepted, and after plain rounds."""
     model, small = tiny_model(), near_model()
     runner = ModelRunner(model, full_cache(model, 2))
     inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), inner_gamma)
