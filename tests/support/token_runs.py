@@ -110,12 +110,13 @@ def served() -> dict[str, Any]:
     book = DEFAULT_BOOK.read_text()[START:]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        address = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
+        ready = next(line for line in server.stderr if line.startswith("serving "))
+        address = next(word for word in ready.split() if word.startswith("http://"))
 
         def ask(seed: int) -> str:
             asked = {"prompt": book[4000 * seed :][: LENGTHS[seed % 5]], "max_tokens": 24, "seed": seed}
             body = json.dumps(asked | {"temperature": 0.7 * (seed % 3), "top_p": 0.9}).encode()
-            url, headers = f"{address.rstrip('/')}/v1/completions", {"content-type": "application/json"}
+            url, headers = f"{address.rstrip('/,')}/v1/completions", {"content-type": "application/json"}
             with urlopen(Request(url, body, headers), timeout=300) as answer:
                 return json.load(answer)["choices"][0]["text"]
 
