@@ -38,7 +38,8 @@ class Counts:
         return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
     def add_round(self, drafted: int, accepted: int, emitted: int, n_before: int = 0) -> RowRound:
-        """Count and return a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept."""
+        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept, and return
+        it."""
         part = RowRound(n_before, drafted, min(emitted, drafted), min(accepted, emitted), emitted)
         self.rounds += 1
         self.drafted += drafted
@@ -126,7 +127,7 @@ class AcceptanceRate:
 
 
 class RowRound(NamedTuple):
-    """A row's part in a round: the tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
+    """A row's part in a round: tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
 
     n_before: int
     drafted: int
@@ -137,7 +138,7 @@ class RowRound(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundStats:
-    """A round's wall time in seconds, how many rows were decoding, how many tokens these emitted, and each row's part."""
+    """A round's wall time in seconds, how many rows were decoding, how many tokens these emitted, and the rows' parts."""
 
     seconds: float
     busy: int
