@@ -138,7 +138,7 @@ class RowRound(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundStats:
-    """A round's wall time in seconds, how many rows were decoding, how many tokens these emitted, and the rows' parts."""
+    """A round's wall time in seconds, how many rows were decoding, how many tokens they emitted, and their parts."""
 
     seconds: float
     busy: int
