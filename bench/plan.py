@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
-from bench.data import resolve_dataset
-from bench.prompt_sets import load_prompts
+from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER, world_size
 from common.say import note_without_effect

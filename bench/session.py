@@ -25,7 +25,6 @@ from engine.drafters.stored import Models
 from engine.generation import GenerateOutput, Generation
 from engine.graphs import CudaGraphs
 from engine.parallel.ranks import Ranks, start_ranks
-from engine.requests import check_prompt
 from engine.runner import ModelRunner
 from kv_cache import FullKVCache
 from models.checkpoints.tokenizer import Tokenizer
@@ -97,8 +96,6 @@ class Session:
         prefixes = prefix_store(plan, model, models.target_ranks)
         runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
         require_room_to_run(plan, runner)
-        for index, prompt in enumerate(prompts, first):
-            check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
 

@@ -26,8 +26,8 @@ from tyro.conf import arg
 
 import bench
 from bench.config import BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from bench.data import by_category, load_prompts
 from bench.draft_flags import DraftNumbers
-from bench.prompt_sets import by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least

@@ -11,9 +11,9 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Text
+from bench.data import load_prompts
 from bench.passes import run_passes
 from bench.plan import PromptText
-from bench.prompt_sets import load_prompts
 from bench.record import make_record
 from bench.session import Session
 from bench.table import PROMPT_END, headline, notes, table
