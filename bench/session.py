@@ -61,7 +61,8 @@ class Session:
 
         prompts: texts to continue, whole, or their token ids, in place of the configuration's. Errors: UserError.
         """
-        return cls.of_plan(resolve(config, prompts))
+        plan = resolve(config, prompts)
+        return cls.of_plan(plan)
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:
@@ -74,27 +75,17 @@ class Session:
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
-        models = Models(plan.planned_target, ranks)
-        # Books that are not there are reported now; their text is read when prompts are cut.
+        # Books that are not there are reported before the models load; their text is read when prompts are cut.
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
         for remark in ranks.shared(plan.remarks):
             say(f"note: {remark}")
-        why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
-        say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
         stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        model = models.load_target()
-        for draft in plan.candidates:  # before the cache: converting a checkpoint needs room that the cache takes later
-            draft.load(models)
-        captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
-        captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
-        new_graphs = CudaGraphs if captures else None
-        cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        prefixes = prefix_store(plan, model, models.target_ranks)
-        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
+        models = Models(plan.planned_target, ranks)
+        runner = _runner(plan, models, ranks)
         require_room_to_run(plan, runner)
         run = processes.shared(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
@@ -182,6 +173,21 @@ class Session:
         """Return a decode of the prompts that has not begun. arguments: see `generate`."""
         stop_tokens = self.plan.target.end_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
+
+
+def _runner(plan: Plan, models: Models, ranks: Ranks) -> ModelRunner:
+    """Load the target and all models that draft; return the target with an empty cache."""
+    why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
+    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
+    model = models.load_target()
+    for draft in plan.candidates:  # before the cache: converting a checkpoint needs room that the cache takes later
+        draft.load(models)
+    captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
+    captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
+    new_graphs = CudaGraphs if captures else None
+    cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
+    prefixes = prefix_store(plan, model, models.target_ranks)
+    return ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
