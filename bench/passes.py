@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from bench.auto.adaptive import Adaptive
-from bench.auto.measure import Rehearsal, RunCosts, costs_of
+from bench.auto.measure import CostProfiler, RunCosts, costs_of
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
@@ -118,9 +118,9 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     # Twice as many rounds as a policy has between two refreshes.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
-        rehearsal = Rehearsal(runner, drafters, session.prompts[:n_rows], gamma=gamma, **session.how)
+        profiler = CostProfiler(runner, drafters, session.prompts[:n_rows], gamma=gamma, **session.how)
         for choice in choices:  # one after the other, so that a refresh comes with each gamma
-            rehearsal.run([choice], n_rounds)
+            profiler.run([choice], n_rounds)
 
 
 @torch.inference_mode()

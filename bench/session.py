@@ -20,7 +20,7 @@ from bench.prefixes import prefix_store
 from common.errors import UserError, refuse
 from common.say import dtype_name, say
 from engine.drafters import Drafter
-from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.config import BuildInputs, DrafterConfig
 from engine.drafters.stored import Models
 from engine.generation import GenerateOutput, Generation
 from engine.graphs import CudaGraphs
@@ -148,8 +148,8 @@ class Session:
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """Return a drafter over an empty cache for each candidate of the plan. texts: the tokens of plain decoding."""
         plan = self.plan
-        parts = Parts(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
-        return [draft.build(parts) for draft in plan.candidates]
+        inputs = BuildInputs(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
+        return [draft.build(inputs) for draft in plan.candidates]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """Return the drafter of a configuration (default: the session's) over an empty cache.

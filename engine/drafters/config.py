@@ -42,10 +42,10 @@ class Trait(Flag):
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuildInputs:
     """The parts that a session builds drafters from.
 
-    length: tokens of the longest row. texts: the outputs of plain decoding. rehearses: True if prompts are decoded
+    length: tokens of the longest row. texts: the outputs of plain decoding. profiles: True if prompts are decoded
     before, to measure costs. tokenizer: the leader's; None without text.
     """
 
@@ -53,7 +53,7 @@ class Parts:
     models: Models
     length: int
     texts: Sequence[Sequence[int]] | None = None
-    rehearses: bool = False
+    profiles: bool = False
     tokenizer: Tokenizer | None = None
 
 
@@ -83,18 +83,18 @@ class DraftPlan(ABC):
     parts: tuple[DraftPlan, ...] = ()
 
     @abstractmethod
-    def make(self, parts: Parts) -> Drafter:
+    def make(self, inputs: BuildInputs) -> Drafter:
         """Make the drafter, over an empty cache if it has one."""
 
-    def build(self, parts: Parts) -> Drafter:
+    def build(self, inputs: BuildInputs) -> Drafter:
         """Make the drafter with its schedule."""
-        drafter = self.make(parts)
-        drafter.schedule = self.config.schedule(self.gamma, parts.runner)
+        drafter = self.make(inputs)
+        drafter.schedule = self.config.schedule(self.gamma, inputs.runner)
         return drafter
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
-        """Return the bytes that it takes in rows of `target.capacity` tokens. rehearses: see `Parts`."""
-        each = [part.n_bytes(target, rehearses) for part in self.parts]
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+        """Return the bytes that it takes in rows of `target.capacity` tokens. profiles: see `BuildInputs`."""
+        each = [part.n_bytes(target, profiles) for part in self.parts]
         weights = {weights: size for part in each for weights, size in part.weights.items()}
         return DraftBytes(weights, sum(part.per_row for part in each))
 
