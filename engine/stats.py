@@ -17,6 +17,8 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice(None, 0)
+# Rows below which their spread says little of a standard error.
+LEAST_ROWS = 4
 
 
 @dataclass
@@ -88,14 +90,14 @@ def total(counts: Sequence[Counts]) -> Counts:
 
 
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
-    """Return the standard error of the acceptance rate of all rows together; None unless two rows verified drafts.
+    """Return the standard error of the acceptance rate of all rows together; None unless four rows verified drafts.
 
     Drafts of one text depend on each other, so the rows are the sample (clusters), and the rate R = sum(accepted) /
     sum(verified) is a ratio estimate: `sqrt(n / (n - 1) * sum((accepted - R * verified)**2)) / sum(verified)` over the
     n rows that verified any (Cochran 1977, Sampling Techniques, chapter 6).
     """
     rows = [row for row in rows if row.verified]
-    if len(rows) < 2:
+    if len(rows) < LEAST_ROWS:
         return None
     n_verified = sum(row.verified for row in rows)
     rate = sum(row.accepted for row in rows) / n_verified
