@@ -135,9 +135,8 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
-    if speculative and speculative.by_length:
-        kept = {name: output.by_length for name, output in passes.by_name.items() if output.by_length}
-        record["by_length"] = by_length_rows(plan.config.passes.by_length or plan.gen_len, plan.gen_len, kept)
+    if speculative and (width := plan.config.passes.by_length):
+        record["by_length"] = by_length_rows(width, plan.gen_len, passes.by_name)
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
     if any(draft.source for draft in plan.candidates):

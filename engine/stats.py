@@ -39,15 +39,18 @@ class Counts:
     def of_gamma(cls, gamma: int) -> Counts:
         return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
-    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept."""
+    def add_round(self, drafted: int, accepted: int, emitted: int, n_before: int = 0) -> RowRound:
+        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept, and return
+        it."""
+        part = RowRound(n_before, drafted, min(emitted, drafted), min(accepted, emitted), emitted)
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
-        for position in range(min(emitted, drafted)):
+        for position in range(part.verified):
             self.verified_at[position] += 1
-        for position in range(min(accepted, emitted)):
+        for position in range(part.accepted):
             self.accepted_at[position] += 1
+        return part
 
     @property
     def verified(self) -> int:
@@ -125,14 +128,25 @@ class AcceptanceRate:
     n: float
 
 
+class RowRound(NamedTuple):
+    """A row's part in a round: tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
+
+    n_before: int
+    drafted: int
+    verified: int
+    accepted: int
+    emitted: int
+
+
 @dataclass(frozen=True)
 class RoundStats:
-    """A round's wall time in seconds, how many rows were decoding, and how many tokens these emitted."""
+    """A round's wall time in seconds, how many rows were decoding, how many tokens they emitted, and their parts."""
 
     seconds: float
     busy: int
     emitted: int
     choice: Choice
+    rows: tuple[RowRound, ...] = ()
 
 
 @dataclass(frozen=True)

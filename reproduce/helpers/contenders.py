@@ -89,7 +89,7 @@ class Decoder(Contender):
         bench.warm_up(session, drafters)
         if drafters:
             if repeat not in self.costs:
-                self.costs[repeat] = bench.costs_of(session, drafters, whole=True)
+                self.costs[repeat] = bench.costs_of(session, drafters)
             pacing = bench.make_pacing(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
         output = bench.decode(session, str(self), phase=timer, pacing=pacing)
