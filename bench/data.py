@@ -58,10 +58,8 @@ class Prompt:
 
 
 def resolve_dataset(name: str, target: ModelSource) -> str | None:
-    """Return a data set's name without `auto`: the book of the built-in model, else PG-19; None for random weights."""
-    if not target.has_text:
-        return None
-    return name if name != AUTO else BUILT_IN if target.is_default else PG19
+    """Return a data set's name without `auto`, which is the built-in book; None for random weights."""
+    return None if not target.has_text else BUILT_IN if name == AUTO else name
 
 
 def load_books(dataset: str) -> Iterator[str]:

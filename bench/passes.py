@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -50,18 +50,19 @@ class Decoded(GenerateOutput):
 @dataclass(frozen=True)
 class PassResults:
     """The outputs of the passes that ran. timed: the pass with timed phases, which slow it down. costs: the costs that
-    `auto` chose by."""
+    `auto` chose by. ablated: by name, the passes of the draft with the target's weights or all entries."""
 
     prefill_seconds: float
     baseline: Decoded | None = None
     speculative: Decoded | None = None
     timed: Decoded | None = None
     costs: RunCosts | None = None
+    ablated: Mapping[str, Decoded] = field(default_factory=dict)
 
     @property
     def by_name(self) -> dict[str, Decoded]:
         """The passes that ran, by name."""
-        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed}
+        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed, **self.ablated}
         return {name: output for name, output in named.items() if output}
 
     @property
@@ -89,13 +90,18 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
-    done |= decode_in_turns(session, pacings | {"speculation": make_pacing(session, drafters, costs)}, watch=watch)
+    pacings["speculation"] = make_pacing(session, drafters, costs)
+    others = drafters[1:] if options.ablate else []
+    ablated = {f"ablation {n}": Fixed(drafter) for n, drafter in enumerate(others, 1)}
+    done |= decode_in_turns(session, pacings | ablated, watch=watch)
     timed = None
     if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
         pacing = make_pacing(session, drafters, costs)
         timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=watch)
-    return PassResults(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
+    return PassResults(
+        prefill_seconds, done.get("baseline"), done["speculation"], timed, costs, {name: done[name] for name in ablated}
+    )
 
 
 def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:

@@ -14,7 +14,7 @@ from bench.draft_flags import ComparedDraft
 from bench.plan import Plan
 from bench.record import rounded
 from bench.session import Session
-from bench.settings import nested, settings_record
+from bench.settings import nested, reads_text, settings_record
 from common.contention import contention, usage_so_far
 from common.errors import require_at_least
 from common.jsonl import publish
@@ -33,6 +33,7 @@ COLUMNS = [
     Column("model", "model", align="<"),
     Column(lambda row: row["quantize"] or row["dtype"], "weights", align="<"),
     Column(lambda row: row.get("draft_model") or row["draft"], "draft", missing="plain", align="<"),
+    Column(reads_text, "a draft step reads", align="<"),
     Column("median_ms", "median ms", ".1f"),
     Column("p90_ms", "p90 ms", ".1f"),
     Column("spread_ms", "p90 - p10", ".1f"),

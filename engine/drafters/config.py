@@ -103,6 +103,11 @@ class DraftPlan(ABC):
         for part in self.parts:
             part.load(models)
 
+    def reads(self, target: PlannedTarget) -> dict[str, float]:
+        """Return what a draft step reads, as shares of the bytes of the target's weights, and of the entries of a row
+        at its end and their bytes; empty for a draft without a cache."""
+        return self.parts[0].reads(target) if self.parts else {}
+
     def record(self) -> dict[str, Any]:
         """Return the settings of the draft, with its storage if it has a cache."""
         if self.parts:
@@ -161,6 +166,11 @@ class DrafterConfig(ABC):
         fixed budget that is larger; else this draft."""
         return self
 
+    def ablated(self, has_weights: bool, has_budget: bool) -> Self:
+        """Return the draft with the target's form of weights unless it `has_weights` of its form, and with all entries
+        unless it `has_budget`; a draft without a cache stays as it is."""
+        return self
+
     @property
     def unused(self) -> tuple[str, ...]:
         """Fields that have no effect next to the others."""
@@ -210,6 +220,9 @@ class Wrapper(DrafterConfig):
 
     def alternatives(self, prefix_len: int) -> Sequence[Self]:
         return [replace(self, draft=draft) for draft in self.draft.alternatives(prefix_len)]
+
+    def ablated(self, has_weights: bool, has_budget: bool) -> Self:
+        return replace(self, draft=self.draft.ablated(has_weights, has_budget))
 
     @classmethod
     @abstractmethod

@@ -126,9 +126,12 @@ class HeadPlan(DraftPlan):
     source: HeadSource
     weights: Weights
 
+    def weights_read(self, target: PlannedTarget) -> int:
+        return self.source.n_weights * self.weights.dtype.itemsize
+
     def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
         states = n_slots(self.gamma) * self.source.shape.state_dim * target.weights.dtype.itemsize
-        return DraftBytes({self.weights: self.source.n_weights * self.weights.dtype.itemsize}, states)
+        return DraftBytes({self.weights: self.weights_read(target)}, states)
 
     def load(self, models: Models) -> None:
         if self.weights in models.loaded:
@@ -157,7 +160,7 @@ class HeadDrafterConfig(HeadConfig, ModelDrafterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadDrafterPlan(CachedPlan, HeadPlan):
+class HeadDrafterPlan(HeadPlan, CachedPlan):
     config: HeadDrafterConfig
     source: HeadSource
 

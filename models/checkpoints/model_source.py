@@ -57,11 +57,6 @@ class ModelSource:
         return self.load_format == "pth"
 
     @property
-    def is_default(self) -> bool:
-        """True for the built-in model as it was fetched, false for models derived from it."""
-        return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
-
-    @property
     def weights_sha256(self) -> str:
         """SHA-256 of the file of weights; of random weights, a word."""
         if not self.has_text:

@@ -68,22 +68,11 @@ def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("wanted", "folder", "load_format", "resolved"),
-    [
-        ("auto", "built-in", "pth", "default"),
-        ("auto", "converted", "pth", "pg19"),
-        ("pg19", "built-in", "pth", "pg19"),
-        ("books.txt", "built-in", "pth", "books.txt"),
-        ("auto", "org/name", "dummy", None),
-    ],
+    ("wanted", "load_format", "resolved"),
+    [("auto", "pth", "default"), ("pg19", "pth", "pg19"), ("books.txt", "pth", "books.txt"), ("auto", "dummy", None)],
 )
-def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
-    """The built-in model is where it was fetched; what was converted from it elsewhere is another."""
-    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
-    for name in ("built-in", "converted", "org/name"):
-        (tmp_path / name).mkdir(parents=True)
-    source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
-    assert resolve_dataset(wanted, source) == resolved
+def test_any_model_reads_the_built_in_book_unless_told_otherwise(tmp_path, wanted, load_format, resolved):
+    assert resolve_dataset(wanted, ModelSource(str(tmp_path), load_format, TINY, "its name")) == resolved
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
