@@ -85,7 +85,7 @@ class Text:
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
-    file, or a folder of these; auto: default"""
+    file, or a folder of these; auto: default, or pg19 if that has too little text"""
     prefix_cache: str | None = None
     """folder that keeps prefilled prompts, for later runs of the same model and storage"""
     prefix_cache_gb: float = 20.0

@@ -35,6 +35,8 @@ PG19_REPOSITORY = "emozilla/pg19"
 PG19_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
 PG19_TEST = "data/test-*.parquet"
 TEXT_KEY = "text"
+# The fewest bytes of a token, on average, in English text.
+LEAST_BYTES = 3
 PARQUET_ROWS_AT_ONCE = 4
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/{revision}/data/spec_bench/question.jsonl"
 SPEC_BENCH_REVISION = "fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
@@ -57,9 +59,13 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-def resolve_dataset(name: str, target: ModelSource) -> str | None:
-    """Return a data set's name without `auto`, which is the built-in book; None for random weights."""
-    return None if not target.has_text else BUILT_IN if name == AUTO else name
+def resolve_dataset(name: str, target: ModelSource, n_tokens: int = 0) -> str | None:
+    """Return a data set's name without `auto`: the built-in book, or PG-19 if that cannot have `n_tokens` tokens; None
+    for random weights."""
+    if not target.has_text:
+        return None
+    is_short = DEFAULT_BOOK.is_file() and n_tokens > DEFAULT_BOOK.stat().st_size / LEAST_BYTES
+    return name if name != AUTO else PG19 if is_short else BUILT_IN
 
 
 def load_books(dataset: str) -> Iterator[str]:

@@ -212,7 +212,6 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     group = _rank_group(config, target)
     config = _without_unused(config, device, target.has_text, texts is not None or max_length is not None)
     prompts = _given_prompts(config.rows, target, texts) if max_length is None else []
-    dataset = resolve_dataset(config.text.dataset, target) if prompts is None else None
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
     if max_length is not None:
         capacity = min(max_length, target.config.max_context)
@@ -225,6 +224,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
         prefix_len = sizes.prefix_len or DEFAULT_PREFIX_LEN
         require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
+    dataset = resolve_dataset(config.text.dataset, target, n_prompts * prefix_len) if prompts is None else None
     numbers = n_rows, n_prompts, prefix_len, capacity
     plan = Plan(config, params, verification, device, dtype, kv_dtype, target, (), dataset, prompts, *numbers, group)
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it

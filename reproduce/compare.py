@@ -56,7 +56,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
 COLUMNS = (
-    "storage prefix_len category text drafter gamma draft_budget sequences acceptance mean_accepted_length "
+    "storage prefix_len category text drafter gamma draft_reads sequences acceptance mean_accepted_length "
     "distinct_4gram_fraction baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
 )
 Number = int | Literal["auto"]

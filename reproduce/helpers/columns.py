@@ -67,6 +67,7 @@ def ratio_name(fact: Record) -> str:
 
 VALUES: dict[str, Callable[[Record], object]] = {
     "acceptance_text": acceptance_text,
+    "reads_text": bench.reads_text,
     "drafter_text": drafter_text,
     "identical_text": identical_text,
     "gain": gain_text,

@@ -68,11 +68,21 @@ def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("wanted", "load_format", "resolved"),
-    [("auto", "pth", "default"), ("pg19", "pth", "pg19"), ("books.txt", "pth", "books.txt"), ("auto", "dummy", None)],
+    ("wanted", "load_format", "n_tokens", "resolved"),
+    [
+        ("auto", "pth", 100, "default"),
+        ("auto", "pth", 101, "pg19"),
+        ("pg19", "pth", 1, "pg19"),
+        ("books.txt", "pth", 1000, "books.txt"),
+        ("auto", "dummy", 1, None),
+    ],
 )
-def test_any_model_reads_the_built_in_book_unless_told_otherwise(tmp_path, wanted, load_format, resolved):
-    assert resolve_dataset(wanted, ModelSource(str(tmp_path), load_format, TINY, "its name")) == resolved
+def test_any_model_reads_the_built_in_book_unless_it_is_short(
+    tmp_path, monkeypatch, wanted, load_format, n_tokens, resolved
+):
+    monkeypatch.setattr(data, "DEFAULT_BOOK", tmp_path / "book.txt")
+    (tmp_path / "book.txt").write_text("one" * 100)
+    assert resolve_dataset(wanted, ModelSource(str(tmp_path), load_format, TINY, "its name"), n_tokens) == resolved
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
