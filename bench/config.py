@@ -112,14 +112,14 @@ class Rows:
     """your prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     a .jsonl or .parquet file with `prompt`, `turns` or `context` in each row, or a known set (spec-bench,
     speed-bench/SPLIT)"""
-    chat: bool = False
-    """put --prompts into the model's chat template, each as a user's message"""
     num_prompts: int | None = None
     """prompts in all, at least B, which is the default (with --data_parallel, B of each replica)"""
     stop_at_eos: bool = False
     """end a row at the model's end token (default: fixed length)"""
     save_rows: str | None = None
     """append each row to this file as it finishes: its tokens survive a run that does not"""
+    chat: bool = False
+    """put --prompts into the model's chat template, each as a user's message"""
 
 
 @dataclass(frozen=True)
