@@ -1,5 +1,6 @@
 """docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.support.programs import ROOT, Ended, python
 
 FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
+FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
 NAMED = "again+self=key_norm"
 SERVES = """from common import cli
 from serving.scheduler import open_session
@@ -21,15 +23,17 @@ OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8"
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the page's two files, and the policy's row of the test matrix."""
+    """A copy of the checkout with the page's files, and the policy's row of the test matrix."""
     folder, page = tmp_path_factory.mktemp("extended"), (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    left_out = shutil.ignore_patterns(*map(os.path.basename, FILES), "results")
     for room in ROOMS:
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("key_norm.py", "again.py", "results"))
+        shutil.copytree(ROOT / room, folder / room, ignore=left_out)
     for name in ("pyproject.toml", "foretoken.py"):
         shutil.copy(ROOT / name, folder)
     blocks = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    for path in ("kv_cache/key_norm.py", "engine/drafters/again.py"):
+    for path in FILES:
         (folder / path).write_text(blocks[path])
+    (folder / "kv_cache/broken.py").write_text("import a_module_that_does_not_exist\n")
     imports, row = blocks["tests/support/policies.py"].split("\n\n", 1)
     table = folder / "tests/support/policies.py"
     table.write_text(table.read_text().replace(FUTURE, f"{FUTURE}{imports}\n", 1).replace(TABLE, TABLE + row, 1))
@@ -45,17 +49,21 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("draft", ["again", "self=key_norm", NAMED, "self=key_norm@auto"])
+@pytest.mark.parametrize(
+    "draft", ["again", "self=key_norm", "self=value_norm", "self=late_key_norm", NAMED, "self=key_norm@auto"]
+)
 def test_they_draft_from_the_command_line(draft: str, extended: Path, checkpoint: Path, prompts: Path) -> None:
-    """In two rows; all are identical to plain decoding."""
+    """In two rows, next to a policy that cannot be imported; all are identical to plain decoding."""
     flags = f"--model {checkpoint}/model.pth --prompts {prompts} --B 2 --gen_len 40 --dtype float64 --draft_dtype same"
     more = ["--auto_drafts", "again"] if draft.endswith("auto") else []
     words = [*flags.split(), "--draft", draft, "--draft_budget", "24", *OPTIONS, *more]
-    record = python("tests/selfspec_benchmark.py", *words, cwd=extended).record
+    ended = python("tests/selfspec_benchmark.py", *words, cwd=extended)
+    record = ended.record
+    assert ended.err.count("kv_cache/broken.py") == 1
     assert record["identical_sequences"] == record["sequences"] == 3
     if not more:
         assert 0 < record["acceptance_rate"] < 1
-    if "self" in draft:
+    if "=key_norm" in draft:
         assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
 
 
