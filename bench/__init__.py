@@ -9,7 +9,6 @@ from bench.record import (
     COUNTED,
     cache_of,
     costs_record,
-    counts_by_row,
     distinct_4gram_fraction,
     identical_rows,
     make_record,
@@ -17,6 +16,7 @@ from bench.record import (
     record_of,
     rounded,
     tokens_per_second,
+    tokens_sha256,
 )
 from bench.session import Session
 from bench.settings import nested, option_names, options_of, settings_record

@@ -17,14 +17,13 @@ from common.contention import contention
 from common.provenance import provenance
 from engine.generation import GenerateOutput
 from engine.pacing import Choice
-from engine.stats import Counts, RoundStats, acceptance_standard_error
+from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row
 
 # Fields of `Counts` in a record.
 COUNTED = (
     *("drafted", "verified", "accepted", "emitted"),
     *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
 )
-COUNTED_BY_ROW = ("rounds", "drafted", "verified", "accepted", "emitted")
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -43,11 +42,6 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 def _counted(counts: Counts | None) -> dict[str, Any]:
     return {name: getattr(counts, name, None) for name in COUNTED}
-
-
-def counts_by_row(rows: Sequence[Counts]) -> list[dict[str, int]]:
-    """Return the counts of each row, by which drafts that decoded one text are compared in pairs."""
-    return [{name: getattr(row, name) for name in COUNTED_BY_ROW} for row in rows]
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -141,7 +141,7 @@ class Request(Inputs, Sinks, Result):
         part = self.counts.add_round(len(outcome.drafts), len(block) - 1, kept, n_before)
         if bad is not None and self.finish_reason is None:
             self.fail(start + bad)
-        return part
+        return part._replace(request=self.id)
 
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""

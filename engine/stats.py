@@ -92,6 +92,12 @@ def total(counts: Sequence[Counts]) -> Counts:
     )
 
 
+def counts_by_row(rows: Iterable[Counts]) -> list[dict[str, int]]:
+    """Return the counts of each row, by which drafts that decoded one text are compared in pairs."""
+    names = "rounds", "drafted", "verified", "accepted", "emitted"
+    return [{name: getattr(row, name) for name in names} for row in rows]
+
+
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
     """Return the standard error of the acceptance rate of all rows together; None unless four rows verified drafts.
 
@@ -129,13 +135,15 @@ class AcceptanceRate:
 
 
 class RowRound(NamedTuple):
-    """A row's part in a round: tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
+    """A row's part in a round: tokens that it had generated before, its drafts and tokens as `Counts` has them, and the
+    id of its request."""
 
     n_before: int
     drafted: int
     verified: int
     accepted: int
     emitted: int
+    request: int = 0
 
 
 @dataclass(frozen=True)

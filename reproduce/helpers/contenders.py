@@ -13,7 +13,7 @@ import bench
 from bench.config import AUTO
 from common.contention import Usage
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Counts, Stats, acceptance_standard_error, total
+from engine.stats import Counts, Stats, acceptance_standard_error, counts_by_row, total
 from engine.timing import PhaseTimer
 from reproduce.helpers.batches import KINDS, Batch, needles
 from reproduce.helpers.records import Record, grouped
@@ -67,7 +67,7 @@ class Contender:
         counts = total(each)
         found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
         found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": bench.counts_by_row(each)}
+        return found | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Decoder(Contender):
         row |= {name: None if None in each else median(each) for name, each in values.items()}
         same = [run["identical_sequences"] for run in runs]
         row |= {"sequences": runs[0]["sequences"], "identical_sequences": None if None in same else min(same)}
-        row |= {"speedups": values["speedup"], "distinct_4gram_fraction": runs[0]["distinct_4gram_fraction"]}
+        row |= {name: runs[0][name] for name in ("tokens_sha256", "distinct_4gram_fraction")}
+        row |= {"speedups": values["speedup"]}
         row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
         row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
         row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
@@ -141,8 +142,9 @@ class Forced(Contender):
         self.written.extend(written)
 
     def row(self) -> Record:
-        distinct = {"distinct_4gram_fraction": bench.distinct_4gram_fraction(self.written)}
-        return self.settings() | self.acceptance() | distinct
+        text = {"tokens_sha256": bench.tokens_sha256(self.written)}
+        text |= {"distinct_4gram_fraction": bench.distinct_4gram_fraction(self.written)}
+        return self.settings() | self.acceptance() | text
 
 
 def in_sequence(outputs: Sequence[bench.Decoded]) -> bench.Decoded:
@@ -174,13 +176,12 @@ def _sum_of(rows: Sequence[Record]) -> Record:
     """Return the sums of categories, and their rates. Seconds end with the last row of each batch."""
     sums = {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
-    each = [
-        Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]])
-        for row in rows
-        for counts in row.get("by_row", ())
-    ]
+    by_row = [counts for row in rows for counts in row.get("by_row", ())]
+    each = [Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]]) for counts in by_row]
+    text = " ".join(filter(None, (row.get("tokens_sha256") for row in rows)))
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"])}
     rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"wall_speedup": bench.ratio(drafted, plain), "contended": any(row.get("contended") for row in rows)}
-    return {name: rows[0][name] for name in SHARED} | {"category": "all"} | sums | rates
+    named = {name: rows[0][name] for name in SHARED} | {"category": "all", "by_row": by_row, "tokens_sha256": text}
+    return named | sums | rates
