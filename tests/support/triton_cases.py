@@ -110,7 +110,6 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, head_dim, quant_group,
         kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 190}
         case = packed_case(n_token, head_dim, quant_group, **kind)
         expected = case.reference()
-        assert not backend.dequantizes(n_token, quant_group)
         with monkeypatch.context() as patch:
             patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
             found = case.run(backend)
