@@ -12,7 +12,7 @@ import torch
 from bench.auto.adaptive import Adaptive
 from bench.auto.measure import Rehearsal, RunCosts, costs_of
 from bench.memory import available_bytes
-from bench.progress import bar_of_pass, progress_bar
+from bench.progress import bar_of_pass, log_of_pass, progress_bar
 from bench.session import Session
 from common.contention import Usage, usage_so_far
 from engine.decoding import Phase
@@ -72,7 +72,7 @@ class PassResults:
 
 def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     """Prefill, then decode plainly (unless --no_baseline), speculatively (with a draft), and with phases timed
-    (--benchmark).
+    (--benchmark), and with every verified draft logged (--log_verification).
 
     Plain decoding and speculation take turns, unless the drafter needs the tokens of plain decoding or `watch` is not
     the default, which displays one pass at a time.
@@ -95,6 +95,8 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
         pacing = make_pacing(session, drafters, costs)
         timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=watch)
+    if options.log_verification:
+        decode(session, "verifications", pacing=make_pacing(session, drafters, costs), watch=log_of_pass)
     return PassResults(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
 
 

@@ -14,8 +14,8 @@ from engine.draft_sync import DraftSync
 from engine.drafters import Drafter
 from engine.modes import GREEDY
 from engine.pacing import PLAIN, Choice, Fixed, Pacing
-from engine.requests import Outcome, Progress, Request, check_prompt
-from engine.round import Rounds, first_token
+from engine.requests import Outcome, Progress, Request, VerifiedRow, check_prompt
+from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
 from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
@@ -76,7 +76,8 @@ class Decoder:
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
-        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters, verification), PLAIN
+        observes, self._last_choice = self._progress.observes, PLAIN
+        self._rounds = Rounds(runner, self._pacing.drafters, verification, observes)
         self._sync = DraftSync(self._pacing.drafters, runner.max_batch)
 
     @property
@@ -319,7 +320,7 @@ class Decoder:
         with self._phase("resume"):
             self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
         outcomes = round_.run(self._phase)
-        rows = self._commit(choice.drafter, outcomes, round_.logits)
+        rows = self._commit(choice.drafter, outcomes, round_)
         self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
@@ -339,11 +340,14 @@ class Decoder:
         wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
         return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[RowRound]:
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], round_: Round) -> list[RowRound]:
         """Emit each computed row's block, and free the rows that are done; return each row's part in the round."""
         requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
-        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, logits)
-        for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
+        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, round_.logits)
+        is_observed = self._progress.observes and self._runner.ranks.leads and round_.n_drafts > 0
+        p, q = round_.logprobs() if is_observed else (None, None)
+        each = zip(self._rows.computed, outcomes, logprobs, strict=True)
+        for i, ((row, request), outcome, of_block) in enumerate(each):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
             self._adding_to = [request]
@@ -357,6 +361,9 @@ class Decoder:
                 self._sync.lengths[row][drafter] = request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
                     request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
+            if p is not None and (n := len(outcome.drafts)):
+                of_drafts, start = None if q is None else q[i, :n], len(request.text) - part.emitted
+                self._progress.verified(VerifiedRow(request, start, outcome.drafts, part, p[i, : n + 1], of_drafts))
             self._progress.decoded(request, outcome, part.emitted)
             self._leave_if_done(row, request)
         return rows

@@ -189,6 +189,10 @@ class Stats:
         return self.counts.accepted
 
     @property
+    def acceptance_rate(self) -> float | None:
+        return self.counts.acceptance_rate
+
+    @property
     def acceptance_per_position(self) -> list[float | None]:
         return self.counts.acceptance_per_position
 
