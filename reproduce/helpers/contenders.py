@@ -57,9 +57,11 @@ class Contender:
     def settings(self) -> Record:
         """Return the drafter's name and options, and how its text is sampled."""
         known, config = bench.settings_record(self.session), bench.nested(self.session.plan.config)
+        options = bench.options_of({"config": config})
         settings = {name: known.get(name) for name in SETTINGS}
-        named = {"drafter": self.drafter, "text": self.text}
-        return named | bench.options_of({"config": config}) | settings
+        if "draft_budget" not in options:
+            settings["draft_budget"] = None  # all entries, however many
+        return {"drafter": self.drafter, "text": self.text} | options | settings
 
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
