@@ -151,7 +151,7 @@ class Decoder:
 
         Returns None if no row decodes, or the controller ends the decode. A request whose logits are not finite ends
         with the reason in its `error`; other requests go on. So they do after any exception, in the next step: each
-        request then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have been called.
+        request then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have run.
         """
         with self._recovering():
             self._admit()
