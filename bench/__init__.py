@@ -3,7 +3,7 @@
 from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig
 from bench.data import load_books, make_prompts, resolve_dataset
-from bench.passes import Decoded, PassResults, decode, make_pacing, prefill, warm_up
+from bench.passes import Decoded, PassResults, decode, make_controller, prefill, warm_up
 from bench.plan import resolve, resolve_several
 from bench.record import (
     COUNTED,

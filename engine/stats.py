@@ -9,14 +9,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 
-class Choice(NamedTuple):
+class RoundChoice(NamedTuple):
     """The index of a round's drafter, and the number of tokens that it drafts a row; None and 0 for a plain step."""
 
     drafter: int | None
     gamma: int
 
 
-PLAIN = Choice(None, 0)
+PLAIN = RoundChoice(None, 0)
 # Rows below which their spread says little of a standard error.
 LEAST_ROWS = 4
 
@@ -153,7 +153,7 @@ class RoundStats:
     seconds: float
     busy: int
     emitted: int
-    choice: Choice
+    choice: RoundChoice
     rows: tuple[RowRound, ...] = ()
 
 

@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
                     distributions.append(distribution)
                 return torch.stack([token, self.schedule.shorten(bounds, i, logits, token, batch)])
 
-            token, bounds = self._runner.ranks.decided(draw, 2, len(batch.current))
+            token, bounds = self._runner.ranks.broadcast(draw, 2, len(batch.current))
             tokens.append(token)
             if self.schedule.n_columns(bounds, batch, gamma) <= i + 1:
                 break

@@ -84,7 +84,7 @@ class Decoder(Contender):
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
         session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
-        drafters, pacing, device = [], None, session.runner.device
+        drafters, controller, device = [], None, session.runner.device
         if self.plain:
             known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
             drafters = session.drafters(known)
@@ -92,9 +92,9 @@ class Decoder(Contender):
         if drafters:
             if repeat not in self.costs:
                 self.costs[repeat] = bench.costs_of(session, drafters)
-            pacing = bench.make_pacing(session, drafters, self.costs[repeat])
+            controller = bench.make_controller(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
-        output = bench.decode(session, str(self), phase=timer, pacing=pacing)
+        output = bench.decode(session, str(self), phase=timer, controller=controller)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
 
