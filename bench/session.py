@@ -77,17 +77,17 @@ class Session:
             torch.cuda.set_device(ranks.device)
         # Books that are not there are reported before the models load; their text is read when prompts are cut.
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
-        for remark in ranks.shared(plan.remarks):
+        for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
-        stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
+        stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
         models = Models(plan.planned_target, ranks)
         runner = _runner(plan, models, ranks)
         require_room_to_run(plan, runner)
-        run = processes.shared(lambda: uuid.uuid4().hex[:12])
+        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
 
     @property
@@ -111,7 +111,7 @@ class Session:
 
     def by_replica(self, value: Value) -> list[Value]:
         """Return the values of the replicas' leaders, on every process; every process has to call this."""
-        return self.processes.gathered(value)[:: self.ranks.size]
+        return self.processes.all_gather_object(value)[:: self.ranks.size]
 
     def books(self) -> Iterator[str]:
         """Return the texts of the data set."""
@@ -158,7 +158,7 @@ class Session:
         """
         session = self if draft is None else self.variant(draft=draft)
         if session.plan.automatic or not session.plan.candidates:
-            required, fix = "a draft of one gamma and one budget", "name numbers, or use drafters() with make_pacing()"
+            required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)
         (drafter,) = session.drafters(texts)
         return drafter
