@@ -118,12 +118,12 @@ class CachedPlan(DraftPlan):
         return step_bytes(self.weights, self.group or target.group, target.device)
 
     def reads(self, target: PlannedTarget) -> dict[str, float]:
-        length, source = target.prefix_len + target.gen_len, self.source or self.weights.source
-        whole = FullKVCache(target.source.config, 1, length, "meta", target.kv_dtype).n_bytes
+        length, weights = target.prefix_len + target.gen_len, self.weights_read(target)
+        kv = FullKVCache(target.source.config, 1, length, "meta", target.kv_dtype).n_bytes
         shares = {
-            "draft_weights_share": self.weights_read(target) / step_bytes(target.weights, target.group, target.device),
+            "draft_weights_share": weights / step_bytes(target.weights, target.group, target.device),
             "draft_entries_share": self.policy.entries(length) / length,
-            "draft_kv_share": self.new_cache(source.config, 1, length, "meta").n_bytes / whole,
+            "draft_kv_share": self.new_cache(self.weights.config, 1, length, "meta").n_bytes / kv,
         }
         return {name: min(1.0, share) for name, share in shares.items()}
 
