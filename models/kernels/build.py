@@ -49,7 +49,7 @@ KERNELS = {
 }
 # Packages with kernels for GPUs: after a change of version, kernels are checked anew.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")
-COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC")
+COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-I.")  # in ROOT
 # Flags of each build, in the order of preference; PyTorch comes after the last.
 BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
 TIMEOUT_SECONDS = 300
@@ -191,7 +191,7 @@ def build_library(name: str, build: str) -> Path:
         compile_ = [*COMPILE, *BUILDS[build], "-c", str(source), "-o", compiled]
         for words in (compile_, ["-shared", compiled, "-o", linked]):
             command = [*_compiler(), *words]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         os.replace(linked, library)
     return library
 
@@ -209,7 +209,8 @@ def _of_machine_code(source: Path) -> list[str]:
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         cpu = "".join(line for line in text if line.startswith(("model name", "flags")))[:10_000]
-    return [source.read_text(encoding="utf-8"), *_compiler(), *COMPILE, platform.machine(), cpu]
+    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(ROOT.glob("models/*/*.hpp"))))
+    return [*texts, *_compiler(), *COMPILE, platform.machine(), cpu]
 
 
 def _cache_file(name: str, ending: str, about: Sequence[str]) -> Path:
