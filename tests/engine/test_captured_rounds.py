@@ -13,8 +13,8 @@ from torch.utils._device import _device_constructors
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
+from tests.support.controllers import SCHEDULES
 from tests.support.drafters import Drafters
-from tests.support.pacings import SCHEDULES
 from tests.support.policies import SELF_DRAFT_POLICIES, Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import continue_by_recomputing, decode, full_cache, near_model, random_prompts, tiny_model

@@ -71,7 +71,7 @@ def open_cases(path: str) -> None:
 
 def change_a_decision() -> None:
     """Change a row's next token in one round."""
-    decided, rounds = Ranks.decided, count()
+    decided, rounds = Ranks.broadcast, count()
 
     def changed(self: Ranks, decide: Callable[[], Tensor], *shape: int) -> Tensor:
         tensor = decided(self, decide, *shape)
@@ -79,7 +79,7 @@ def change_a_decision() -> None:
             tensor[:, 2] += 1
         return tensor
 
-    Ranks.decided = changed
+    Ranks.broadcast = changed
 
 
 def skew_sums() -> None:
