@@ -65,9 +65,10 @@ def reads_text(record: Mapping[str, Any]) -> str | None:
     the target's weights, and of the entries of a row at its end. None for a draft without a cache."""
     if record.get("draft_weights_share") is None:
         return None
-    weights, entries = (f"{record[f'draft_{part}_share']:.0%}" for part in ("weights", "entries"))
-    form, budget = record["draft_weights"] or record["draft_dtype"], record["draft_budget"]
-    return f"{form} weights ({weights}), {budget} entries ({'at most ' * (budget == AUTO)}{entries})"
+    form, budget, share = (record[f"draft_{name}"] for name in ("weights", "budget", "entries_share"))
+    weights = f"{form or record['draft_dtype']} weights ({record['draft_weights_share']:.0%})"
+    entries = f"{budget} entries ({'at most ' * (budget == AUTO)}{share:.0%})" if share < 1 else "all entries"
+    return f"{weights}, {entries}"
 
 
 def draft_settings(plan: Plan) -> dict[str, Any]:
