@@ -63,11 +63,3 @@ def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
     given = run(COST_MODEL, f"--records {path} --gammas 1 3 --alpha 0".split())
     assert [row["gamma"] for row in given.record["best"]] == [0] * len(ended.record["best"])
     assert "--alpha" in given.out and "--alpha" not in ended.out
-
-
-def test_what_memory_does_not_hold_is_not_called_best():
-    flags = "--machine A100-40 --model_name meta-llama/Meta-Llama-3.1-8B --B 4 64 --context 32000 --alpha 0.9"
-    ended = run(COST_MODEL, flags.split())
-    fitting, large = ended.record["best"]
-    assert fitting["gamma"] > 0 and (large["B"], large["gamma"], large["predicted_speedup"]) == (64, None, None)
-    assert "64 rows of 32000 tokens do not fit" in ended.err and ended.out.count("does not fit into memory") == 1
