@@ -107,9 +107,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         if found := differing(folder / name, entries[name]):
-            what = (
-                "a file is not the one that the manifest describes (convert with --force if it was changed on purpose)"
-            )
+            what = "a file is not the one that the manifest describes (convert --force accepts what was changed)"
             refuse_checkpoint(folder / name, found, f"{entries[name]} ({MANIFEST})", what)
 
 
