@@ -55,11 +55,6 @@ class ModelSource:
         """False for random weights, which have no tokenizer and no acceptance rate worth measuring, and for heads."""
         return self.load_format == "pth"
 
-    @property
-    def is_default(self) -> bool:
-        """True for the built-in model as it was fetched, false for models derived from it."""
-        return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
-
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
         config = self.config if self.is_changed else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import bench
-from bench.prompt_sets import Prompt
+from bench.data import Prompt
 from common.errors import refuse
 from models.checkpoints.chat_template import ChatTemplate
 
