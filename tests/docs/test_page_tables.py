@@ -23,9 +23,14 @@ def test_the_tables_of_a_page_are_what_the_records_say(page: Path):
     assert not re.search(r"^\|.*\d\.\d", outside, re.MULTILINE), "a table of numbers is made of records"
 
 
-def test_every_table_is_on_a_page():
+def test_every_table_whose_records_are_there_is_on_a_page():
     named = [place[1] for page in tables.PAGES for place in tables.PLACE.findall(page.read_text(encoding="utf-8"))]
-    assert len(named) == len({*named}) and {*tables.TABLES} == {*named}
+    recorded = {
+        name
+        for name, table in tables.TABLES.items()
+        if "file" not in table or (tables.RESULTS / table["file"]).exists()
+    }
+    assert len(named) == len({*named}) and recorded == {*named}
 
 
 def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
