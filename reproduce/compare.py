@@ -228,7 +228,9 @@ def main(flags: Flags) -> None:
             append_record(flags.output.output, record)
             records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
-    notes = ["  *: slower than plain decoding"]
+    notes = ["  *: slower than plain decoding"] if any(row.get("speedup") for row in rows) else []
+    if any(row["difference"] for row in rows):
+        notes.append(f"  difference: of the acceptance from that of {configs[0][0]} on the same text, 95% interval")
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}
