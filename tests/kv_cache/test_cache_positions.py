@@ -149,28 +149,6 @@ def test_self_speculation_refuses_positions_inside_the_cache():
     SelfSpeculation(runner, StreamingKVCache(TINY, 2, 16, 4, dtype=torch.float64), gamma=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
-def test_a_view_of_named_rows_writes_and_forgets_in_those_alone(dtype):
-    generator = torch.Generator().manual_seed(0)
-    together, apart = (StreamingKVCache(TINY, 4, 10, 2, dtype=dtype) for _ in range(2))
-    rows, starts = torch.tensor([3, 1]), torch.tensor([5, 14])
-    for n_token in (4, 1, 6):
-        positions = starts[:, None] + torch.arange(n_token)
-        new = torch.randn(2, n_token, 2, 2, 8, generator=generator)
-        view = together.view(rows, 25)
-        view.write(1, view.begin(positions), new)
-        view.rollback(starts + n_token - 1)
-        for i, row in enumerate(rows.tolist()):
-            single = apart.view(slice(row, row + 1))
-            single.write(1, single.begin(positions[i : i + 1]), new[i : i + 1])
-            single.rollback(starts[i : i + 1] + n_token - 1)
-        assert torch.equal(together.entries, apart.entries) and torch.equal(together.positions, apart.positions)
-        read, stored = view.read(1).dequantized(torch.float32), apart.read(1).dequantized(torch.float32)
-        assert all(torch.equal(mine, all_rows[rows]) for mine, all_rows in zip(read, stored, strict=True))
-        assert torch.equal(view.positions, apart.positions[rows]) and view.max_batch == 2
-        starts += n_token - 1
-
-
 @pytest.mark.parametrize("dtype,error", [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 0.04)])
 def test_entries_in_8_bits_are_close_and_copied_with_their_scales(dtype, error):
     """Each token and head has its scale, so that magnitudes may differ; a zero stays zero."""

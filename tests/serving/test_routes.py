@@ -24,13 +24,6 @@ def openai(served: Served) -> OpenAI:
     return served.openai
 
 
-def test_greedy_text_is_that_of_plain_decoding(hub, alone: Alone):
-    for prompt in PROMPTS:
-        expected = alone.text(prompt, 20)
-        assert hub.text_generation(prompt, max_new_tokens=20) == expected
-        assert "".join(hub.text_generation(prompt, max_new_tokens=20, stream=True)) == expected
-
-
 def test_every_event_says_where_its_token_came_from(served: Served):
     events = served.ask("/generate_stream", {"inputs": PROMPTS[3], "parameters": {"max_new_tokens": 40}}).events
     assert [event["index"] for event in events] == [*range(1, 41)]

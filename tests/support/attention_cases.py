@@ -145,7 +145,7 @@ def packed_case(
     generator = torch.Generator().manual_seed(0)
     normal = partial(torch.randn, generator=generator)
     config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
-    cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
+    cache = QuantizedKVCache(config, 4, capacity, quant_group, max(16, quant_group), dtype=storage)
     assert n_token <= cache.max_block, "a longer block overwrites its entries"
     full = FullKVCache(config, 4, capacity, dtype=storage)
     lengths, rows = torch.tensor([capacity - 40, 30, capacity - 89]), torch.tensor([3, 0, 1])

@@ -13,7 +13,7 @@ from models.checkpoints.model_source import find_model
 from models.heads.loading import find_head
 from tests.support.programs import ROOT, overriding, python
 from tests.support.published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
-from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models, on_two_ranks
+from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models
 
 N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
 
@@ -111,10 +111,3 @@ def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_
     for said, (*case, names) in zip(on_ranks[0], cases, strict=True):
         assert all(part in said for part in names) and bool(said) == bool(names), (case, said)
         assert not said or "rank 0" in said.partition("seen:")[2], said
-
-
-@pytest.mark.slow
-def test_a_benchmark_whose_ranks_have_other_flags_ends_with_one_message(models: Models, tmp_path: Path) -> None:
-    arguments = models.arguments("selfspec")
-    said = on_two_ranks(tmp_path, "selfspec", arguments, "--gamma 4").message("[01]", 2)
-    assert said.count("error") == 1 and "--gamma: 3 on rank 0, 4 on rank 1" in said

@@ -1,6 +1,5 @@
 """Edited logits at every drafted position: by lists, in captured rounds, and where all ids are excluded."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +12,8 @@ from engine.batch import Batch
 from engine.evaluation import reference
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.sampling.distribution import Distribution, Filters
-from engine.sampling.processors import BAN
 from tests.support.drafters import Drafters
-from tests.support.edit_cases import edited, edited_by_lists
+from tests.support.edit_cases import edited
 from tests.support.policies import Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputing, tiny_model, tiny_runner
@@ -34,32 +32,6 @@ EDITED = [
     SamplingParams(0.9, top_k=30, seed=6, logit_bias={2: 8.0}, min_tokens=5, bad_words=BANS),
 ]
 STOPS = [[], [], [8, 11, 30], [], [*range(0, 61, 4)]]
-
-
-def test_every_position_counts_the_drafts_before_it():
-    """Three rows, of which the second has no edits, and in another batch another length of the answer."""
-    rules = [
-        SamplingParams(**PENALTIES, logit_bias=BIAS, bad_words=[[4], [6, 2], [1, 6, 6, 9]], min_tokens=4),
-        SamplingParams(0.8),
-        SamplingParams(0.8, repetition_penalty=2.0, bad_words=[[2, 2], [2, 2, 3]], min_tokens=8),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    batch, drafts = Batch(4, Filters.of(rules), n_ids=61).first(3), torch.tensor([[6, 6, 9, 6], [1, 2, 3, 4], [2] * 4])
-    requests = [Request([1, 2, 60], 99, [7, 8, 99], how) for how in rules]
-    for answers in ([[6, 1], [], []], [[6, 1, 1, 6], [5], [2, 2]], [[6, 1, 1, 6, 3, 1, 6], [5, 6], [2, 2, 2]]):
-        for request, answer in zip(requests, answers, strict=True):
-            request.tokens = answer
-        batch.set_state([0] * 3, [0] * 3, [0] * 3, requests)
-        logits = 3 * torch.randn(3, 5, 61, generator=generator, dtype=torch.float64)
-        found = batch.processed(logits, drafts)
-        assert torch.equal(found[1], logits[1])
-        found = found.masked_fill(found < BAN / 2, -math.inf)
-        for row, (request, how) in enumerate(zip(requests, rules, strict=True)):
-            for i in range(5):
-                text = [*request.tokens, *drafts[row, :i].tolist()]
-                expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
-                torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
-        assert batch.processed(logits.bfloat16(), drafts).dtype == torch.float32
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])

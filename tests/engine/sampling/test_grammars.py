@@ -143,13 +143,6 @@ def test_parameters_that_exclude_all_that_a_grammar_allows_give_way(model, token
     assert tokenizer.decode(request.tokens) in ("A", "AA") and request.finish_reason == "stop"
 
 
-def test_the_limit_cuts_an_answer(model, tokenizer, grammars):
-    runner = ModelRunner(model, full_cache(model, 1, 300))
-    request = Request([5, 6], 4, [END], grammar=grammars.start(*JSON))
-    decode(Decoder(runner, drafter=NGram(runner, gamma=3)), request)
-    assert request.finish_reason == "length" and '{"colour": "'.startswith(tokenizer.decode(request.tokens)[:9])
-
-
 def test_a_grammar_that_is_wrong_is_refused_in_the_librarys_words(grammars):
     for spec, says in [("regex", "(a"), "unclosed group"], [("json_schema", '{"type": "objekt"}'), "objekt"]:
         with pytest.raises(UserError, match=says):

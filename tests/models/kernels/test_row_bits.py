@@ -100,7 +100,6 @@ CONFIG = ModelConfig(
 PROMPTS = random_prompts([40, 90, 77, 2, 17, 64, 8, 25, 33, 5, 50, 12, 29, 70, 36, 3], CONFIG.vocab_size)
 STORAGES = [
     ("float32", None, torch.float32),
-    ("float32", None, torch.int8),
     ("bfloat16", None, torch.bfloat16),
     ("bfloat16", None, torch.int8),
     ("bfloat16", "int4", torch.int8),
@@ -129,7 +128,7 @@ def test_speculation_emits_the_tokens_of_plain_decoding(dtype, quantize, entries
     """Plain decoding in one row, and speculation in 2 to 16; also prompts in parts, in rows that held others."""
     model = load_model("none", load_format="dummy", config=CONFIG, dtype=getattr(torch, dtype), quantize=quantize)
     plain = tokens_of(model, entries, 1, 0)
-    for gamma, n_row in ((1, 2), (2, 16), (3, 5), (4, 8), (5, 12), (6, 16)):
+    for gamma, n_row in ((1, 2), (3, 5), (6, 16)):
         assert tokens_of(model, entries, n_row, gamma) == plain, gamma
     assert tokens_of(model, entries, 3, 3, prefill_tokens=30, reuses="prefixes") == plain
 
