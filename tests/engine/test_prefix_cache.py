@@ -1,7 +1,6 @@
 """Prefilled prompts that later runs take over bit by bit."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,15 +79,6 @@ def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_
         assert torch.equal(runner.prefill(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill(0, prompt).logits)
         assert runner.prefixes.n_taken_over == 0
     assert "not kept" in capfd.readouterr().err
-
-
-def test_writers_and_readers_at_once_find_whole_files(tmp_path: Path) -> None:
-    def prefill(turn: int) -> torch.Tensor:
-        return runner_over(store(tmp_path, max_bytes=100_000)).prefill(0, PROMPTS[turn % 3]).logits
-
-    with ThreadPoolExecutor(4) as pool:
-        logits = [*pool.map(prefill, range(24))]
-    assert all(torch.equal(logits[turn], logits[turn % 3]) for turn in range(24))
 
 
 def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(

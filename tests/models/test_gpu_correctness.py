@@ -247,20 +247,3 @@ def test_identity_eager(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_identity_compiled(mode):
     assert are_identical(mode, pointwise=compiled())
-
-
-@torch.inference_mode()
-def test_owners_of_graphs_go_apart():
-    """A runner's graphs give the same tokens after another runner's graphs and memory are gone."""
-    model, prompts = model_and_prompts()
-
-    def owner():
-        runner = new_runner(model, new_graphs=GRAPHS)
-        drafter = SelfSpeculation(runner, draft_cache(model), gamma=3)
-        return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
-
-    stays, goes = owner(), owner()
-    before = [stays(), goes()]
-    del goes
-    rubbish = torch.full((2**26 if ON_CUDA else 16,), float("nan"), device=DEVICE)
-    assert before[0] == before[1] == stays() and rubbish.isnan().all()

@@ -151,15 +151,3 @@ def test_a_bound_that_measured_a_bug_is_not_trusted(dtype):
     assert calibration_of(model).trusted
     model.__class__ = Reversed
     assert not calibration_of(model).trusted
-
-
-def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
-    def offset(logits, positions):  # one logit is 0.25 higher, at one position alone
-        logits[..., 7] += 0.25 * (positions == LENGTHS[1] + 22)
-        return logits
-
-    exact = calibration_of(tiny_model())
-    assert exact.eps < 1e-11
-    assert (exact.flips, exact.positions) == (0, len(LENGTHS) * N_FORCED)
-    measured = calibration_of(with_blocks(tiny_model(), offset))
-    assert 2 * measured.eps == pytest.approx(0.25, abs=1e-11), "the gap that one logit alone can close"

@@ -11,7 +11,6 @@ from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.batch import Batch
 from engine.evaluation import reference
-from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.sampling.distribution import Distribution, Filters
 from tests.support.drafters import Drafters
 from tests.support.edit_cases import edited
@@ -75,13 +74,3 @@ def test_ids_outside_the_vocabulary_are_refused(rules):
         decoder.submit(Request([1, 2], 5, sampling=SamplingParams(**rules)))
     decode(decoder, request := Request([1, 2], 5))
     assert len(request.tokens) == 5
-
-
-def test_teacher_forcing_edits_by_the_given_text():
-    """Whatever the target would choose, it accepts a draft that can only be the token that is not excluded."""
-    runner = tiny_runner(2)
-    rules = SamplingParams(bad_words=[[id_] for id_ in range(61) if id_ != 7])
-    drafter = Drafters(runner, 2, SIZE)("full")
-    prompts, books = random_prompts([9, 14]), random_prompts([10, 10], seed=1)
-    counts = forced_acceptance(runner, drafter, prompts, books, rules)
-    assert all(count.accepted == count.drafted > 0 for count in counts)

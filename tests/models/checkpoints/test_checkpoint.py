@@ -196,12 +196,3 @@ def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, ther
     (out / "special_tokens_map.json").write_text("{}")
     convert(source, out, force=True)
     assert (out / "special_tokens_map.json").exists()
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    n_ids = HF_CONFIG["vocab_size"]
-    for name, n_model in (("equal", n_ids), ("larger", n_ids - 2)):
-        write_source(tmp_path / name, HF_CONFIG | {"vocab_size": n_model})
-        convert(tmp_path / name, tmp_path / name)
-        said = capsys.readouterr().out
-        assert (f"{n_model} to {n_ids - 1}" in said) == (name == "larger")

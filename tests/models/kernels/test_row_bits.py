@@ -1,6 +1,5 @@
 """On a CPU a row's bits depend neither on the other rows nor on their number, so speculation changes no token."""
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from torch import Tensor
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
-from models.kernels import row_bits
 from models.kernels.packed_linear import PackedLinear, can_pack
 from models.kernels.pointwise import EAGER
 from models.kernels.quantize import Int4Linear, Int8Linear
@@ -131,18 +129,3 @@ def test_speculation_emits_the_tokens_of_plain_decoding(dtype, quantize, entries
     for gamma, n_row in ((1, 2), (3, 5), (6, 16)):
         assert tokens_of(model, entries, n_row, gamma) == plain, gamma
     assert tokens_of(model, entries, 3, 3, prefill_tokens=30, reuses="prefixes") == plain
-
-
-@needs_cpp_compiler
-@pytest.mark.parametrize("dtype,quantize", [("float32", None), ("bfloat16", "int4")])
-def test_kernels_that_change_with_the_number_of_rows_change_no_token(monkeypatch, dtype, quantize):
-    """They stand for those of CPUs with AMX: other bits for a row alone, and for more than 32."""
-    monkeypatch.setattr(row_bits, "_verdicts", functools.cache(lambda kernel: {}))
-    monkeypatch.setattr(row_bits, "N_COMPARED", {4: 1, 2: 1})
-    for layer in (PackedLinear, Int4Linear, Int8Linear):
-
-        def changing(self, x: Tensor, *arguments, multiply=layer.multiply, **named) -> Tensor:
-            return multiply(self, x, *arguments, **named) * (1 if 1 < len(x) <= 32 else 1.02)
-
-        monkeypatch.setattr(layer, "multiply", changing)
-    test_speculation_emits_the_tokens_of_plain_decoding(dtype, quantize, torch.int8)
