@@ -66,7 +66,7 @@ def convert(
     if not force:
         listed = files.read_manifest(checkpoint_dir)["files"]
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]
-        files.check_files(checkpoint_dir, there, verify=True)
+        files.check_files(checkpoint_dir, there)
     source = open_source(checkpoint_dir)
     config_from_hf(with_end_tokens(source.hf_config, checkpoint_dir), where=str(checkpoint_dir / files.CONFIG))
     is_tied = source.config.tie_embeddings

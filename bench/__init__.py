@@ -9,6 +9,7 @@ from bench.record import (
     COUNTED,
     cache_of,
     costs_record,
+    counts_by_row,
     distinct_4gram_fraction,
     identical_rows,
     make_record,

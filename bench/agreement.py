@@ -20,7 +20,7 @@ from engine.drafters.stored import Weights
 PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
 PATHS |= {"prefix_cache", "save_rows", "output", "path"}
 # What may differ between machines, and names that come from paths.
-LEFT_OUT = {"device", "name", "rank_timeout", "verify", "prefix_cache_gb"}
+LEFT_OUT = {"device", "name", "rank_timeout", "prefix_cache_gb"}
 KIND = "kind"  # stands for the name of a class
 CODE = ("common/*.py", "kv_cache/*.py", "models/**/*.*", "engine/**/*.py", "bench/**/*.py")
 PACKAGES = ("torch", "numpy", "triton")

@@ -35,8 +35,6 @@ class Target:
     """yarn:FACTOR or linear:FACTOR: run with a context that is longer by this factor"""
     config_overrides: tuple[str, ...] = ()
     """KEY=VALUE ...: other values for keys of the target's config.json"""
-    verify: bool = False
-    """read all weights to check their SHA-256, remembered or not"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto"] | Dtype = "auto"
@@ -65,7 +63,7 @@ class Target:
 
     def source(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError."""
-        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.verify, self.changes)
+        return find_model(self.model, self.load_format, self.model_name, flag("model"), self.changes)
 
     def with_text(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError, also for random weights, which have no text."""

@@ -4,14 +4,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.measure import Rehearsal, RunCosts, costs_of
-from bench.by_length import ByLength, Stretch
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, progress_bar
 from bench.session import Session
@@ -41,13 +40,11 @@ class Decoded(GenerateOutput):
     """The output of a pass, with the rows of all replicas.
 
     usage: of processors, by this process. phases: a `PhaseTimer`'s seconds. inner: counts of an inner draft, or None.
-    by_length: sums by stretches of generated tokens, with `--by_length`.
     """
 
     usage: Usage
     phases: Mapping[str, Sequence[float]]
     inner: Counts | None = None
-    by_length: Mapping[int, Stretch] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,21 +167,14 @@ def decode_in_turns(
     session.processes.gathered(None)  # replicas start together
     for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
         drafter.inner_counts()  # forgets the counts of earlier passes
-    by_length, width = dict[str, ByLength](), session.plan.config.passes.by_length
     with ExitStack() as watching:
         passes = {}
         for name, pacing in pacings.items():
             progress = watching.enter_context(watch(session, name))
-            if width is not None:
-                timer = phase if isinstance(phase, PhaseTimer) else None
-                progress = by_length[name] = ByLength(width, progress, timer)
             passes[name] = session.generation(pacing=pacing, phase=phase, progress=progress)
         usages = take_turns(session.runner, [*passes.values()])
     return {
-        name: replace(
-            _joined(session, name, generation, pacings[name], usage, phase),
-            by_length=_all_stretches(session, by_length[name]) if width is not None else None,
-        )
+        name: _joined(session, name, generation, pacings[name], usage, phase)
         for (name, generation), usage in zip(passes.items(), usages, strict=True)
     }
 
@@ -217,15 +207,6 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
             if copies:
                 generation.decoder.swap_out(copies[index])
     return usages
-
-
-def _all_stretches(session: Session, by_length: ByLength) -> dict[int, Stretch]:
-    """Return the sums over the rows of all replicas; every rank has to call this."""
-    total: dict[int, Stretch] = {}
-    for stretches in session.by_replica(by_length.stretches):
-        for index, stretch in stretches.items():
-            total.setdefault(index, Stretch()).add(stretch)
-    return total
 
 
 def _joined(

@@ -112,7 +112,6 @@ class Plan:
             attention=stored.attention,
             compile=stored.compile,
             load_format=stored.load_format,
-            verify=stored.verify,
             changes=stored.changes,
             repeats_plain=self.reproducible and not self.config.passes.no_baseline,
         )

@@ -35,7 +35,7 @@ def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixSto
     storage = [str(plan.dtype), str(plan.kv_dtype), target.quantize, target.compile]
     kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.device))]
     shard = [ranks.shard.index, ranks.shard.count, ranks.all_reduce.name]
-    parts = [plan.target.weights_sha256, asdict(plan.target.config), storage, kernels, shard, machine]
+    parts = [plan.target.digest(whole=False), asdict(plan.target.config), storage, kernels, shard, machine]
     key = json.dumps([*parts, builds(), code_sha256()])
     digest = hashlib.sha256(key.encode()).hexdigest()
     return PrefixStore(Path(text.prefix_cache), digest, int(text.prefix_cache_gb * 1e9))

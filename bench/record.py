@@ -24,6 +24,7 @@ COUNTED = (
     *("drafted", "verified", "accepted", "emitted"),
     *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
 )
+COUNTED_BY_ROW = ("rounds", "drafted", "verified", "accepted", "emitted")
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -42,6 +43,11 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 def _counted(counts: Counts | None) -> dict[str, Any]:
     return {name: getattr(counts, name, None) for name in COUNTED}
+
+
+def counts_by_row(rows: Sequence[Counts]) -> list[dict[str, int]]:
+    """Return the counts of each row, by which drafts that decoded one text are compared in pairs."""
+    return [{name: getattr(row, name) for name in COUNTED_BY_ROW} for row in rows]
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -111,7 +117,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **_counted(drafted.stats.counts if drafted else None),
         "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
-        "mean_accepted_length_per_row": [row.mean_accepted_length for row in drafted.stats.rows] if drafted else None,
+        "by_row": counts_by_row(drafted.stats.rows) if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
@@ -129,9 +135,8 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
-    if speculative and speculative.by_length:
-        kept = {name: output.by_length for name, output in passes.by_name.items() if output.by_length}
-        record["by_length"] = by_length_rows(plan.config.passes.by_length or plan.gen_len, plan.gen_len, kept)
+    if speculative and (width := plan.config.passes.by_length):
+        record["by_length"] = by_length_rows(width, plan.gen_len, passes.by_name)
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
     if any(draft.source for draft in plan.candidates):

@@ -19,8 +19,11 @@ class Column:
     missing: str = "-"
     align: str = ">"
 
+    def value(self, row: Any) -> Any:
+        return self.key(row) if callable(self.key) else row.get(self.key)
+
     def cell(self, row: Any) -> str:
-        value = self.key(row) if callable(self.key) else row.get(self.key)
+        value = self.value(row)
         if value is None:
             return self.missing
         return self.format(value) if callable(self.format) else format(value, self.format)

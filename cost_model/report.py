@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -32,13 +32,14 @@ SHADES = " .:-=+*#%@"
 
 
 class Cell(NamedTuple):
-    """The costs of a draft in a batch after a context (tokens), and its acceptance rate."""
+    """The costs of a draft in a batch after a context (tokens), its acceptance rate, and whether memory holds them."""
 
     batch: int
     context: int
     draft: Draft
     costs: Costs
     alpha: float
+    fits: bool = True
 
     def speedup(self, gamma: int) -> float:
         """Return the predicted speedup."""
@@ -83,7 +84,13 @@ class CostFlags:
             return self._predict(self.machine)
         cells = recorded_cells(str(self.records), self.alpha)
         record = {"benchmark": "cost_prediction", "records": self.records}
-        self._publish(record, cells, f"measured by the runs in {self.records}")
+        self._publish(record, cells, f"measured by the runs in {self.records}{self._same_alpha}")
+
+    @property
+    def _same_alpha(self) -> str:
+        """A remark on an acceptance rate that is given."""
+        same = f"; acceptance {self.alpha} (--alpha) for every draft and budget, so that the cheapest wins"
+        return "" if self.alpha is None else same
 
     def _predict(self, name: str) -> None:
         """Predict the costs of a machine, with acceptance given or published."""
@@ -100,16 +107,15 @@ class CostFlags:
         cost, cells = partial(predict_costs, target, draft, machine, gammas=gammas), list[Cell]()
         for batch, context in product(batches, contexts):
             needed = target.resident_bytes(machine, batch * (context + budgets[-1]))
-            if needed > machine.memory:
+            if not (fits := needed <= machine.memory):
                 takes = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, of {machine.memory / 1e9:.0f}"
                 say(f"note: {batch} rows of {context} tokens do not fit: weights and KV entries take {takes}")
             for named, by_context in rates.items():
                 alpha = by_context[contexts.index(context)]
-                cells.append(Cell(batch, context, named, cost(batch, context, named[1]), alpha))
+                cells.append(Cell(batch, context, named, cost(batch, context, named[1]), alpha, fits))
         each = [(cell.costs.plain_ms, cell.costs.draft_ms, *cell.costs.verify_ms) for cell in cells]
         ms = np.array(each).reshape(len(batches), len(contexts), len(rates), -1).round(4)
         published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
-        said = published if self.alpha is None else "given"
         record = {
             "benchmark": "cost_prediction",
             "model": source.name,
@@ -121,11 +127,11 @@ class CostFlags:
             "predicted_verify_ms": ms[:, :, 0, 2:].tolist(),
             "predicted_draft_ms": ms[:, :, :, 1].tolist(),
             "acceptance_rates_by_context": [*rates.values()],
-            "acceptance_of": said,
+            "acceptance_of": published if self.alpha is None else "given",
         }
-        said += "" if self.alpha is None else ", alike for all drafts: of budgets, the least then wins"
+        said = f"; acceptance {published}" if self.alpha is None else self._same_alpha
         numbers = f"predicted for {name} from its numbers, nothing measured"
-        self._publish(record, cells, f"{numbers}; {source.name}, {target.dtype}; acceptance {said}")
+        self._publish(record, cells, f"{numbers}; {source.name}, {target.dtype}{said}")
 
     def _publish(self, record: dict[str, Any], cells: Sequence[Cell], head: str) -> None:
         gammas = sorted(set(self.gammas))
@@ -169,16 +175,23 @@ def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
     cells = []
     for _, line in read_lines(path):
         record = line.get("record", line) if isinstance(line, dict) else {}  # a sweep's lines have records
-        for found in record.get("measured_costs") or ():
-            draft = found["draft_policy"] or found.get("draft") or record["draft"], found["draft_budget"]
-            seen = found["accepted_share"] if found["accepted_share"] is not None else record["acceptance_rate"]
+        for run, found in chain(_measured(record), *map(_measured, record.get("rows", ()))):
+            draft = found["draft_policy"] or found.get("draft") or run.get("drafter") or run["draft"]
+            seen = found["accepted_share"] if found["accepted_share"] is not None else run["acceptance_rate"]
             rate = seen if alpha is None else alpha
             if rate is not None:
-                cells.append(Cell(found["rows"], record["prefix_len"], draft, costs_of(found), rate))
+                size = found["rows"], record["prefix_len"]
+                cells.append(Cell(*size, (draft, found["draft_budget"]), costs_of(found), rate))
     if not cells:
         fix = f"make some with --gamma auto {flag('output')} {path}; for random weights, add {flag('alpha')} 0.8"
         refuse("records", path, "records of runs that chose by `auto`", "no measured costs with an acceptance", fix)
     return cells
+
+
+def _measured(run: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return a run, or a row of reproduce.compare, with its measured costs, which a row has for each repeat."""
+    found = run.get("measured_costs") or ()
+    return [(run, costs) for each in found for costs in (each if isinstance(each, list) else [each])]
 
 
 def costs_of(record: Mapping[str, Any]) -> Costs:
@@ -188,13 +201,15 @@ def costs_of(record: Mapping[str, Any]) -> Costs:
 
 
 def best_of_each(cells: Sequence[Cell], gammas: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the choice with the largest predicted speedup at each batch and context; gamma 0 is plain decoding."""
+    """Return the choice with the largest predicted speedup at each batch and context; gamma 0 is plain decoding, and
+    None where memory does not hold the batch."""
     best: dict[tuple[int, int], Any] = {}
     for cell, gamma in product(cells, gammas):
-        size, choice = cell[:2], (*cell.draft, gamma, cell.speedup(gamma))
-        best[size] = max(best.get(size, (None, None, 0, 1.0)), choice, key=itemgetter(-1))
+        size, choice = cell[:2], (*cell.draft, gamma, round(cell.speedup(gamma), 4))
+        found = max(best.get(size, (None, None, 0, 1.0)), choice, key=itemgetter(-1)) if cell.fits else (None,) * 4
+        best[size] = found
     names = "B", "prefix_len", "draft_policy", "draft_budget", "gamma", "predicted_speedup"
-    return [dict(zip(names, (*size, *choice, round(gain, 4)), strict=True)) for size, (*choice, gain) in best.items()]
+    return [dict(zip(names, (*size, *choice), strict=True)) for size, choice in best.items()]
 
 
 def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
@@ -225,7 +240,7 @@ def _shaded(speedup: float) -> str:
 
 def best_table(best: Sequence[dict[str, Any]]) -> str:
     """Return a table of the rows of `best_of_each`."""
-    plain = "none: plain decoding is faster"
+    none = {0: "none: plain decoding is faster", None: "none: the batch does not fit into memory"}
     drafted = "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}"
-    said = Column(lambda row: (drafted if row["gamma"] else plain).format_map(row), "draft", align="<")
+    said = Column(lambda row: none.get(row["gamma"], drafted).format_map(row), "draft", align="<")
     return f"what pays best\n{console(best, [Column('B', 'B'), Column('prefix_len', 'context'), said])}"

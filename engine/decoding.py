@@ -19,7 +19,7 @@ from engine.round import Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
 from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
-from engine.stats import Counts, RoundStats
+from engine.stats import Counts, RoundStats, RowRound
 from engine.timing import synchronize
 from kv_cache import KVCache
 from kv_cache.base import Prefilled
@@ -319,14 +319,14 @@ class Decoder:
         with self._phase("resume"):
             self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
         outcomes = round_.run(self._phase)
-        n_emitted = self._commit(choice.drafter, outcomes, round_.logits)
+        rows = self._commit(choice.drafter, outcomes, round_.logits)
         self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
         self._pacing.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
         seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
-        self._progress.emitted(n_emitted)
-        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted))
+        self._progress.emitted(n_emitted := sum(row.emitted for row in rows))
+        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows)))
         return stats
 
     def _logprobs(
@@ -339,23 +339,24 @@ class Decoder:
         wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
         return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> int:
-        """Emit each computed row's block, and free the rows that are done; return the number of tokens emitted."""
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[RowRound]:
+        """Emit each computed row's block, and free the rows that are done; return each row's part in the round."""
         requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
-        n_emitted, logprobs = 0, self._logprobs(requests, blocks, logits)
+        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, logits)
         for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
             self._adding_to = [request]
-            n_emitted += (n_kept := request.commit(outcome))
+            part = request.commit(outcome)
+            rows.append(part)
             if request.logprobs is not None:
-                request.logprobs += of_block[:n_kept]
+                request.logprobs += of_block[: part.emitted]
             self._adding_to = []
             request.n_predicted = 0
             if drafter is not None:
                 self._sync.lengths[row][drafter] = request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
                     request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
-            self._progress.decoded(request, outcome, n_kept)
+            self._progress.decoded(request, outcome, part.emitted)
             self._leave_if_done(row, request)
-        return n_emitted
+        return rows

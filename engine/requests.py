@@ -10,7 +10,7 @@ from common.errors import flag, refuse
 from engine.runner import ModelRunner
 from engine.sampling.distribution import Logprob, SamplingParams
 from engine.sampling.grammars import Grammar
-from engine.stats import Counts, RoundStats
+from engine.stats import Counts, RoundStats, RowRound
 
 FIX = "correct the Request, or the call to generate()"
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
@@ -132,16 +132,16 @@ class Request(Inputs, Sinks, Result):
                 self.finish_reason, self.error = "error", f"the grammar cannot go on: {self.grammar.error}"
         return len(kept)
 
-    def commit(self, outcome: Outcome) -> int:
-        """Emit and count a round's block, up to logits that are not finite; return how many tokens were emitted."""
-        block, start = outcome.block, self.length
+    def commit(self, outcome: Outcome) -> RowRound:
+        """Emit and count a round's block, up to logits that are not finite; return the row's part in the round."""
+        block, start, n_before = outcome.block, self.length, len(self.tokens)
         finite = outcome.finite[: len(block)]
         bad = None if all(finite) else finite.index(0)
         kept = self.emit(block[:bad])
-        self.counts.add_round(len(outcome.drafts), len(block) - 1, kept)
+        part = self.counts.add_round(len(outcome.drafts), len(block) - 1, kept, n_before)
         if bad is not None and self.finish_reason is None:
             self.fail(start + bad)
-        return kept
+        return part
 
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""

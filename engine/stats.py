@@ -17,6 +17,8 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice(None, 0)
+# Rows below which their spread says little of a standard error.
+LEAST_ROWS = 4
 
 
 @dataclass
@@ -37,15 +39,18 @@ class Counts:
     def of_gamma(cls, gamma: int) -> Counts:
         return cls(verified_at=[0] * gamma, accepted_at=[0] * gamma)
 
-    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept."""
+    def add_round(self, drafted: int, accepted: int, emitted: int, n_before: int = 0) -> RowRound:
+        """Count a row's block, of whose `accepted` drafts and the target's token `emitted` tokens were kept, and return
+        it."""
+        part = RowRound(n_before, drafted, min(emitted, drafted), min(accepted, emitted), emitted)
         self.rounds += 1
         self.drafted += drafted
         self.emitted += emitted
-        for position in range(min(emitted, drafted)):
+        for position in range(part.verified):
             self.verified_at[position] += 1
-        for position in range(min(accepted, emitted)):
+        for position in range(part.accepted):
             self.accepted_at[position] += 1
+        return part
 
     @property
     def verified(self) -> int:
@@ -88,14 +93,14 @@ def total(counts: Sequence[Counts]) -> Counts:
 
 
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
-    """Return the standard error of the acceptance rate of all rows together; None unless two rows verified drafts.
+    """Return the standard error of the acceptance rate of all rows together; None unless four rows verified drafts.
 
     Drafts of one text depend on each other, so the rows are the sample (clusters), and the rate R = sum(accepted) /
     sum(verified) is a ratio estimate: `sqrt(n / (n - 1) * sum((accepted - R * verified)**2)) / sum(verified)` over the
     n rows that verified any (Cochran 1977, Sampling Techniques, chapter 6).
     """
     rows = [row for row in rows if row.verified]
-    if len(rows) < 2:
+    if len(rows) < LEAST_ROWS:
         return None
     n_verified = sum(row.verified for row in rows)
     rate = sum(row.accepted for row in rows) / n_verified
@@ -123,14 +128,25 @@ class AcceptanceRate:
     n: float
 
 
+class RowRound(NamedTuple):
+    """A row's part in a round: tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
+
+    n_before: int
+    drafted: int
+    verified: int
+    accepted: int
+    emitted: int
+
+
 @dataclass(frozen=True)
 class RoundStats:
-    """A round's wall time in seconds, how many rows were decoding, and how many tokens these emitted."""
+    """A round's wall time in seconds, how many rows were decoding, how many tokens they emitted, and their parts."""
 
     seconds: float
     busy: int
     emitted: int
     choice: Choice
+    rows: tuple[RowRound, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
@@ -187,13 +187,13 @@ class KVCache(ABC):
         """All tensors that hold a row's tokens."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]
 
-    def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
-        """Return the positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` by head. keys:
-        one layer's, `[n_kv_head, length, head_dim]`. queries: `[n_head, n_queries, head_dim]`, or `[0]`."""
+    def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
+        """Return the positions whose entries go to the slots of `kept [n]`: `[n]`, or `[n_kv_head, n]` by head. Called
+        in each layer for a prompt that is longer than the cache, if it `selects`."""
         return kept
 
-    def filled(self, layer: int, row: int, keys: Callable[[int], Tensor], n_known: int) -> None:
-        """Called after a row of a layer was filled with the tokens from `n_known` on. keys(n): its keys from n on."""
+    def filled(self, layer: int, row: int, text: PromptEntries, n_known: int) -> None:
+        """Called after a row of a layer was filled with the tokens of `text` from `n_known` on."""
         return
 
     def fill_row(
@@ -224,12 +224,11 @@ class KVCache(ABC):
         if not n_known:
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            positions = kept
-            if selects:
-                last = torch.empty(0) if queries is None else queries[from_layer]
-                positions = self.selected(kept, length, source.keys_in_order(from_layer, from_row, length), last)
+            last = torch.empty(0) if queries is None else queries[from_layer]
+            text = PromptEntries(source, from_row, from_layer, length, last)
+            positions = self.selected(kept, text) if selects else kept
             self.put(to_layer, row, to_slots, *from_view.gather(from_layer, source.slots(positions)))
-            self.filled(to_layer, row, partial(source.keys_in_order, from_layer, from_row, length), n_known)
+            self.filled(to_layer, row, text, n_known)
         self.positions[row, to_slots] = kept
 
     def put(self, layer: int, row: int, slots: Tensor, entries: Tensor, scales: Tensor | None) -> None:
@@ -238,13 +237,6 @@ class KVCache(ABC):
         self.entries[layer, :, row][:, :, slots] = entries[:, 0]
         if self.scales is not None and scales is not None:
             self.scales[layer, :, row][:, :, slots] = scales[:, 0]
-
-    def keys_in_order(self, layer: int, row: int, length: int, first: int = 0) -> Tensor:
-        """Return one layer's keys at positions `first` to `length - 1` of a row, which holds them all:
-        `[n_kv_head, length - first, head_dim]` float32."""
-        slots = self.slots(torch.arange(first, length, device=self.device))
-        scales = None if self.scales is None else self.scales[layer, 0, row][:, slots]
-        return dequantize(self.keys[layer, row][:, slots], scales, torch.float32)
 
     def view(
         self, rows: slice | Tensor = slice(None), extent: int | None = None, block_at_end: bool = False
@@ -268,3 +260,41 @@ class KVCache(ABC):
             narrowed.rows, narrowed._rows = rows.contiguous(), rows[:, None]
         narrowed.block_ends_view = block_at_end and self.in_order
         return narrowed
+
+
+@dataclass(frozen=True)
+class PromptEntries:
+    """One layer's entries of a prompt in the order of their positions, read as they are needed, for policies that
+    score them.
+
+    cache, row: where the entries are, all of them. layer: the layer's index in that cache's model. length: the number
+    of the prompt's tokens. queries: of the last `n_queries` tokens, `[n_head, n_queries, head_dim]` in the model's
+    dtype, rotated; `[0]` for a policy that needs none. first: entries before that position are left out.
+    """
+
+    cache: KVCache
+    row: int
+    layer: int
+    length: int
+    queries: Tensor
+    first: int = 0
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The entries' positions, `[length]` int64."""
+        return torch.arange(self.first, self.length, device=self.cache.device)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """`[n_kv_head, length, head_dim]` float32, rotated by their positions."""
+        return self._read(0)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """`[n_kv_head, length, head_dim]` float32."""
+        return self._read(1)
+
+    def _read(self, part: int) -> Tensor:
+        at = self.layer, part, self.row, slice(None), self.cache.slots(self.positions)
+        scales = None if self.cache.scales is None else self.cache.scales[at]
+        return dequantize(self.cache.entries[at], scales, torch.float32)

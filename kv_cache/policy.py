@@ -7,15 +7,21 @@ import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from common.errors import refuse
+from common.say import say
 from kv_cache.base import Device, KVCache, KVShape
 
 Kind = TypeVar("Kind", bound=type)
+# The model, the largest budget, and the tokens beyond it, that a policy is tried on before anything is loaded.
+TINY: Any = SimpleNamespace(n_layer=1, n_kv_head=2, n_head=4, head_dim=4)
+DRY_RUN_BUDGET, BEYOND = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,21 @@ class Policy(ABC):
         return False
 
     def check(self) -> None:
-        """Raise ConfigError if its cache cannot be made. Not for `auto` entries."""
-        smallest: Any = SimpleNamespace(n_layer=1, n_kv_head=1, head_dim=2)
-        self.new_cache(smallest, 1, 1, "meta", torch.float32)
+        """Raise ConfigError if its cache cannot be made, or misbehaves in a dry run. Not for `auto` entries."""
+        self.new_cache(TINY, 1, 1, "meta", torch.float32)
+        tried = self.within(DRY_RUN_BUDGET, 1)
+        length = tried.entries(DRY_RUN_BUDGET) + BEYOND
+        tried.dry_run(tried.new_cache(TINY, 1, length, "cpu", torch.float32), length)
+
+    def dry_run(self, cache: KVCache, length: int) -> None:
+        """Raise ConfigError if `cache`, an empty row of a tiny model, misbehaves on a text of `length` tokens."""
+        positions = torch.arange(length)
+        slots = cache.slots(positions)
+        bad = ((slots < 0) | (slots > positions) | (slots >= cache.capacity)).nonzero().flatten().tolist()
+        if bad:
+            where, seen = f"{type(cache).__name__}.slots", f"slot {int(slots[bad[0]])} for position {bad[0]}"
+            required = f"0 <= slot <= position, and slot < {cache.capacity}, the number of entries"
+            refuse(where, seen, required, "a policy puts a token where rounds do not read it", "correct the policy")
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """Return the policies that `auto` chooses among for prompts of `prefix_len` tokens; this policy without it."""
@@ -123,15 +141,29 @@ def policies() -> dict[str, type[Policy]]:
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
     """Import the files of a package's folder, but kernels, which need Triton; return the subclasses of `kind` that have
-    a name, by name. Raises ValueError if two have the same name."""
+    a name, by name. A file that cannot be imported is named in a note, and left out. Raises ValueError if two have the
+    same name."""
     for file in pkgutil.iter_modules([str(folder)]):
         if not file.name.startswith("triton_"):
-            importlib.import_module(f"{package}.{file.name}")
+            _import(f"{package}.{file.name}")
     found: dict[str, Kind] = {}
     waiting: list[Any] = [kind]
     while waiting:
         subclass = waiting.pop()
         waiting += subclass.__subclasses__()
-        if "name" in vars(subclass) and (other := found.setdefault(subclass.name, subclass)) is not subclass:
+        is_left_out = subclass.__module__ not in sys.modules  # its file failed after the class
+        if is_left_out or "name" not in vars(subclass):
+            continue
+        if (other := found.setdefault(subclass.name, subclass)) is not subclass:
             raise ValueError(f"{other} and {subclass} have the same name, {subclass.name!r}")
     return dict(sorted(found.items()))
+
+
+@cache
+def _import(module: str) -> None:
+    """Import a module, or note once why that fails."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a user's file raises
+        path = f"{module.replace('.', '/')}.py"
+        say(f"note: {path} is left out, since it cannot be imported: {type(error).__name__}: {error}")

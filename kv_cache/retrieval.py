@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from common.errors import require_at_least
-from kv_cache.base import Device, KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape, PromptEntries
 from kv_cache.entries import LARGEST, dequantize
 from kv_cache.refreshed import Refreshed, RefreshedKVCache, SelectionOps, VerificationScores, entries_of
 from kv_cache.snapkv import attention_received
@@ -40,15 +40,15 @@ class RetrievalKVCache(RefreshedKVCache):
     def n_bytes(self) -> int:
         return super().n_bytes + self.means.nbytes
 
-    def filled(self, layer: int, row: int, keys: Callable[[int], Tensor], n_known: int) -> None:
+    def filled(self, layer: int, row: int, text: PromptEntries, n_known: int) -> None:
         # Chunks that the text has filled since the last choice have no means.
         first = max(0, n_known - self.refresh_every * self.window) // self.chunk
-        means = self._means(keys(first * self.chunk))
+        means = self._means(replace(text, first=first * self.chunk).keys)
         self.means[layer, row, :, first : first + means.shape[1]] = means
 
-    def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
-        means, ends = self._means(keys), torch.tensor([length - self.window], device=kept.device)
-        share = attention_received(queries, means, self._is_hidden(ends, means.shape[1]))
+    def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
+        means, ends = self._means(prompt.keys), torch.tensor([prompt.length - self.window], device=kept.device)
+        share = attention_received(prompt.queries, means, self._is_hidden(ends, means.shape[1]))
         chosen = SelectionOps().best_chunks(share[None], self.chunk, ends, self.n_first, self.n_fixed)[0]
         return torch.cat([chosen.sort(dim=1).values, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from common.errors import refuse, require_at_least
-from kv_cache.base import Device, KVCache, KVShape
-from kv_cache.policy import BudgetedPolicy
+from kv_cache.base import Device, KVCache, KVShape, PromptEntries
+from kv_cache.full import FullKVCache
+from kv_cache.policy import TINY, BudgetedPolicy
 from kv_cache.ring import RingKVCache
 
 
@@ -37,11 +38,11 @@ class ScoredKVCache(RingKVCache):
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_queries, self._score = policy.n_queries, policy.score
 
-    def selected(self, kept: Tensor, length: int, keys: Tensor, queries: Tensor) -> Tensor:
-        scores, n_kv_head, n_older = self._score(keys, queries), self.entries.shape[3], length - self.window
-        if scores.shape not in ((n_kv_head, length), (n_kv_head, n_older)):
+    def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
+        scores, n_kv_head, n_older = self._score(prompt), self.entries.shape[3], prompt.length - self.window
+        if scores.shape not in ((n_kv_head, prompt.length), (n_kv_head, n_older)):
             what, fix = "a policy's scores are not one for each entry", "score each key of each head"
-            required = f"[n_kv_head, length] = {n_kv_head, length}"
+            required = f"[n_kv_head, length] = {n_kv_head, prompt.length}"
             refuse(self._score.__qualname__, tuple(scores.shape), required, what, fix)
         chosen = scores[:, :n_older].topk(self.n_fixed, dim=1).indices.sort(dim=1).values
         return torch.cat([chosen, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
@@ -56,13 +57,15 @@ class ScoredPolicy(BudgetedPolicy):
     """recent tokens in the budget; in a policy that selects by queries, theirs choose the other entries"""
 
     @abstractmethod
-    def score(self, keys: Tensor, queries: Tensor) -> Tensor:
+    def score(self, prompt: PromptEntries) -> Tensor:
         """Return scores `[n_kv_head, length]` of one layer's entries of a prompt; the highest stay. The last
-        `snapkv_window` tokens stay whatever they score, and may be left out.
+        `snapkv_window` tokens stay whatever they score, and may be left out."""
 
-        keys: `[n_kv_head, length, head_dim]`, rotated. queries: of the prompt's last `n_queries` tokens, `[n_head,
-        n_queries, head_dim]`, rotated; `[0]` for a policy that needs none.
-        """
+    def dry_run(self, cache: KVCache, length: int) -> None:
+        super().dry_run(cache, length)
+        source = FullKVCache(TINY, 1, length)
+        source.entries.copy_(torch.arange(source.entries.numel()).view(source.entries.shape) % 97)
+        cache.fill_row(0, source, length, queries=[torch.ones(TINY.n_head, self.n_queries, TINY.head_dim)])
 
     @property
     def n_queries(self) -> int:

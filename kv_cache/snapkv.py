@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kv_cache.base import PromptEntries
 from kv_cache.scored import ScoredPolicy
 
 # Neighbours that an entry's score is averaged over, itself in the middle.
@@ -40,10 +41,9 @@ class SnapKV(ScoredPolicy):
     def n_queries(self) -> int:
         return self.snapkv_window
 
-    def score(self, keys: Tensor, queries: Tensor) -> Tensor:
+    def score(self, prompt: PromptEntries) -> Tensor:
         """Return the attention that entries before the queries get, averaged over neighbours, so that the tokens around
         an important one are kept with it."""
-        n_before, n_token = keys.shape[1] - queries.shape[1], keys.shape[1]
-        entries = torch.arange(n_token, device=keys.device)
-        votes = attention_received(queries, keys, entries > entries[n_before:, None])
+        n_before, entries = prompt.length - prompt.queries.shape[1], prompt.positions
+        votes = attention_received(prompt.queries, prompt.keys, entries > entries[n_before:, None])
         return torch.nn.functional.avg_pool1d(votes[:, :n_before], POOL, stride=1, padding=POOL // 2)

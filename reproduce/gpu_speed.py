@@ -11,7 +11,6 @@ entries; rows that do not fit into memory are left out. Exit code 1 if a cell fa
 import gc
 import itertools
 import sys
-import time
 import tomllib
 import traceback
 from collections import Counter
@@ -45,7 +44,7 @@ from engine.pacing import Fixed
 from engine.requests import Progress
 from engine.sampling.noise import Stream, gumbel
 from engine.stats import RoundStats
-from engine.timing import PhaseTimer, synchronize
+from engine.timing import PhaseTimer
 from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
@@ -170,11 +169,10 @@ def rounds(device: str, words: str) -> Record:
     session = open_fitting(f"{words} --device {device}")
     runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
     seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
-    began, drafters = time.perf_counter(), session.drafters()
+    drafters = session.drafters()
     passes.warm_up(session)
     passes.warm_up(session, drafters)
-    synchronize(runner.device)
-    warm_up_seconds, costs = time.perf_counter() - began, passes.costs_of(session, drafters)
+    costs = passes.costs_of(session, drafters)
     gc.collect()
     gc.freeze()  # a collection of all objects would pause a round
     new_pacing = partial(passes.make_pacing, session, drafters, costs)
@@ -189,7 +187,6 @@ def rounds(device: str, words: str) -> Record:
     mean_ms = 1e3 * stats.decode_seconds / len(stats.rounds)
     runner.drop_graphs()
     return record | {
-        "warm_up_seconds": warm_up_seconds,
         "kernel_ms": times.total(),
         "gap_percent": 100 * (1 - times.total() / mean_ms) if device != "cpu" else None,
         "nodes_per_layer": n_node / runner.model.config.n_layer,
@@ -198,54 +195,49 @@ def rounds(device: str, words: str) -> Record:
     }
 
 
-# Random weights in the shape of a model.
-SHAPES = {"SMALL": "HuggingFaceTB/SmolLM2-135M-Instruct", "LLAMA": "meta-llama/Meta-Llama-3.1-8B"}
 Cell = Callable[[str], Record]
-
-
-def cells_of(kernels: Mapping[str, Mapping[str, Any]], rounds_of: Mapping[str, Any]) -> dict[str, Cell]:
-    """Return the cells of gpu_speed.toml by name."""
-    functions: dict[str, Callable[..., Record]] = {"attention": attention, "linears": linears, "noise": noise}
-    found: dict[str, Cell] = {}
-    for name, given in kernels.items():
-        arguments = {key: value for key, value in given.items() if key != "measure"}
-        found[name] = partial(functions[given["measure"]], **arguments)
-    for name, words in rounds_of["words"].items():
-        for short, model in SHAPES.items():
-            words = words.replace(short, f"--load_format dummy --model_name {model}")
-        found[name] = partial(rounds, words=f"{words} {rounds_of['common']}")
-    return found
-
-
+MEASURES: dict[str, Callable[..., Record]] = {each.__name__: each for each in (attention, linears, noise, rounds)}
 FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-CELLS = cells_of(FILE["cells"], FILE["rounds"])
-QUICK_CELLS = cells_of(FILE["quick"], FILE["quick_rounds"])
+ROUNDS = FILE["rounds"]
+
+
+def cell_of(measure: str, **arguments: Any) -> Cell:
+    """Return the measurement that a table of gpu_speed.toml describes, by the device."""
+    if "words" in arguments:
+        arguments = {"words": f"{ROUNDS} {arguments['words']}"}
+    return partial(MEASURES[measure], **arguments)
+
+
+CELLS = {name: cell_of(**table) for name, table in FILE["cells"].items()}
 Name: Any = Literal[tuple(CELLS)]
 
 
 @dataclass(frozen=True)
 class Flags(Output):
     cells: tuple[Name, ...] = ()  # cells to measure (default: all)
-    quick: bool = False  # small sizes on the CPU
 
 
-def main(flags: Flags) -> None:
-    if not (flags.quick or torch.cuda.is_available()):
-        refuse("the machine", "no CUDA device", "a CUDA device that PyTorch sees", fix="--quick runs small sizes here")
-    require_appendable(flags.output)
-    known, device, n_failed = QUICK_CELLS if flags.quick else CELLS, "cpu" if flags.quick else "cuda", 0
-    for name in flags.cells or known:
+def measure(cells: Mapping[str, Cell], device: str, output: str | None) -> int:
+    """Publish a record of each cell as it ends. Returns how many failed."""
+    n_failed = 0
+    for name, cell in cells.items():
         say(name)
         try:
             with torch.inference_mode():
-                figures = {"status": "done"} | known[name](device)
+                figures = {"status": "done"} | cell(device)
         except Exception as error:  # the other cells may run
             traceback.print_exc()
             n_failed += 1
             figures = {"status": "error", "error": f"{type(error).__name__}: {str(error)[:2000]}"}
-        named = {"benchmark": "gpu_speed", "cell": name, "quick": flags.quick}
-        publish(flags.output, rounded(figures | named | provenance()))
-    if n_failed:
+        publish(output, rounded(figures | {"benchmark": "gpu_speed", "cell": name} | provenance()))
+    return n_failed
+
+
+def main(flags: Flags) -> None:
+    if not torch.cuda.is_available():
+        refuse("the machine", "no CUDA device", "a CUDA device that PyTorch sees", fix="run this on a machine with one")
+    require_appendable(flags.output)
+    if measure({name: CELLS[name] for name in flags.cells or CELLS}, "cuda", flags.output):
         sys.exit(1)
 
 

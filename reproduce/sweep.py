@@ -30,6 +30,7 @@ from common.checkout import ROOT
 from common.errors import DataError, flag, refuse
 from common.jsonl import append_record, read_lines, require_appendable
 from common.say import say
+from reproduce.helpers.records import parse, parse_values
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,6 @@ class Cell(NamedTuple):
         return " ".join(self.words())
 
 
-def parse(text: str) -> Any:
-    """Return a value as TOML reads it (0.5, true, [64, 128], "quoted"), or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[Any]]:
     """Return the values to try of every flag of `name=value` and `name=v1,v2` texts. Errors: ConfigError."""
     found: dict[str, list[Any]] = {}
@@ -82,8 +75,7 @@ def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[An
             refuse(field, text, "name=value", "a flag has no value", f"write {flag(field)} gamma=3")
         if name in found:
             refuse(field, name, "every flag once", "a flag is given twice", "leave out all but one")
-        values = parse(f"[{value}]") if field == "axis" else [parse(value)]
-        found[name] = values if isinstance(values, list) else [parse(part.strip()) for part in value.split(",")]
+        found[name] = parse_values(value) if field == "axis" else [parse(value)]
     return found
 
 

@@ -18,12 +18,12 @@ from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, refuse
 from common.tables import Column, console, markdown
-from reproduce.helpers.columns import SPECIFICATIONS, of, pivot
+from reproduce.helpers.columns import SPECIFICATIONS, medians, of, pivot, ranked
 from reproduce.helpers.lines import LINES
-from reproduce.helpers.records import Record, read_records
+from reproduce.helpers.records import Record, read_records, rows_of, selected
 
 RESULTS = ROOT / "reproduce" / "results"
-DOCS = ("performance", "gpu", "long_texts", "trained_heads", "serving")
+DOCS = ("performance", "gpu", "long_texts", "trained_heads")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "reproduce" / "README.md")
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES = SPECIFICATIONS["tables"]
@@ -38,7 +38,11 @@ class Flags:
 def made(name: str, records: list[Record]) -> tuple[Sequence[Record], Sequence[Column]]:
     """Return the lines and the columns of a table."""
     table = TABLES[name]
-    rows, names = LINES[table.get("rows", "rows_of")](records), table["columns"]
+    rows = LINES[table["lines"]](records) if "lines" in table else rows_of(records, table.get("each", "rows"))
+    rows = selected(rows, table.get("where", ()))
+    if "median" in table:
+        rows = medians(rows, table["median"])
+    rows, names = ranked(rows, table.get("sort", "")), table["columns"]
     return pivot(rows, names, table["by"], table["cell"]) if "by" in table else (rows, of(names))
 
 
@@ -59,13 +63,11 @@ def filled(page: Path) -> str:
     """Return the page's text with its tables made anew."""
 
     def make(place: re.Match) -> str:
-        table = TABLES[place[2]]
-        file, cells = table.get("file"), table.get("cells")
-        records = read_records(RESULTS / file) if file else []
-        shown = [record for record in records if not cells or record["cell"] in cells]
-        shown = shown[-1 if table.get("is_last") else 0 :]
-        source = f"{provenance_line(shown, file, page)}\n\n" if file else ""
-        return f"{place[1]}{source}{markdown(*made(place[2], shown))}\n{place[3]}"
+        table, records = TABLES[place[2]], list[Record]()
+        if file := table.get("file"):
+            records = selected(read_records(RESULTS / file), table.get("records", ()))[-table.get("last", 0) :]
+        source = f"{provenance_line(records, file, page)}\n\n" if file else ""
+        return f"{place[1]}{source}{markdown(*made(place[2], records))}\n{place[3]}"
 
     return PLACE.sub(make, page.read_text(encoding="utf-8"))
 
@@ -80,7 +82,7 @@ def main(flags: Flags) -> None:
         refuse("NAME", flags.name, ", ".join(TABLES), "there is no such table", "choose among these")
     records = [record for path in flags.records for record in read_records(path)]
     if not records and "file" in TABLES[flags.name]:
-        refuse("RECORDS", " ".join(flags.records), "a file of records", "there are no records", error=DataError)
+        refuse("RECORDS", "no file", "a file of records", "the table has no records", error=DataError)
     print(console(*made(flags.name, records)))
 
 

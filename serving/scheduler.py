@@ -3,6 +3,7 @@
 Where ranks share the model, the leader decides which requests join and leave, and every rank does the same.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,8 +36,6 @@ CPU_PREFILL, GPU_PREFILL = 256, 2048
 # Costs are measured after prompts of the plan's typical length, and of that length over SHORTER, since the best draft
 # depends on the length of a text.
 SHORTER = 16
-# Plain steps of a decode that is so long that all measuring pays.
-MANY_STEPS = 10**9
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _with_noise(session: Session, length: int) -> Session:
 
 def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
     """Return the costs of rounds after random entries, without their acceptance, which says nothing of text."""
-    costs = costs_of(_with_noise(session, length), drafters, n_steps=MANY_STEPS)
+    costs = costs_of(_with_noise(session, length), drafters, n_steps=math.inf)
     assert costs is not None, "something is to be chosen"
     by_rows = {n: [replace(cost, acceptance=None) for cost in each] for n, each in costs.by_rows.items()}
     return replace(costs, by_rows=by_rows)

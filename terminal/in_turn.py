@@ -29,18 +29,25 @@ def require_fixed_text(config: RunConfig) -> None:
 def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
     """Return the plan of a run that decodes prompts plainly and speculatively in turn. Errors: UserError.
 
-    evicts: lower a fixed draft budget to half of the longest prompt, or to the least that its policy needs, since a
-    cache with room for the whole prompt would hold what the target's holds.
+    evicts: lower fixed draft budgets to half of the longest prompt, or to the most that a draft needs, since a cache
+    with room for the whole prompt would hold what the target's holds.
     """
     require_fixed_text(config)
     plan = resolve(config, texts)
-    lowered = [draft.within(plan.prefix_len // 2, plan.gamma) for draft in config.drafts]
-    if not evicts or lowered == [*config.drafts]:
+    if not evicts:
         return plan
-    plan = plan.with_drafts(lowered[0], tuple(lowered[1:]))
-    n_entries, n_tokens = plan.candidates[0].capacity, plan.prefix_len
-    say(f"note: the draft's cache keeps {n_entries} entries of prompts of up to {n_tokens} tokens (--draft_budget)")
-    return plan
+
+    def lowered(n_entries: int) -> Plan:
+        first, *others = (draft.within(n_entries, plan.gamma) for draft in config.drafts)
+        return plan.with_drafts(first, tuple(others))
+
+    halved = lowered(plan.prefix_len // 2)
+    n_entries = max(draft.capacity for draft in halved.candidates)
+    if halved.config.drafts == config.drafts:
+        return plan
+    said = f"{n_entries} entries of prompts of up to {plan.prefix_len} tokens (--draft_budget)"
+    say(f"note: the draft's cache keeps {said}")
+    return lowered(n_entries)  # a policy that needs more than half of a prompt sets the size of the others
 
 
 def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:

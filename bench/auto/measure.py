@@ -43,31 +43,25 @@ class RunCosts:
     seconds: float
 
 
-def costs_of(
-    session: Session, drafters: Sequence[Drafter], whole: bool = False, n_steps: int | None = None
-) -> RunCosts | None:
+def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | None = None) -> RunCosts | None:
     """Return the costs of a session's rounds, measured from the prefilled state; None if nothing is to be chosen.
 
     Models are measured without the text drafters next to them: a guess in every row would leave the model out. Every
-    rank has to call this, and gets the leader's costs. whole: measure at every gamma, with all rows busy. n_steps:
-    plain steps of the decode to come; None: derived from the session's prompts.
+    rank has to call this, and gets the leader's costs. n_steps: plain steps of the decode to come; None: derived from
+    the session's prompts.
     """
     plan = session.plan
     if not plan.chooses:
         return None
-    started, gammas, n_rows = time.perf_counter(), plan.gammas, min(plan.n_rows, len(session.prompts))
+    started, n_rows = time.perf_counter(), min(plan.n_rows, len(session.prompts))
     n_steps = n_steps or plan.gen_len * math.ceil(len(session.prompts) / n_rows)
-    label = "costs" if whole else f"costs ({MEASURING_SECONDS:.0f} s or less)"
-    with progress_bar(label, None) as bar:
-        how = {**session.how, "gamma": gammas[-1], "progress": BarProgress(bar)}
+    with progress_bar(f"costs ({MEASURING_SECONDS:.0f} s or less)", None) as bar:
+        how = {**session.how, "gamma": plan.gamma, "progress": BarProgress(bar)}
         # Captured rounds always run the model, and are captured for the drafter that decodes.
         captures = session.runner.graphs is not None
         models = [each if captures else each.without_texts for each in drafters]
         rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
-        if whole:
-            costs = {n_rows: measure_costs(rehearsal, gammas)}
-        else:
-            costs = measure_for_decode(rehearsal, gammas, n_steps)
+        costs = measure_costs(rehearsal, plan.gammas, n_steps)
     costs = session.ranks.shared(lambda: costs)
     return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
 
@@ -157,69 +151,39 @@ class Rehearsal:
         self.timed[self._next].append(parts)
 
 
-def measure_costs(
-    rehearsal: Rehearsal, gammas: Sequence[int], seconds: float = MEASURING_SECONDS, deadline: float = math.inf
-) -> list[Costs]:
-    """Return the costs of each drafter: medians of interleaved rounds while all rows decode.
+def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: float = math.inf) -> dict[int, list[Costs]]:
+    """Return the costs of each drafter by the number of busy rows, for a decode of `n_steps` plain steps: medians of
+    interleaved rounds.
 
-    The first drafter of each kind, whose rounds cost most, is measured at every gamma that it has. The others only add
-    their draft step, at the middle gamma. seconds: limit of all rounds, unless the fewest take longer. deadline:
-    seconds after which only choices without a timed round run. Code has to be compiled and captured before. Errors:
-    UserError if logits are not finite.
+    The first drafter of each kind, whose rounds cost most, is measured at the least, the middle and the largest gamma.
+    The others only add their draft step, at the middle gamma. All rows decode; in a long decode also the fewest that
+    are computed. Rounds take MEASURING_SECONDS and a share of the decode at most, unless the fewest take longer. Code
+    has to be compiled and captured before. Errors: UserError if logits are not finite.
     """
-    n_untimed = UNTIMED_ROUNDS if rehearsal.runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
-    choices = [PLAIN]
+    runner, n_rows, choices = rehearsal.runner, len(rehearsal.prompts), [PLAIN]
+    points = sorted({gammas[0], middle(gammas), gammas[-1]})
     for first, *others in kinds(rehearsal.drafters):
-        choices += [Choice(first, gamma) for gamma in within(gammas, rehearsal.drafters[first])]
-        choices += [Choice(index, middle(within(gammas, rehearsal.drafters[index]))) for index in others]
-    rehearsal.run(choices, n_untimed + FEWEST_TIMED, deadline)
-    for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
-        if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
-            rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every, deadline)
-    rehearsal.run(choices, MOST_TIMED - FEWEST_TIMED, seconds)
-    return costs_of_rounds(rehearsal, n_untimed)
+        choices += [Choice(first, gamma) for gamma in within(points, rehearsal.drafters[first])]
+        choices += [Choice(index, middle(within(points, rehearsal.drafters[index]))) for index in others]
+    n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
 
+    def fewest_rounds() -> list[Costs]:
+        rehearsal.run(choices, n_untimed + FEWEST_TIMED, MEASURING_SECONDS)
+        for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
+            if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
+                rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every, MEASURING_SECONDS)
+        return costs_of_rounds(rehearsal, n_untimed)
 
-def measure_for_decode(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: int) -> dict[int, list[Costs]]:
-    """Return the costs of rounds by the number of busy rows, for a decode of `n_steps` plain steps.
-
-    A short decode is measured at the middle gamma and the largest; a longer decode at all gammas, and with the fewest
-    rows that are computed. This takes MEASURING_SECONDS at most, unless the first rounds of those two gammas take
-    longer.
-    """
-    runner, n_rows, deadline = rehearsal.runner, len(rehearsal.prompts), MEASURING_SECONDS
-    few = sorted({middle(gammas), gammas[-1]})
-    costs = measure_costs(rehearsal, few, 0.0, deadline)
-    few_rows = runner.n_computed(1)
-    for_few_rows = fewest_seconds(costs, rehearsal.drafters, few) if few_rows < n_rows else 0.0
-
-    def seconds_for_more() -> float:
-        """Return the limit of rounds with all rows, or 0 if there is no time for all gammas."""
-        rest = deadline - for_few_rows
-        has_rest = rehearsal.seconds + fewest_seconds(costs, rehearsal.drafters, gammas) <= rest
-        is_long = has_time(costs, rehearsal.drafters, gammas, n_steps)
-        return min(rest, MOST_SHARE * n_steps * costs[0].plain_ms / 1e3) if has_rest and is_long else 0.0
-
-    if not (seconds := runner.ranks.shared(seconds_for_more)):
-        return {n_rows: costs}
-    found = {n_rows: measure_costs(rehearsal, gammas, seconds, deadline)}
-    if few_rows < n_rows:
+    share = MOST_SHARE * n_steps * fewest_rounds()[0].plain_ms / 1e3
+    few_rows = min(n_rows, runner.n_computed(1))
+    until = min(MEASURING_SECONDS, share) / (1 if few_rows == n_rows else 2)
+    is_long = runner.ranks.shared(lambda: rehearsal.seconds < until)
+    rehearsal.run(choices, MOST_TIMED - FEWEST_TIMED, until)
+    found = {n_rows: costs_of_rounds(rehearsal, n_untimed)}
+    if few_rows < n_rows and is_long:
         rehearsal.keep(few_rows)
-        found[few_rows] = measure_costs(rehearsal, few, 0.0, deadline)
+        found[few_rows] = fewest_rounds()
     return found
-
-
-def has_time(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: Sequence[int], n_steps: int) -> bool:
-    """Return whether rounds of all gammas and drafters take a small share of a decode of `n_steps` plain steps."""
-    share = MOST_SHARE * n_steps * costs[0].plain_ms / 1e3
-    return fewest_seconds(costs, drafters, gammas) <= min(share, MEASURING_SECONDS)
-
-
-def fewest_seconds(costs: Sequence[Costs], drafters: Sequence[Drafter], gammas: Sequence[int]) -> float:
-    """Return the expected seconds of the fewest rounds of all drafters at these gammas."""
-    ms = [costs[0].plain_ms, *(cost.round_ms(middle(gammas)) for cost in costs)]
-    ms += [costs[first].round_ms(gamma) for first, *_ in kinds(drafters) for gamma in within(gammas, drafters[first])]
-    return (UNTIMED_ROUNDS + FEWEST_TIMED) * sum(ms) / 1e3
 
 
 def middle(gammas: Sequence[int]) -> int:

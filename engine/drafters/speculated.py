@@ -215,6 +215,10 @@ class HierarchicalPlan(DraftPlan):
 
     config: Hierarchical
 
+    def remarks(self, target: PlannedTarget) -> list[str]:
+        outer, inner = self.parts
+        return [*outer.remarks(target), *inner.remarks(target.longer(outer.gamma))]
+
     def make(self, parts: Parts) -> Speculated:
         outer, inner = self.parts
         drafter = outer.make(parts)

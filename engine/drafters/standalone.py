@@ -116,7 +116,7 @@ class StandaloneConfig(ModelDrafterConfig):
         """Return the plan. model, ranks: the flags that name the checkpoint and its ranks, for messages."""
 
         def find(changes: ConfigChanges) -> ModelSource:
-            return find_model(self.draft_model, target.load_format, None, flag(model), target.verify, changes)
+            return find_model(self.draft_model, target.load_format, None, flag(model), changes)
 
         facts = self.facts(target, find)
         source, group = facts["source"], check_draft_ranks(self.draft_ranks, target.group)

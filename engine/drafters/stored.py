@@ -43,7 +43,7 @@ class PlannedTarget:
     """The target that drafts are planned for, as its run stores it, and the sizes of the run.
 
     prefix_len: tokens of the longest prompt. capacity: tokens of the longest row; 0 while they follow from gamma.
-    group: ranks that hold the target, in shard order. load_format, verify, changes: see `find_model`; a second model is
+    group: ranks that hold the target, in shard order. load_format, changes: see `find_model`; a second model is
     found in the same way. repeats_plain: True if plain decoding runs, and speculation emits its tokens.
     """
 
@@ -57,7 +57,6 @@ class PlannedTarget:
     attention: Backend = "auto"
     compile: bool = False
     load_format: str = "pth"
-    verify: bool = False
     changes: ConfigChanges = NO_CHANGES
     repeats_plain: bool = False
 

@@ -40,10 +40,6 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        """True if a block of `n_token` tokens copies or converts the entries before it attends to them. group: tokens
-        that share a grid in 4 bits; None for other entries."""
-
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Any:
         """Return the inputs of `attend` that all layers of a forward share. queries: positions, `[B, T]` int64."""
 

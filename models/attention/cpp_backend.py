@@ -48,14 +48,11 @@ class CppAttention:
     def __init__(self, kernel: ctypes.CDLL | None = None) -> None:
         self._kernel = kernel or load_library("attention")
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        return group is not None and group % LANES > 0
-
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> CppPrepared:
         return CppPrepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: CppPrepared) -> Tensor:
-        if kv.packed is not None and self.dequantizes(q.shape[1], kv.packed.group):
+        if kv.packed is not None and kv.packed.group % LANES:
             kv = kv.unpacked(q.dtype)
         batch, n_token, n_head, head_dim = q.shape
         n_slot, n_kv_head = kv.keys.shape[1:3]

@@ -111,9 +111,6 @@ class FlashAttention:
     def __init__(self, flavour: Flavour, fallback: AttentionBackend) -> None:
         self.flavour, self.fallback = flavour, fallback
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        return self.fallback.dequantizes(n_token, group)
-
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> FlashPrepared:
         """Return the kernel's arguments for queries at `[B, T]`; its causal mask ends at the last key of each row.
 

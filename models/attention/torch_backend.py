@@ -27,9 +27,6 @@ class TorchAttention:
 
     name = "torch"
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        return True
-
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor | CausalBias:
         """Return an additive mask: `[B, 1, G*T, C]` for blocks (group-major rows), `[B, 1, T, C]` for chunks.
 

@@ -209,9 +209,6 @@ class TritonAttention:
     name = "triton"
     fallback = TorchAttention()
 
-    def dequantizes(self, n_token: int, group: int | None = None) -> bool:
-        return n_token > MAX_BLOCK
-
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Any:
         if queries.shape[1] > MAX_BLOCK or unsupported(spec):
             return self.fallback.prepare(spec, queries, slots)

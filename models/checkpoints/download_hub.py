@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 
 from common.errors import CheckpointError, refuse
-from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, update_manifest
+from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, sha256_of, update_manifest
 
 WEIGHT_PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # with indices; the first format is used
 
@@ -38,12 +38,11 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
     if foreign:  # weights or a tokenizer of two checkpoints would be mixed
         seen, fix = f"{', '.join(foreign)}, which {repo_id} does not have", "choose another folder with --out_dir"
         refuse(Path(out_dir), seen, "a folder without another checkpoint", fix=fix, error=CheckpointError)
-    entries = describe(out_dir, names)
-    for name, entry in entries.items():
-        lfs, fix = siblings[name].lfs, "delete that file and run download.py again"
-        if lfs and lfs.sha256 != entry["sha256"]:
-            refuse(out_dir / name, entry["sha256"], lfs.sha256, "a file is damaged", fix, CheckpointError)
-    update_manifest(out_dir, entries)
+    for name in names:
+        if (lfs := siblings[name].lfs) and lfs.sha256 != (found := sha256_of(out_dir / name)):
+            fix = "delete that file and run download.py again"
+            refuse(out_dir / name, found, lfs.sha256, "a file is damaged", fix, CheckpointError)
+    update_manifest(out_dir, describe(out_dir, names))
 
 
 def select_files(names: Iterable[str]) -> list[str]:

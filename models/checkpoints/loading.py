@@ -65,12 +65,10 @@ def save_checkpoint(path: Path, config: ModelConfig, state_dict: Mapping[str, Te
         torch.save(content, partial)
 
 
-def read_checkpoint(
-    path: str | Path, *, config: ModelConfig | None = None, verify: bool = False
-) -> tuple[ModelConfig, dict[str, Tensor]]:
+def read_checkpoint(path: str | Path, *, config: ModelConfig | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Map a model.pth into memory and check it against its config and manifest.
 
-    path: the file, or its folder. verify: see `check_files`.
+    path: the file, or its folder.
     config: runs the model instead of the config.json next to it; it must have tensors of the same shapes.
     Returns the config and CPU tensors in the stored dtypes, backed by the file. Raises CheckpointError, ConfigError.
     """
@@ -80,7 +78,7 @@ def read_checkpoint(
         fix = f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
         refuse_weights(path, "no such file", f"a {files.WEIGHTS}, or a folder with one", fix=fix)
     expected = config or config_from_json(path.parent / files.CONFIG)
-    files.check_files(path.parent, (path.name, files.CONFIG, *TOKENIZER_FILES), verify=verify)
+    files.check_files(path.parent, (path.name, files.CONFIG, *TOKENIZER_FILES))
     _check_sources(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -105,8 +103,7 @@ def _check_sources(path: Path) -> None:
         source = path.parent / name
         if name in files.SIDE_FILES or not source.is_file():
             continue
-        is_newer, has_size = source.stat().st_mtime > path.stat().st_mtime, source.stat().st_size == entry["size"]
-        if not has_size or (is_newer and files.remembered_sha256(source) != entry["sha256"]):
+        if files.differing(source, entry):
             what = "weights were saved again after their conversion"
             refuse_weights(source, "other content", f"the weights that {path.name} has", what)
 
@@ -128,7 +125,6 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     load_format: str = "pth",
     config: ModelConfig | None = None,
-    verify: bool = False,
     prepack: bool = True,
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
@@ -154,7 +150,7 @@ def load_model(
     if load_format == "dummy":
         config = config or preset_config(str(path))
     else:
-        config, state_dict = read_checkpoint(path, config=config, verify=verify)
+        config, state_dict = read_checkpoint(path, config=config)
     if layers is not None:
         state_dict, config = drop_layers(state_dict, config, set(range(config.n_layer)).difference(layers))
     if quantize:

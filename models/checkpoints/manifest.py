@@ -1,10 +1,9 @@
-"""The manifest.json of a checkpoint folder: sizes and SHA-256 of its files, and the recipe of the last conversion."""
+"""The manifest.json of a checkpoint folder: sizes and samples of its files, and the recipe of the last conversion."""
 
 import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -19,13 +18,12 @@ from common.errors import CheckpointError, refuse
 from common.jsonl import parse_json
 from models.checkpoints.hf_config import GENERATION_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
-from models.kernels.build import cache_folder
 
 MANIFEST, WEIGHTS, CONFIG = "manifest.json", "model.pth", "config.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 PARTIAL = ".partial"  # suffix of folders in which files are written
 DAY = 24 * 3600
-REMEMBERED_FROM = 1 << 20  # bytes: smaller files are read again
+N_PIECES, PIECE_BYTES = 64, 4096  # pieces of a file that are compared, and the bytes of each
 SIDE_FILES: tuple[str, ...] = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 SIDE_FILES += ("special_tokens_map.json", GENERATION_CONFIG)
 
@@ -63,44 +61,37 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remembered_sha256(path: Path) -> str:
-    """Return a file's hex SHA-256, from `cache_folder` if this version of the file was read before. A version is an
-    inode, size and times, so bits that a disk changes by itself go unnoticed."""
-    stat = path.stat()
-    if stat.st_size < REMEMBERED_FROM:
-        return sha256_of(path)
-    version = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-    found = ""
-    with suppress(OSError, RuntimeError, CheckpointError):  # RuntimeError: a user without a home folder
-        note = cache_folder() / "sha256" / version
-        found = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
-        if not re.fullmatch("[0-9a-f]{64}", found):
-            found = sha256_of(path)
-            write_text(note, found)
-    return found or sha256_of(path)
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return the entry of a file in a manifest: its size in bytes, and the SHA-256 of pieces of it, or of a small file
+    as a whole. Other weights of the same shape differ in every piece; a few bits that changed may go unnoticed."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        for piece in range(N_PIECES):
+            file.seek(max(piece * PIECE_BYTES, (size - PIECE_BYTES) * piece // (N_PIECES - 1)))
+            digest.update(file.read(PIECE_BYTES))
+    return {"size": size, "sample": digest.hexdigest()}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder: {"files": {name: {"size": bytes, "sha256": hex}}, ...}, without files if missing.
+    """Read the manifest of a folder: {"files": {name: {"size": bytes, "sample": hex}}, ...}, without files if missing.
     "generated" marks a file that a conversion made from a GGUF's metadata. "converted_from" is the recipe of the last
     conversion; its "published" lists the dtypes of the source's matrices. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         manifest = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
         for name, entry in manifest["files"].items():
-            if not entry.keys() >= {"size", "sha256"}:
-                raise ValueError(f"{name} has no size or sha256")
+            if "size" not in entry:
+                raise ValueError(f"{name} has no size")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        required = '{"files": {name: {"size": ..., "sha256": ...}}}'
+        required = '{"files": {name: {"size": ..., "sample": ...}}}'
         fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
         refuse(path, repr(error), required, fix=fix, error=CheckpointError)
     return dict(manifest)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return manifest entries of files by name: size in bytes and hex SHA-256."""
-    paths = {name: folder / name for name in names}
-    return {name: {"size": path.stat().st_size, "sha256": remembered_sha256(path)} for name, path in paths.items()}
+    """Return manifest entries of files by name."""
+    return {name: describe_file(folder / name) for name in names}
 
 
 def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: Any) -> None:
@@ -111,23 +102,23 @@ def update_manifest(folder: Path, entries: dict[str, dict[str, Any]], **extra: A
     write_text(folder / MANIFEST, text + "\n")
 
 
-def check_files(folder: Path, names: Iterable[str], *, verify: bool = False) -> None:
-    """Compare sizes and SHA-256 of files with the manifest; files that it does not list pass. verify: read every file
-    instead of using stored sums. Raises CheckpointError naming the file that is missing or differs."""
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Compare files with the manifest; files that it does not list pass. Raises CheckpointError naming the file that is
+    missing or differs."""
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
-        path, entry = folder / name, entries[name]
-        seen: object = path.stat().st_size if path.is_file() else "no such file"
-        required: object = entry["size"]
-        if seen == required:
-            required = entry["sha256"]
-            # A stored sum that differs may be garbled: read the file.
-            if verify or (seen := remembered_sha256(path)) != required:
-                seen = sha256_of(path)
-        if seen != required:
+        if found := differing(folder / name, entries[name]):
             what = "a file is not the one that the manifest describes"
             fix = "download or convert it again (--force, where it was changed on purpose)"
-            refuse(path, seen, f"{required} ({MANIFEST})", what, fix, CheckpointError)
+            refuse(folder / name, found, f"{entries[name]} ({MANIFEST})", what, fix, CheckpointError)
+
+
+def differing(path: Path, entry: dict[str, Any]) -> str | None:
+    """Return what a file is, where that is not what its entry in a manifest says; None if it is."""
+    if not path.is_file():
+        return "no such file"
+    found = describe_file(path)
+    return None if all(entry.get(key, value) == value for key, value in found.items()) else str(found)
 
 
 def downloaded_side_files(folder: Path) -> tuple[str, ...]:

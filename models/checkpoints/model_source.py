@@ -46,7 +46,6 @@ class ModelSource:
     load_format: str
     config: ModelConfig
     name: str
-    verify: bool = False
     is_changed: bool = False
     most_drafts: int = sys.maxsize
     borrowed: tuple[str, ...] = ()
@@ -60,14 +59,6 @@ class ModelSource:
     def is_default(self) -> bool:
         """True for the built-in model as it was fetched, false for models derived from it."""
         return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
-
-    @property
-    def weights_sha256(self) -> str:
-        """SHA-256 of the file of weights; of random weights, a word."""
-        if not self.has_text:
-            return "random"
-        path = Path(self.path)
-        return files.remembered_sha256(path if path.suffix == ".pth" else path / files.WEIGHTS)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
@@ -90,7 +81,7 @@ class ModelSource:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """SHA-256 of the checkpoint's manifest, which has the sums of all files; None without a manifest."""
+        """SHA-256 of the checkpoint's manifest, which describes all files; None without a manifest."""
         manifest = _folder(self.path) / files.MANIFEST
         return files.sha256_of(manifest) if manifest.is_file() else None
 
@@ -129,16 +120,11 @@ class ModelSource:
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
         config = self.config if self.is_changed or not self.has_text else None
-        return load_model(self.path, config=config, load_format=self.load_format, verify=self.verify, **options)
+        return load_model(self.path, config=config, load_format=self.load_format, **options)
 
 
 def find_model(
-    path: str,
-    load_format: str,
-    name: str | None,
-    where: str,
-    verify: bool = False,
-    changes: ConfigChanges = NO_CHANGES,
+    path: str, load_format: str, name: str | None, where: str, changes: ConfigChanges = NO_CHANGES
 ) -> ModelSource:
     """Find the model that the flag `where` names, and check that its weights are there and whole, without reading them.
     A path to random weights need not exist: its folder may have the name of a published configuration. Raises
@@ -161,7 +147,7 @@ def find_model(
     values = with_end_tokens(read_config(folder / files.CONFIG), folder)
     config = config_from_hf(changes.apply(values, in_file), where=in_file)
     name = name or (DEFAULT_NAME if is_default else folder.resolve().name)
-    return ModelSource(path, load_format, config, name, verify, changes != NO_CHANGES)
+    return ModelSource(path, load_format, config, name, changes != NO_CHANGES)
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:

@@ -1,8 +1,10 @@
 """The columns of tables.toml, what they show of a record, and tables with a column for each value of a field."""
 
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import bench
@@ -24,6 +26,11 @@ def over(numerator: str, denominator: str) -> Callable[[Record], float | None]:
 def first_of(names: Sequence[str], record: Record) -> object:
     """Return the first of these fields that is set."""
     return next((record[name] for name in names if record.get(name)), None)
+
+
+def drafter_text(record: Record) -> str:
+    """Return a drafter's name without the folders of checkpoints."""
+    return re.sub(r":[^@=+]*/[^@=+]*", "", record["drafter"])
 
 
 def speedup_text(value: float) -> str:
@@ -48,10 +55,9 @@ def prediction_text(fact: Record) -> str:
     return " / ".join(texts) + ("" if is_ratio or published.is_acceptance_known(fact) else "?")
 
 
-def published_text(kind: str, record: Record) -> str | None:
-    """Return the published speedup or acceptance of the same models and setting as a record's."""
-    facts = published.published_speedups() if kind == "speedup" else published.published()[kind]
-    fact = published.find_fact(facts, record)
+def published_text(facts: Callable[[], Sequence[Record]], record: Record) -> str | None:
+    """Return the published number of the same models and setting as a record's."""
+    fact = published.find_fact(facts(), record)
     return None if fact is None else f"{fact['value']:.2f}"
 
 
@@ -61,12 +67,13 @@ def ratio_name(fact: Record) -> str:
 
 VALUES: dict[str, Callable[[Record], object]] = {
     "acceptance_text": acceptance_text,
+    "drafter_text": drafter_text,
     "identical_text": identical_text,
     "gain": gain_text,
     "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
     "prediction_text": prediction_text,
-    "published_speedup": partial(published_text, "speedup"),
-    "published_acceptance": partial(published_text, "acceptance"),
+    "published_speedup": partial(published_text, published.published_speedups),
+    "published_acceptance": partial(published_text, published.published_rates),
     "ratio_name": ratio_name,
     "target_name": published.target_name,
     "draft_name": published.draft_name,
@@ -102,19 +109,42 @@ def shown(columns: Sequence[Column], rows: Sequence[Record]) -> list[Column]:
     return [column for column in columns if {column.cell(row) for row in rows} != {column.missing}]
 
 
-def pivot(rows: Sequence[Record], names: str, key: str, cell: str) -> tuple[list[Record], list[Column]]:
-    """Return a table with a column for each value of `key`, in order, in the place of PIVOT among the names of columns,
-    which shows `cell` of the last such row; and a line for each combination of what the columns before it show."""
+def ranked(rows: Sequence[Record], names: str) -> list[Record]:
+    """Return rows in the order of these columns: what a row lacks before numbers, and numbers before words."""
+
+    def rank(row: Record) -> list[tuple]:
+        values = (column.value(row) for column in of(names))
+        return [(value is not None, isinstance(value, str), value) for value in values]
+
+    return sorted(rows, key=rank)
+
+
+def medians(rows: Sequence[Record], names: str) -> list[Record]:
+    """Return a row for each combination of what these columns show, with the medians of all numbers of its rows."""
+    columns = of(names)
+    groups = grouped(rows, lambda row: tuple(column.cell(row) for column in columns)).values()
+    return [group[-1] | {name: median(values) for name, values in _numbers(group).items()} for group in groups]
+
+
+def _numbers(rows: Sequence[Record]) -> dict[str, list[float]]:
+    """Return the fields that are a number in all rows."""
+    values = {name: [row.get(name) for row in rows] for name in rows[0]}
+    return {name: each for name, each in values.items() if all(type(value) in (int, float) for value in each)}
+
+
+def pivot(rows: Sequence[Record], names: str, by: str, cell: str) -> tuple[list[Record], list[Column]]:
+    """Return the lines and columns of a table that has, in the place of PIVOT among `names`, a column for each value of
+    the column `by`: it shows `cell` of the last such row. A line is a combination of what the columns before show."""
     index, _, after = names.partition(PIVOT)
-    before, inner = of(index), column(cell)
+    before, inner, key = of(index), column(cell), column(by)
 
     def show(value: object) -> Callable[[Record], str | None]:
         return lambda line: line["cells"].get(value)
 
     lines = [
-        group[0] | {"cells": {row[key]: inner.cell(row) for row in group}}
+        group[0] | {"cells": {key.value(row): inner.cell(row) for row in group}}
         for group in grouped(rows, lambda row: tuple(column.cell(row) for column in before)).values()
     ]
-    values = sorted({row[key] for row in rows})
-    heads = [value if isinstance(value, str) else f"{column(key).head} {value}" for value in values]
+    values = [key.value(row) for row in ranked([*{key.value(row): row for row in rows}.values()], by)]
+    heads = [value if isinstance(value, str) else f"{key.head} {value}" for value in values]
     return lines, [*before, *(Column(show(value), head) for value, head in zip(values, heads, strict=True)), *of(after)]

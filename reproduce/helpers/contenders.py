@@ -65,10 +65,9 @@ class Contender:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
         each = [total(rows) for rows in self.by_source.values()]
         counts = total(each)
-        names = ("rounds", *bench.COUNTED)
-        of_each = {f"{name}_of_each": [getattr(row, name) for row in each] for name in ("verified", "accepted")}
-        error = {"acceptance_standard_error": acceptance_standard_error(each)}
-        return {name: getattr(counts, name) for name in names} | error | of_each
+        found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
+        found |= {"acceptance_standard_error": acceptance_standard_error(each)}
+        return found | {"by_row": bench.counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Decoder(Contender):
         bench.warm_up(session, drafters)
         if drafters:
             if repeat not in self.costs:
-                self.costs[repeat] = bench.costs_of(session, drafters, whole=True)
+                self.costs[repeat] = bench.costs_of(session, drafters)
             pacing = bench.make_pacing(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
         output = bench.decode(session, str(self), phase=timer, pacing=pacing)
@@ -176,9 +175,9 @@ def _sum_of(rows: Sequence[Record]) -> Record:
     sums = {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     each = [
-        Counts(verified_at=[verified], accepted_at=[accepted])
+        Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]])
         for row in rows
-        for verified, accepted in zip(row.get("verified_of_each", ()), row.get("accepted_of_each", ()), strict=True)
+        for counts in row.get("by_row", ())
     ]
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"])}
     rates |= {"acceptance_standard_error": acceptance_standard_error(each)}

@@ -11,10 +11,10 @@ import numpy as np
 
 from bench.auto.costs import tokens_per_round
 from cost_model.machines import Machine, find_machine
-from cost_model.published import same_context
+from cost_model.published import ACCEPTANCE, same_context
 from cost_model.roofline import ModelStorage, predict_costs
 from models.checkpoints.presets import preset_config
-from reproduce.helpers.records import Record, grouped
+from reproduce.helpers.records import Record
 
 SELF = "self"
 GAMMAS = (1, 2, 3, 4, 5, 6)
@@ -27,14 +27,23 @@ FLASH_ATTENTION_2 = {"tile": 64, "packs_group": False}
 def published() -> dict[str, Any]:
     """Return published.json. A published number is the `value` of a record, whose other keys are those of a run.
 
-    speedup_tables, figure_6: speedups over plain decoding; `origin` is the table's machine, or the figure. acceptance:
-    the share of verified positions that are accepted. ratios: a verification or a draft step (their `kind`) over a step
-    of plain decoding. checkpoint_names: names of the published models' checkpoints."""
+    speedup_tables, figure_6: speedups over plain decoding; `origin` is the table's machine, or the figure. ratios: a
+    verification or a draft step (their `kind`) over a step of plain decoding. checkpoint_names: names of the published
+    models' checkpoints."""
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def published_speedups() -> list[Record]:
     return [*published()["speedup_tables"], *published()["figure_6"]]
+
+
+def published_rates() -> list[Record]:
+    """Return the shares of verified positions that are accepted."""
+    return [
+        {"model": model, "draft_policy": policy, "draft_budget": budget, "prefix_len": context, "value": rate}
+        for (model, policy, budget), by_context in ACCEPTANCE.items()
+        for context, rate in by_context.items()
+    ]
 
 
 def target_name(record: Record) -> str:
@@ -47,11 +56,6 @@ def target_name(record: Record) -> str:
 def draft_name(record: Record) -> str:
     """Return "self", or the name of the draft model."""
     return target_name({"model": record["draft_model"]}) if record.get("draft_model") else SELF
-
-
-def by_pair(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Return the records of each pair of target and draft."""
-    return grouped(records, lambda record: (target_name(record), draft_name(record)))
 
 
 def find_fact(facts: Iterable[Record], record: Record) -> Record | None:
@@ -87,11 +91,10 @@ def predict(fact: Record) -> float:
 
 def is_acceptance_known(fact: Record) -> bool:
     """Return whether acceptance was published for the models and the context of a published number."""
-    known = by_pair(published()["acceptance"]).get((target_name(fact), draft_name(fact)), [])
-    return any(same_context(rate["prefix_len"], fact["prefix_len"]) for rate in known)
+    return find_fact([rate | {"draft_policy": None} for rate in published_rates()], fact) is not None
 
 
 def alpha_of(fact: Record) -> float:
     """Return the published acceptance at a context, of any models, interpolated between contexts."""
-    by_context = sorted((rate["prefix_len"], rate["value"]) for rate in published()["acceptance"])
+    by_context = sorted((rate["prefix_len"], rate["value"]) for rate in published_rates())
     return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))

@@ -1,6 +1,7 @@
-"""Read records of runs: of benchmarks, sweeps and the programs of this folder."""
+"""Read records of runs: of benchmarks, sweeps and the programs of this folder; and select among their rows."""
 
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ Record = dict[str, Any]
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Return the records of a file of JSON lines. The row of a sweep's failed cell has none. Errors: DataError."""
+    """Return the records of a file of JSON lines, with the options of the target and the draft at the top. The row of a
+    sweep's failed cell has none. Errors: DataError for a file that is missing or has no record."""
     found = []
     for number, line in read_lines(path):
         if not isinstance(line, dict):
@@ -20,24 +22,17 @@ def read_records(path: str | Path) -> list[Record]:
             refuse(f"{path}, line {number}", str(line)[:80], "a JSON object", "a line is not a record", fix, DataError)
         record = line.get("record", line)
         if record is not None:
-            found.append(with_current_names(record | bench.options_of(record)))
+            found.append(record.get("config", {}).get("target", {}) | record | bench.options_of(record))
+    if not found:
+        seen = "no record" if Path(path).exists() else "no such file"
+        refuse(Path(path), seen, "a file of records", "there are no records", "name a file with records", DataError)
     return found
 
 
-def with_current_names(record: Record) -> Record:
-    """Return an older record with today's names, also in its rows: `verified` was `judged`, and some scripts called the
-    speedup until the last row `speedup`."""
-    renamed = {"verified" if key == "judged" else key: value for key, value in record.items()}
-    if isinstance(rows := record.get("rows"), list):
-        renamed["rows"] = [with_current_names(row) for row in rows]
-    if record.get("benchmark") in ("spec_bench", "context_sweep"):
-        renamed["rows"] = [{"wall_speedup": row["speedup"]} | row for row in renamed["rows"]]
-    return renamed
-
-
-def rows_of(records: Iterable[Record]) -> list[Record]:
-    """Return each row of the records' tables, with the settings of its run; a record without a table is a row."""
-    return [record | row for record in records for row in record.get("rows", [{}])]
+def rows_of(records: Iterable[Record], each: str = "rows") -> list[Record]:
+    """Return each row of the records' lists of that name, with the settings of its run; a record without the list is a
+    row."""
+    return [record | row for record in records for row in record.get(each) or [{}]]
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
@@ -46,3 +41,33 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
+
+
+def parse(text: str) -> Any:
+    """Return a value as TOML reads it (0.5, true, [64, 128], "quoted"), or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_values(text: str) -> list[Any]:
+    """Return the values of `v1,v2`."""
+    values = parse(f"[{text}]")
+    return values if isinstance(values, list) else [parse(part.strip()) for part in text.split(",")]
+
+
+def selected(rows: Sequence[Record], conditions: Iterable[str]) -> list[Record]:
+    """Return the rows that fulfil every condition `name=v1,v2`, in which `none` stands for what a row lacks. Errors:
+    DataError for a name that no row has, or if no row is left."""
+    for condition in conditions:
+        name, _, text = condition.partition("=")
+        values = [None if value == "none" else value for value in parse_values(text)]
+        left = [row for row in rows if row.get(name) in values]
+        if not left:
+            found = sorted({str(row[name]) for row in rows if row.get(name) is not None})
+            required = f"{name} of {', '.join(found[:12])}" if found else ", ".join(sorted({*rows[0]})[:60])
+            what = "no row is as described" if found else "the rows have no such column"
+            refuse(f"where {name}", text, required, what, "choose among these", DataError)
+        rows = left
+    return [*rows]

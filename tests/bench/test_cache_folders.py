@@ -12,8 +12,6 @@ from engine import ModelRunner, generate
 from engine.drafters.markov import NGramTable
 from engine.drafters.ngram_cache import NGramCache
 from engine.prefix_store import PrefixStore
-from models.checkpoints import manifest
-from models.checkpoints.manifest import remembered_sha256, sha256_of
 from models.kernels.build import BuildChoice, remembered
 from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
 
@@ -48,17 +46,6 @@ def test_a_prompt_without_a_file_runs_again(kind: str, tmp_path: Path) -> None:
         for path in tmp_path.glob("prefix-*"):
             in_place_of(path, kind)
     assert rows[0] == rows[1] and runner.prefixes is not None and runner.prefixes.n_taken_over == 0
-
-
-@KINDS
-def test_sums_without_a_file_are_unknown(kind: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(manifest, "cache_folder", lambda: tmp_path)
-    weights = tmp_path / "weights"
-    weights.write_bytes(bytes(manifest.REMEMBERED_FROM))
-    assert remembered_sha256(weights) == sha256_of(weights)
-    (note,) = (tmp_path / "sha256").iterdir()
-    in_place_of(note, kind)
-    assert remembered_sha256(weights) == sha256_of(weights)
 
 
 @KINDS

@@ -51,5 +51,5 @@ def test_remarks_are_made_where_a_plan_would_be_misread(gamma, gen_len, budget, 
 
 
 def test_a_record_has_paths_from_the_checkout_on() -> None:
-    record = nested(RunConfig(target=Target(verify=True)))["target"]
-    assert record["model"].startswith("checkpoints/") and record["verify"] is True
+    record = nested(RunConfig(target=Target(compile=True)))["target"]
+    assert record["model"].startswith("checkpoints/") and record["compile"] is True

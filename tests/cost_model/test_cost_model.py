@@ -43,13 +43,13 @@ def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
 
 
 def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
-    """A sweep's lines have records; lines without measured costs are passed over."""
+    """A sweep's lines have records, and rows of a comparison costs of every repeat; other lines are passed over."""
     path = tmp_path / "auto.jsonl"
     flags = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --gamma auto --draft_budget auto --dtype float64"
     measured = call(BENCHMARKS[-1], f"{flags} --output {path}").record
-    path.write_text(
-        json.dumps({"record": measured}) + "\n" + json.dumps({"benchmark": "baseline"}) + "\n" + path.read_text()
-    )
+    costs = {"measured_costs": [measured["measured_costs"]] * 2, "drafter": "self@auto", "acceptance_rate": 0.5}
+    lines = {"record": measured}, {"benchmark": "baseline"}, {"benchmark": "compare", "prefix_len": 60, "rows": [costs]}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + path.read_text())
     ended = run(COST_MODEL, f"--records {path} --gammas 1 3".split())
     of_two_rows = [costs for costs in measured["measured_costs"] if costs["rows"] == 2]
     gains = [
@@ -59,6 +59,15 @@ def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
     ]
     (best,) = (row for row in ended.record["best"] if row["B"] == 2)
     assert best["predicted_speedup"] == pytest.approx(max(1.0, *gains), abs=2e-3) and best["prefix_len"] == 60
-    assert ended.out.count("streaming ") >= 2 * len(measured["measured_costs"]) and "what pays best" in ended.out
+    assert ended.out.count("streaming ") >= 4 * len(measured["measured_costs"]) and "what pays best" in ended.out
     given = run(COST_MODEL, f"--records {path} --gammas 1 3 --alpha 0".split())
     assert [row["gamma"] for row in given.record["best"]] == [0] * len(ended.record["best"])
+    assert "--alpha" in given.out and "--alpha" not in ended.out
+
+
+def test_what_memory_does_not_hold_is_not_called_best():
+    flags = "--machine A100-40 --model_name meta-llama/Meta-Llama-3.1-8B --B 4 64 --context 32000 --alpha 0.9"
+    ended = run(COST_MODEL, flags.split())
+    fitting, large = ended.record["best"]
+    assert fitting["gamma"] > 0 and (large["B"], large["gamma"], large["predicted_speedup"]) == (64, None, None)
+    assert "64 rows of 32000 tokens do not fit" in ended.err and ended.out.count("does not fit into memory") == 1

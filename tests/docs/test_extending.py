@@ -1,6 +1,7 @@
 """docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.support.programs import ROOT, Ended, python
 
 FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
+FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
 NAMED = "again+self=key_norm"
 OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
 # Runs programs one after another in a process of the copy, and opens a server's session.
@@ -30,15 +32,17 @@ print(json.dumps(ended))"""
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the page's two files, and the policy's row of the test matrix."""
+    """A copy of the checkout with the page's files, and the policy's row of the test matrix."""
     folder, page = tmp_path_factory.mktemp("extended"), (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    left_out = shutil.ignore_patterns(*map(os.path.basename, FILES), "results")
     for room in ROOMS:
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("key_norm.py", "again.py", "results"))
+        shutil.copytree(ROOT / room, folder / room, ignore=left_out)
     for name in ("pyproject.toml", "foretoken.py"):
         shutil.copy(ROOT / name, folder)
     blocks = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    for path in ("kv_cache/key_norm.py", "engine/drafters/again.py"):
+    for path in FILES:
         (folder / path).write_text(blocks[path])
+    (folder / "kv_cache/broken.py").write_text("import a_module_that_does_not_exist\n")
     imports, row = blocks["tests/support/policies.py"].split("\n\n", 1)
     table = folder / "tests/support/policies.py"
     table.write_text(table.read_text().replace(FUTURE, f"{FUTURE}{imports}\n", 1).replace(TABLE, TABLE + row, 1))
@@ -46,13 +50,13 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path, tmp_path: Path) -> None:
-    """Benchmarks run in two rows of three prompts of unlike lengths; all are identical to plain decoding."""
+    """Next to a policy that cannot be imported. Benchmarks run in two rows of three prompts of unlike lengths."""
     texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     model, prompts, sizes = f"{checkpoint}/model.pth", ["--prompts", str(tmp_path)], ["--draft_budget", "24", *OPTIONS]
     exact = ["--B", "2", "--gen_len", "40", "--dtype", "float64", "--draft_dtype", "same"]
-    drafts = ("again", "self=key_norm", NAMED, "self=key_norm@auto")
+    drafts = ("again", "self=key_norm", "self=value_norm", "self=late_key_norm", NAMED, "self=key_norm@auto")
     auto = {drafts[-1]: ["--auto_drafts", "again"]}
     commands = [
         ("tests/selfspec_benchmark.py", ["--model", model, "--draft", draft, *prompts, *exact, *auto.get(draft, [])])
@@ -69,12 +73,13 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     assert said.code == 0, said.err
     ended = [Ended(**each) for each in json.loads(said.out.splitlines()[-1])]
     assert all(each.code == 0 for each in ended), ended
+    assert sum(each.err.count("kv_cache/broken.py") for each in (said, *ended)) == 1
     for draft, each in zip(drafts, ended, strict=False):
         record = each.record
         assert record["identical_sequences"] == record["sequences"] == 3
         assert draft in auto or 0 < record["acceptance_rate"] < 1
-        assert "self" not in draft or record["draft_policy"] == "key_norm"
-        assert "self" not in draft or record["config"]["draft"]["norm_order"] == 1
+        if "=key_norm" in draft:
+            assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
     rows = ended[len(drafts)].record["rows"]
     assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
     assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)

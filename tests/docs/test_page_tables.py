@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import DataError
 from reproduce import tables
-from reproduce.helpers.records import read_records
-from tests.support.programs import run
+from reproduce.helpers.records import read_records, selected
+from serving import schemas
+from tests.support.programs import ROOT, run
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -25,15 +26,35 @@ def test_every_table_is_on_a_page():
     assert len(named) == len({*named}) and {*tables.TABLES} == {*named}
 
 
-def test_records_of_older_versions_and_of_sweeps_are_read(tmp_path: Path):
+def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
     file = tmp_path / "records.jsonl"
-    lines = [{"judged": 3, "rows": [{"judged": 2}]}, {"status": "ok", "record": {"B": 1}}]
-    lines += [{"status": "failed", "record": None}]
+    lines = [{"config": {"target": {"rope_scaling": "yarn:4"}}, "rows": [{"verified": 2}]}]
+    lines += [{"status": "ok", "record": {"B": 1}}, {"status": "failed", "record": None}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_records(file) == [{"verified": 3, "rows": [{"verified": 2}]}, {"B": 1}]
-    file.write_text("[]\n")
-    with pytest.raises(DataError, match="line 1"):
-        read_records(file)
+    assert read_records(file) == [lines[0] | {"rope_scaling": "yarn:4"}, {"B": 1}]
+    for text, message in (("[]\n", "line 1"), ("", "no record")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_records(file)
+    with pytest.raises(DataError, match="no such file"):
+        read_records(tmp_path / "nothing.jsonl")
+
+
+def test_rows_are_selected_by_conditions():
+    rows = [{"text": text, "draft_budget": n} for text, n in (("book", 64), ("sampled", 64), ("book", None))]
+    assert selected(rows, ["text=book", "draft_budget=64,none"]) == [rows[0], rows[2]]
+    for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
+        with pytest.raises(DataError, match=message):
+            selected(rows, [condition])
+
+
+def test_the_page_of_the_server_names_every_field_of_requests():
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    names = {*schemas.NEUTRAL}
+    for body in (schemas.Completion, schemas.ChatCompletion, schemas.Generate, schemas.Parameters):
+        for name, field in body.model_fields.items():
+            names |= {*getattr(field.validation_alias, "choices", [field.validation_alias or name])}
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):

@@ -89,11 +89,12 @@ def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(
         sizes = "--B 2 --prefix_len 40 --gen_len 9 --draft_budget 16"
         return benchmark("selfspec", [*paths.split(), *sizes.split(), *flags]).record
 
-    first, second = run(), run("--by_length", "4")
+    first, second = run(), run("--by_length", "4", "--benchmark")
     assert first["tokens_sha256"] == second["tokens_sha256"]
     assert [record["prefill_taken_over"] for record in (first, second, run("--kv_dtype", "int8"))] == [0, 2, 0]
     stretches = second["by_length"]
     assert [row["generated"] for row in stretches] == [[0, 4], [4, 8], [8, 9]][: len(stretches)]
     assert sum(row["verified"] for row in stretches) == second["verified"]
+    assert all(stretches[0][name] > 0 for name in ("draft_ms", "verify_ms", "baseline_step_ms", "round_ms"))
     emitted = sum(row["rounds"] * row["mean_accepted_length"] for row in stretches)
     assert emitted == pytest.approx(second["emitted"], abs=0.01)

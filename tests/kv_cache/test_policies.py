@@ -1,5 +1,8 @@
 """Tests that every KV policy of tests/support/policies.py passes, on ragged rows."""
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from engine import SelfSpeculation
 from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
 from kv_cache.policy import policies, registered
+from kv_cache.scored import ScoredKVCache
 from tests.support.policies import (
     BY_POSITION,
     POLICIES,
@@ -16,7 +20,7 @@ from tests.support.policies import (
     SmallestKeys,
     new_cache,
 )
-from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import TINY, random_prompts, tiny_runner
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)
 GAMMA = 3
@@ -104,14 +108,47 @@ def test_slots_hold_the_retained_positions(policy):
 
 
 @pytest.mark.parametrize("score", [lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]])
-def test_scores_of_another_shape_are_refused(score):
+def test_scores_of_another_shape_are_refused_before_a_run(score):
     class OtherShape(SmallestKeys):
-        def score(self, keys, queries):
-            return score(keys)
+        def score(self, prompt):
+            return score(prompt.keys)
 
-    source = full_cache(tiny_model(), 1)
     with pytest.raises(ConfigError, match="not one for each entry"):
-        new_cache(OtherShape(24, 8), TINY, SIZE).fill_row(0, source, 30)
+        OtherShape(24, 8).check()
+
+
+@pytest.mark.parametrize("slots", [lambda positions: 23 - positions % 24, lambda positions: positions])
+def test_slots_beyond_a_position_or_the_budget_are_refused_before_a_run(slots):
+    class OtherSlots(ScoredKVCache):
+        def slots(self, positions):
+            return slots(positions)
+
+    class Misplaced(SmallestKeys):
+        def new_cache(self, config, max_batch, length, device, dtype):
+            return OtherSlots(config, max_batch, self, device, dtype)
+
+    with pytest.raises(ConfigError, match=r"OtherSlots\.slots"):
+        Misplaced(24, 8).check()
+
+
+def test_a_policy_sees_the_values_and_positions_of_each_layer():
+    """Of a prompt whose row is another in the source, whatever the layers of the draft."""
+    seen = {}
+
+    class Sees(SmallestKeys):
+        def score(self, prompt):
+            seen[prompt.layer] = prompt.values, prompt.positions
+            return super().score(prompt)
+
+    runner, prompts = tiny_runner(3), random_prompts([40, 33, 25])
+    for row, prompt in enumerate(prompts):
+        runner.prefill(row, prompt)
+    cache = new_cache(Sees(24, 8), replace(TINY, n_layer=1), SIZE)
+    for row, prompt in enumerate(prompts):
+        cache.fill_row(row, runner.cache, len(prompt), layers=[1])
+        values, positions = seen.pop(1)
+        assert not seen and positions.tolist() == [*range(len(prompt))]
+        assert torch.equal(values, runner.cache.entries[1, 1, row, :, : len(prompt)].float())
 
 
 def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
@@ -121,6 +158,19 @@ def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
     assert ManyQueries(25, 8).selects
     with pytest.raises(ConfigError, match="draft_budget"):
         ManyQueries(24, 8).check()
+
+
+def test_a_file_that_cannot_be_imported_is_named_and_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (folder := tmp_path / "some_kinds").mkdir()
+    derived = "from some_kinds.base import Base\nclass Kind(Base):\n    name = "
+    (folder / "base.py").write_text("class Base: ...")
+    (folder / "broken.py").write_text(f"{derived}'broken'\nimport a_module_that_does_not_exist")
+    (folder / "whole.py").write_text(f"{derived}'whole'")
+    kind = importlib.import_module("some_kinds.base").Base
+    assert [*registered("some_kinds", folder, kind)] == [*registered("some_kinds", folder, kind)] == ["whole"]
+    said = capsys.readouterr().err
+    assert said.count("some_kinds/broken.py") == 1 and "a_module_that_does_not_exist" in said
 
 
 def test_two_classes_of_a_name_are_refused(tmp_path):

@@ -80,14 +80,14 @@ def test_acceptance_on_kinds_of_text(call):
         assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
         assert ("speedup" in row) == (text != "book") and row.get("identical_sequences", 2) == 2
         assert row["acceptance_rate"] == 1 or policy not in ("full", None), "the target, over the same cache"
-    assert min(row["acceptance_rate"] for row in rows) < 1 and max(row["acceptance_standard_error"] for row in rows) > 0
+    assert min(row["acceptance_rate"] for row in rows) < 1
     assert len({(row["text"], row["distinct_4gram_fraction"]) for row in rows}) == 3
 
 
 def test_repeats_make_no_rate_more_certain(call):
-    flags = f"{HOW} --contexts 60 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40 --repeats"
-    (once,), (thrice,) = (call(SCRIPT, f"{flags} {n}").record["rows"] for n in (1, 3))
-    assert once["verification"] == "coupled" and once["identical_sequences"] == 2
+    flags = f"{HOW} --contexts 60 --num_prompts 4 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40"
+    (once,), (thrice,) = (call(SCRIPT, f"{flags} --repeats {n}").record["rows"] for n in (1, 3))
+    assert once["verification"] == "coupled" and once["identical_sequences"] == 4
     assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
 
 
@@ -123,7 +123,7 @@ def test_categories_have_records_and_sums(chat, tmp_path: Path):
         assert [row["sequences"] for row in (*parts, whole)] == [5, 2, 1, 8], "turns"
         for name in ("identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted"):
             assert whole[name] == sum(part[name] for part in parts)
-        assert whole["identical_sequences"] == 8 and len(parts[0]["verified_of_each"]) == 3, "conversations"
+        assert whole["identical_sequences"] == 8 and len(parts[0]["by_row"]) == 3, "conversations"
         assert whole["mean_accepted_length"] == pytest.approx(whole["emitted"] / whole["rounds"], abs=1e-4)
     assert rows[-1]["acceptance_rate"] in (1.0, None) and "8 of 8" in ended.out
 

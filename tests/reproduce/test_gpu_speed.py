@@ -10,22 +10,29 @@ from bench.session import Session
 from reproduce import gpu_speed
 from tests.support.programs import run
 
-ROUNDS = gpu_speed.FILE["rounds"]["words"]
+SMALL = "--load_format dummy --model_name JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64"
+SAMPLED = f"{SMALL} --temperature 0.6 --verification coupled"
+QUICK = {
+    "torch": {"measure": "attention", "backend": "torch", "shapes": [[9, 3, 64, 2, 200]]},
+    "failing": {"measure": "linears", "shapes": [[0]], "rows": [16]},
+    "noise": {"measure": "noise", "rows": 2, "tokens": 4, "n_ids": 501},
+    "rounds": {"measure": "rounds", "words": SAMPLED},
+    "auto": {"measure": "rounds", "words": f"{SAMPLED} --gamma auto --draft_policy auto"},
+}
 
 
 def test_small_sizes_run_on_the_cpu(tmp_path, monkeypatch):
-    """A cell that fails is recorded; the exit code says so."""
-    monkeypatch.setitem(gpu_speed.QUICK_CELLS, "linears", lambda device: 1 / 0)
-    output = tmp_path / "gpu.jsonl"
-    with pytest.raises(SystemExit):
-        gpu_speed.main(gpu_speed.Flags(str(output), quick=True))
+    """A cell that fails is recorded, and leaves the others."""
+    monkeypatch.setattr(gpu_speed, "ROUNDS", "")
+    cells, output = {name: gpu_speed.cell_of(**table) for name, table in QUICK.items()}, tmp_path / "gpu.jsonl"
+    assert gpu_speed.measure(cells, "cpu", str(output)) == 1
     records = {line["cell"]: line for line in map(json.loads, output.read_text().splitlines())}
-    assert list(records) == list(gpu_speed.QUICK_CELLS)
-    failed = records.pop("linears")
-    assert failed["status"] == "error" and "ZeroDivisionError" in failed["error"]
+    assert list(records) == list(QUICK)
+    failed = records.pop("failing")
+    assert failed["status"] == "error" and "ValueError" in failed["error"]
     for name, record in records.items():
-        assert record["status"] == "done" and record["quick"] and record["torch_version"]
-        if name in ROUNDS:
+        assert record["status"] == "done" and record["torch_version"]
+        if QUICK[name]["measure"] == "rounds":
             assert record["identical_sequences"] == record["sequences"] == 2 and record["kernel_ms"] > 0
             assert len(record["largest"]) == 10 and min(record["baseline_step_ms"], record["verify_step_ms"]) > 0
 
@@ -35,7 +42,7 @@ def test_layers_are_timed_in_each_storage():
 
 
 def test_a_machine_without_a_gpu_is_refused():
-    assert "--quick" in run("reproduce/gpu_speed.py", []).refusal
+    assert "CUDA" in run("reproduce/gpu_speed.py", []).refusal
     assert "nothing" in run("reproduce/gpu_speed.py", ["--cells", "nothing"]).refusal
 
 
@@ -43,7 +50,7 @@ class Planned(Exception):
     """A session was planned."""
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", [name for name, table in gpu_speed.FILE["cells"].items() if "words" in table])
 def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     plans = []
 
@@ -57,7 +64,7 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     words = gpu_speed.CELLS[name].keywords["words"]
-    words += f" --load_format dummy --model_name {gpu_speed.SHAPES['SMALL']}" * name.startswith("book")
+    words += " --load_format dummy --model_name HuggingFaceTB/SmolLM2-135M-Instruct" * name.startswith("book")
     with pytest.raises(Planned):
         gpu_speed.open_fitting(f"{words} --device cuda")
     wanted = plans[0].config.sizes.B

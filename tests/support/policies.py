@@ -14,7 +14,7 @@ from engine import ModelRunner, generate
 from engine.drafters import Drafter
 from engine.generation import GenerateOutput
 from kv_cache import FullKVCache, KVCache, StreamingKVCache
-from kv_cache.base import KVShape
+from kv_cache.base import KVShape, PromptEntries
 from kv_cache.quantized import QuantizedKVCache
 from kv_cache.retrieval import Retrieval
 from kv_cache.scored import ScoredPolicy
@@ -58,9 +58,9 @@ class Policy:
 class SmallestKeys(ScoredPolicy):
     """Select the entries with the keys of smallest norm (arXiv 2406.11430); no queries are needed."""
 
-    def score(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        assert len(queries) == 0
-        return -keys.norm(dim=-1)
+    def score(self, prompt: PromptEntries) -> torch.Tensor:
+        assert len(prompt.queries) == 0
+        return -prompt.keys.norm(dim=-1)
 
 
 def streaming(shape: KVShape, size: Size, rotate_on_read: bool = False) -> KVCache:
@@ -112,7 +112,7 @@ def generate_selecting(
         return generate(runner, prompts, drafter=drafter, **settings)
     cache.selected = Mock(side_effect=type(cache).selected.__get__(cache))
     out = generate(runner, prompts, drafter=drafter, **settings)
-    selected = {call.args[1] for call in cache.selected.call_args_list}
+    selected = {call.args[1].length for call in cache.selected.call_args_list}
     for prompt, row in zip(prompts, out.stats.rows, strict=True):
         assert not row.drafted or len(prompt) <= cache.capacity or len(prompt) in selected, "nothing was selected"
     return out

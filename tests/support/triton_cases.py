@@ -104,7 +104,6 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, quant_group, storage, 
         kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 130}
         case = packed_case(n_token, 64, quant_group, **kind)
         expected = case.reference()
-        assert not backend.dequantizes(n_token, quant_group)
         with monkeypatch.context() as patch:
             patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
             found = case.run(backend)

