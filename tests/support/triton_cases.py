@@ -16,14 +16,13 @@ from torch import Tensor
 from common.launch import launch_on
 from kv_cache import FullKVCache, triton_packing
 from kv_cache.entries import KV, dequantize
-from kv_cache.quantized import QuantizedKVCache
 from kv_cache.refreshed import SelectionOps
 from kv_cache.triton_choosing import TritonSelectionOps
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention, triton_backend
 from models.attention.triton_backend import TritonAttention, TritonPrepared, unsupported
-from tests.support.attention_cases import Case, make_case, packed_case
+from tests.support.attention_cases import Case, make_case, packed_case, packed_in_turns
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Small enough for a few hundred slots to make several chunks; a multiple of every tile.
@@ -164,30 +163,11 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
 
 @pytest.mark.parametrize("stored,group,head_dim", [(torch.int8, 7, 64), (torch.float32, 16, 128)])
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
-    """Bits are equal for a row that is filled and for rows by name that go on in blocks, with rollbacks."""
-    config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
-    full = FullKVCache(config, 4, 6 * group + 99, dtype=stored)
-    positions = torch.arange(full.capacity)
-    new = torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1
-    for layer in range(2):
-        full.write(layer, positions.expand(4, -1), new[layer])
-    found, n_launch = [], Mock(side_effect=launch_on)
+    n_launch = Mock(side_effect=launch_on)
     monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
+    found = []
     for kernel in (None, triton_packing):
         monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, dtype=stored)
-        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
-            cache.fill_row(row, full, length)
-        view, starts = cache.view(torch.tensor([3, 0, 1])), torch.tensor([3 * group + 9, 4 * group + 5, 3])
-        for step, n_token in enumerate((1, 3, group, 5, 7, group, 2)):
-            at = starts[:, None] + torch.arange(n_token)
-            slots = view.begin(at)
-            for layer in range(2):
-                view.write(layer, slots, new[layer][view.rows[:, None], at])
-            starts += n_token if step % 2 else n_token // 2
-            if step == 4:
-                starts[0] -= group  # further back than what is not in 4 bits
-            cache.rollback(starts[[1, 2, 2, 0]])
-        found.append([x.clone() for x in cache.tensors])
+        found.append(packed_in_turns(stored, group, head_dim))
     assert all(map(torch.equal, *found)) and found[0][3].any()
     assert n_launch.call_count > 2 * 7
