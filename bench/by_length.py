@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from bench.passes import Decoded
-from engine.stats import RowRound
+from engine.stats import Counts, RowRound, counts_by_row
 
 
 class Part(NamedTuple):
@@ -24,6 +24,7 @@ def by_length_rows(width: int, gen_len: int, passes: Mapping[str, Decoded]) -> l
     A round of three rows counts three times in `rounds`. Times are means over steady rounds. passes: by name.
     """
     stretches = {name: _parts(width, output) for name, output in passes.items()}
+    requests = sorted({part.row.request for parts in stretches["speculation"].values() for part in parts})
     rows = []
     for index, parts in sorted(stretches["speculation"].items()):
         plain, timed = (stretches.get(name, {}).get(index, []) for name in ("baseline", "phase times"))
@@ -34,6 +35,7 @@ def by_length_rows(width: int, gen_len: int, passes: Mapping[str, Decoded]) -> l
                 "generated": [index * width, min((index + 1) * width, gen_len)],
                 "rounds": len(parts),
                 "verified": verified,
+                "by_row": _by_row(parts, requests),
                 "acceptance_rate": sum(part.row.accepted for part in parts) / verified if verified else None,
                 "mean_accepted_length": emitted / len(parts),
                 "baseline_step_ms": _mean_ms(plain, "seconds"),
@@ -55,6 +57,15 @@ def _parts(width: int, output: Decoded) -> dict[int, list[Part]]:
         for row in round_.rows:
             found.setdefault(row.n_before // width, []).append(Part(row, *(times if id(round_) in steady else ())))
     return found
+
+
+def _by_row(parts: Sequence[Part], requests: Sequence[int]) -> list[dict[str, int]]:
+    """Return the counts of each request, also of those without a round in the stretch."""
+    gamma = max(part.row.drafted for part in parts)
+    found = {request: Counts.of_gamma(gamma) for request in requests}
+    for row, *_ in parts:
+        found[row.request].add_round(row.drafted, row.accepted, row.emitted)
+    return counts_by_row(found.values())
 
 
 def _mean_ms(parts: Sequence[Part], name: str) -> float | None:

@@ -193,6 +193,9 @@ class Passes:
     """time draft and verification steps, in a separate pass"""
     by_length: int | None = None
     """report acceptance, costs and speedup for every stretch of this many generated tokens"""
+    log_verification: str | None = None
+    """decode again after the other passes, and append to this file a JSON line for each verified draft token: request,
+    position, draft, accepted, its probabilities p by the target and q by the draft, and the target's entropy in nats"""
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ class RunConfig(PlainRun):
         records, rows = self.output.output, self.rows.save_rows
         require_appendable(records, "output")
         require_appendable(rows, "save_rows")
+        require_appendable(self.passes.log_verification, "log_verification")
         if records and rows and os.path.realpath(records) == os.path.realpath(rows):
             where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
             raise ConfigError("rows and records would be mixed", where, records, "two files", fix)

@@ -24,6 +24,15 @@ GIB = 2**30
 RESERVE_BYTES, RESERVED_SHARE = 4 * GIB, 0.1
 # Measured activations count this many times, since sampling, choosing entries and captured rounds need memory, too.
 MARGIN = 1.5
+# What makes an item smaller.
+FIXES = {
+    "weights": f"use {flag('quantize')}, a narrower {flag('dtype')} or more ranks",
+    "reserve": f"use another {flag('device')}",
+    "target KV": f"use a shorter {flag('prefix_len')} or 8 bits by {flag('kv_dtype')}",
+    "draft KV": f"use a smaller {flag('draft_budget')}",
+    "activations of a prompt": f"use a shorter {flag('prefix_len')}",
+    "activations of rows": f"use a shorter {flag('prefix_len')}",
+}
 
 
 @dataclass(frozen=True)
@@ -147,13 +156,15 @@ def left_in_container(groups: Path = Path("/sys/fs/cgroup"), membership: Path = 
 
 
 def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
-    """Raise OutOfMemoryError, with each item and the largest batch that fits, if a plan of memory does not fit."""
+    """Raise OutOfMemoryError if a plan of memory does not fit: with each item, the flag that makes the largest smaller,
+    and the largest batch that fits."""
     needed = plan.total(batch)
     if needed <= available:
         return
-    fix = f"use a shorter {flag('prefix_len')}, a narrower {flag('dtype')}, {flag('quantize')} or more ranks"
+    items = plan.items(batch)
+    fix = FIXES[max(items, key=items.__getitem__)]
     if largest := plan.largest_batch(available):
-        fix = f"use {flag('B')} {largest}, the largest batch that fits"
-    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in plan.items(batch).items() if size)
+        fix += f", or {flag('B')} {largest}, the largest batch that fits"
+    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items() if size)
     what, seen = "the run does not fit into memory", f"{needed / GIB:.2f} GiB for a batch of {batch}"
     raise OutOfMemoryError(what, f"{device}: {listed}", seen, f"<= {available / GIB:.2f} GiB available", fix)

@@ -12,13 +12,13 @@ import torch
 from bench.auto.adaptive import Adaptive
 from bench.auto.measure import Rehearsal, RunCosts, costs_of
 from bench.memory import available_bytes
-from bench.progress import bar_of_pass, progress_bar
+from bench.progress import bar_of_pass, log_of_pass, progress_bar
 from bench.session import Session
 from common.contention import Usage, usage_so_far
+from engine.controller import PLAIN, Controller, Fixed, RoundChoice
 from engine.decoding import Phase
 from engine.drafters import Drafter
 from engine.generation import GenerateOutput, Generation
-from engine.pacing import PLAIN, Choice, Fixed, Pacing
 from engine.requests import Progress
 from engine.runner import ModelRunner, Prefill, captured_sizes
 from engine.stats import Counts, Stats, total
@@ -72,34 +72,37 @@ class PassResults:
 
 def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     """Prefill, then decode plainly (unless --no_baseline), speculatively (with a draft), and with phases timed
-    (--benchmark).
+    (--benchmark), and with every verified draft logged (--log_verification).
 
     Plain decoding and speculation take turns, unless the drafter needs the tokens of plain decoding or `watch` is not
     the default, which displays one pass at a time.
     """
     plan, prefill_seconds, done = session.plan, prefill(session), dict[str, Decoded]()
     options = plan.config.passes
-    pacings: dict[str, Pacing] = {} if options.no_baseline else {"baseline": Fixed(None)}
-    if pacings:
+    controllers: dict[str, Controller] = {} if options.no_baseline else {"baseline": Fixed(None)}
+    if controllers:
         warm_up(session)
-    if pacings and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
-        done, pacings = decode_in_turns(session, pacings, watch=watch), {}
+    if controllers and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
+        done, controllers = decode_in_turns(session, controllers, watch=watch), {}
     if not plan.candidates:
         return PassResults(prefill_seconds, done.get("baseline"))
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
-    done |= decode_in_turns(session, pacings | {"speculation": make_pacing(session, drafters, costs)}, watch=watch)
+    controllers["speculation"] = make_controller(session, drafters, costs)
+    done |= decode_in_turns(session, controllers, watch=watch)
     timed = None
     if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
-        pacing = make_pacing(session, drafters, costs)
-        timed = decode(session, "phase times", phase=timer, pacing=pacing, watch=watch)
+        controller = make_controller(session, drafters, costs)
+        timed = decode(session, "phase times", phase=timer, controller=controller, watch=watch)
+    if options.log_verification:
+        decode(session, "verifications", controller=make_controller(session, drafters, costs), watch=log_of_pass)
     return PassResults(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
 
 
-def make_pacing(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Pacing:
-    """Return a pacing that chooses by costs, measured at one or several contexts, or a fixed one without costs."""
+def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Controller:
+    """Return a controller that chooses by costs, measured at one or several contexts, or a fixed one without costs."""
     plan = session.plan
     by_context = {measured.context: measured.by_rows for measured in costs if measured}
     names = [(each.config.kind, each.policy.name if each.policy else "") for each in plan.candidates]
@@ -113,7 +116,7 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
         return
     choices = [PLAIN] if not drafters or plan.automatic else []
     gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
-    choices += [Choice(i, gamma) for i, gamma in gammas]
+    choices += [RoundChoice(i, gamma) for i, gamma in gammas]
     gamma = max(choice.gamma for choice in choices)
     # Twice as many rounds as a policy has between two refreshes.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])
@@ -142,7 +145,7 @@ def prefill(session: Session) -> float:
             runs.finish()
     synchronize(runner.device)
     saving = runner.prefixes.saving_seconds if runner.prefixes else 0.0
-    return max(session.processes.gathered(time.perf_counter() - started - saving))
+    return max(session.processes.all_gather_object(time.perf_counter() - started - saving))
 
 
 def decode(
@@ -150,31 +153,31 @@ def decode(
     name: str,
     drafter: Drafter | None = None,
     phase: Phase | None = None,
-    pacing: Pacing | None = None,
+    controller: Controller | None = None,
     watch: Watch = bar_of_pass,
 ) -> Decoded:
     """Decode the prompts once from the prefilled state. Replicas start together, and every process gets all rows.
 
     Errors: UserError with row and position if logits were not finite.
     """
-    return decode_in_turns(session, {name: pacing or Fixed(drafter)}, phase, watch)[name]
+    return decode_in_turns(session, {name: controller or Fixed(drafter)}, phase, watch)[name]
 
 
 def decode_in_turns(
-    session: Session, pacings: Mapping[str, Pacing], phase: Phase | None = None, watch: Watch = bar_of_pass
+    session: Session, controllers: Mapping[str, Controller], phase: Phase | None = None, watch: Watch = bar_of_pass
 ) -> dict[str, Decoded]:
-    """Decode the prompts once for each pacing, by name, in turns (see `take_turns`)."""
-    session.processes.gathered(None)  # replicas start together
-    for drafter in chain.from_iterable(pacing.drafters for pacing in pacings.values()):
+    """Decode the prompts once for each controller, by name, in turns (see `take_turns`)."""
+    session.processes.all_gather_object(None)  # replicas start together
+    for drafter in chain.from_iterable(controller.drafters for controller in controllers.values()):
         drafter.inner_counts()  # forgets the counts of earlier passes
     with ExitStack() as watching:
         passes = {}
-        for name, pacing in pacings.items():
+        for name, controller in controllers.items():
             progress = watching.enter_context(watch(session, name))
-            passes[name] = session.generation(pacing=pacing, phase=phase, progress=progress)
+            passes[name] = session.generation(controller=controller, phase=phase, progress=progress)
         usages = take_turns(session.runner, [*passes.values()])
     return {
-        name: _joined(session, name, generation, pacings[name], usage, phase)
+        name: _joined(session, name, generation, controllers[name], usage, phase)
         for (name, generation), usage in zip(passes.items(), usages, strict=True)
     }
 
@@ -189,7 +192,7 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     requests, cache = generations[0].requests, runner.cache
     n_tokens = max((request.limit for request in requests), default=1)
     needed = len(generations) * n_tokens * cache.n_bytes / cache.capacity
-    fits = runner.ranks.shared(lambda: needed < LARGEST_SHARE * available_bytes(str(cache.device)))
+    fits = runner.ranks.broadcast_object(lambda: needed < LARGEST_SHARE * available_bytes(str(cache.device)))
     alone = len(generations) == 1 or len(requests) > runner.max_batch or not fits
     sizes = runner.model.config, cache.max_batch, n_tokens, 0, cache.device, cache.entries.dtype
     copies = [] if alone else [StreamingKVCache(*sizes) for _ in generations]
@@ -210,10 +213,10 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
 
 
 def _joined(
-    session: Session, name: str, generation: Generation, pacing: Pacing, usage: Usage, phase: Phase | None
+    session: Session, name: str, generation: Generation, controller: Controller, usage: Usage, phase: Phase | None
 ) -> Decoded:
     """Join the outputs of all replicas in a pass."""
-    inner = [counts for drafter in pacing.drafters if (counts := drafter.inner_counts())]
+    inner = [counts for drafter in controller.drafters if (counts := drafter.inner_counts())]
     seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
     outputs, timed, inners = zip(*session.by_replica((generation.output, seconds, inner)), strict=True)
     columns = ("tokens", "finish_reasons", "errors")

@@ -3,14 +3,17 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from bench.session import Session
-from common.jsonl import append_or_put_off
+from common.errors import UserError
+from common.jsonl import append_or_put_off, append_record
 from common.process import is_leader
-from engine.requests import Progress, Request
+from engine.requests import Progress, Request, VerifiedRow
 
 
 def progress_bar(name: str, total: int | None, visible: bool = True, unit: str = "tok") -> tqdm:
@@ -43,8 +46,39 @@ class BarProgress(Progress):
         append_or_put_off(path, row | {"tokens": request.tokens, "text": text}, session.put_off)
 
 
+@dataclass(frozen=True)
+class VerificationLog(BarProgress):
+    """Lists every verified draft token, with its probability p by the target and q by the draft (None if it was not
+    drawn), and the target's entropy at its position, in nats."""
+
+    observes = True
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def verified(self, row: VerifiedRow) -> None:
+        drafts = torch.tensor(row.drafts[: row.part.verified], device=row.logprobs.device)[:, None]
+        logprobs, q = row.logprobs[: len(drafts)], [None] * len(drafts)
+        if row.draft_logprobs is not None:
+            q = row.draft_logprobs[: len(drafts)].gather(1, drafts)[:, 0].exp().tolist()
+        p, entropy = logprobs.gather(1, drafts)[:, 0].exp().tolist(), torch.special.entr(logprobs.exp()).sum(1).tolist()
+        for i, (draft, *numbers) in enumerate(zip(row.drafts, p, q, entropy, strict=False)):
+            line = {"request": row.request.index, "position": row.start + i, "draft": draft}
+            line |= dict(zip(("p", "q", "entropy"), numbers, strict=True))
+            self.lines.append(line | {"accepted": i < row.part.accepted})
+
+
 @contextmanager
 def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
     """Display a pass of a session as a progress bar."""
     with progress_bar(name, len(session.prompts) * session.plan.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)
+
+
+@contextmanager
+def log_of_pass(session: Session, name: str) -> Iterator[Progress]:
+    """Display a pass, and append its verified draft tokens to the file of `--log_verification`."""
+    with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
+        yield (log := VerificationLog(bar))
+    try:
+        append_record(session.plan.config.passes.log_verification, *({"run": session.run} | line for line in log.lines))
+    except UserError as error:
+        session.put_off.append(error)

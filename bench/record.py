@@ -15,16 +15,15 @@ from bench.session import Session
 from bench.settings import nested, settings_record
 from common.contention import contention
 from common.provenance import provenance
+from engine.controller import RoundChoice
 from engine.generation import GenerateOutput
-from engine.pacing import Choice
-from engine.stats import Counts, RoundStats, acceptance_standard_error
+from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row
 
 # Fields of `Counts` in a record.
 COUNTED = (
     *("drafted", "verified", "accepted", "emitted"),
     *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
 )
-COUNTED_BY_ROW = ("rounds", "drafted", "verified", "accepted", "emitted")
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -43,11 +42,6 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
 
 def _counted(counts: Counts | None) -> dict[str, Any]:
     return {name: getattr(counts, name, None) for name in COUNTED}
-
-
-def counts_by_row(rows: Sequence[Counts]) -> list[dict[str, int]]:
-    """Return the counts of each row, by which drafts that decoded one text are compared in pairs."""
-    return [{name: getattr(row, name) for name in COUNTED_BY_ROW} for row in rows]
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -103,7 +97,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
     same = identical_rows(baseline.tokens, speculative.tokens) if baseline and speculative else None
-    gathered = session.processes.gathered
+    gathered = session.processes.all_gather_object
     peaks = gathered(peak_memory_bytes(session.runner.device))
     record = {
         "run": session.run,
@@ -178,7 +172,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
     return [
         {
             "rows": n_rows,
-            **cache_of(session, Choice(index, cost.at[-1])),
+            **cache_of(session, RoundChoice(index, cost.at[-1])),
             "gammas": cost.at,
             "verify_ms": cost.verify_ms,
             **{name: getattr(cost, name) for name in MS_OF_ROUNDS},
@@ -190,7 +184,7 @@ def costs_record(session: Session, costs: Mapping[int, Sequence[Costs]]) -> list
     ]
 
 
-def cache_of(session: Session, choice: Choice) -> dict[str, Any]:
+def cache_of(session: Session, choice: RoundChoice) -> dict[str, Any]:
     """Return the policy and the KV entries of a row in rounds of a choice, None for drafts without a cache; and the
     name of the draft, if there are several."""
     drafts = session.plan.candidates

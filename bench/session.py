@@ -78,13 +78,13 @@ class Session:
         models = Models(plan.planned_target, ranks)
         # Books that are not there are reported now; their text is read when prompts are cut.
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
-        for remark in ranks.shared(plan.remarks):
+        for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
         why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
         say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
-        stretches = ranks.shared(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
+        stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
         model = models.load_target()
@@ -99,7 +99,7 @@ class Session:
         require_room_to_run(plan, runner)
         for index, prompt in enumerate(prompts, first):
             check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
-        run = processes.shared(lambda: uuid.uuid4().hex[:12])
+        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
 
     @property
@@ -123,7 +123,7 @@ class Session:
 
     def by_replica(self, value: Value) -> list[Value]:
         """Return the values of the replicas' leaders, on every process; every process has to call this."""
-        return self.processes.gathered(value)[:: self.ranks.size]
+        return self.processes.all_gather_object(value)[:: self.ranks.size]
 
     def books(self) -> Iterator[str]:
         """Return the texts of the data set."""
@@ -170,7 +170,7 @@ class Session:
         """
         session = self if draft is None else self.variant(draft=draft)
         if session.plan.automatic or not session.plan.candidates:
-            required, fix = "a draft of one gamma and one budget", "name numbers, or use drafters() with make_pacing()"
+            required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)
         (drafter,) = session.drafters(texts)
         return drafter

@@ -48,7 +48,7 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
     record = make_record(benchmark, session, passes)
     prompts = [(len(prompt), prompt[-PROMPT_END:]) for prompt in session.prompts]
     lengths, ends = zip(*chain.from_iterable(session.by_replica(prompts)), strict=True)
-    put_off = [*chain.from_iterable(session.processes.gathered(session.put_off))]
+    put_off = [*chain.from_iterable(session.processes.all_gather_object(session.put_off))]
     session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:
         return

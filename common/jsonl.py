@@ -45,8 +45,8 @@ def require_appendable(path: str | None, field: str = "output") -> None:
         refuse(field, path or "an empty name", required, what, "choose another file")
 
 
-def append_record(path: str | None, record: dict[str, Any]) -> None:
-    """Append a JSON line and flush it to disk; begin a new line if a killed run left the last line unfinished. Errors:
+def append_record(path: str | None, *records: dict[str, Any]) -> None:
+    """Append JSON lines and flush them to disk; begin a new line if a killed run left the last line unfinished. Errors:
     ConfigError for any error of the system."""
     if path is None:
         return
@@ -56,7 +56,8 @@ def append_record(path: str | None, record: dict[str, Any]) -> None:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 end = file.read()
-            file.write((b"" if end == b"\n" else b"\n") + json.dumps(record).encode() + b"\n")
+            lines = "".join(f"{json.dumps(record)}\n" for record in records)
+            file.write((b"" if end == b"\n" else b"\n") + lines.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 
 from common.errors import refuse
+from engine.controller import PLAIN, Controller, Fixed, RoundChoice
 from engine.draft_sync import DraftSync
 from engine.drafters import Drafter
 from engine.modes import GREEDY
-from engine.pacing import PLAIN, Choice, Fixed, Pacing
-from engine.requests import Outcome, Progress, Request, check_prompt
-from engine.round import Rounds, first_token
+from engine.requests import Outcome, Progress, Request, VerifiedRow, check_prompt
+from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
 from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
@@ -39,8 +39,8 @@ class Decoder:
 
     Args:
         runner: the target and its cache, whose `max_batch` is the number of rows.
-        pacing: chooses a drafter and gamma before each round, or ends the decode. `drafter`: the only one, always to
-            gamma. With neither it is plain decoding.
+        controller: chooses a drafter and gamma before each round, or ends the decode. `drafter`: the only one, always
+            to gamma. With neither it is plain decoding.
         verification: "greedy", "rejection" (speculative sampling), "coupled" (sampled tokens that depend on seed,
             request id and text alone), or "auto": greedy until a request samples, then rejection.
         phase: a context manager factory around "resume", "draft", "verify" and "accept" of every round, for timing.
@@ -56,7 +56,7 @@ class Decoder:
     def __init__(
         self,
         runner: ModelRunner,
-        pacing: Pacing | None = None,
+        controller: Controller | None = None,
         *,
         drafter: Drafter | None = None,
         verification: str = "auto",
@@ -65,9 +65,9 @@ class Decoder:
         prefill_tokens: int | None = None,
         reuses: Reuse = "prompts",
     ) -> None:
-        assert pacing is None or drafter is None, "a pacing brings its drafters"
+        assert controller is None or drafter is None, "a controller brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
-        self._runner, self._pacing = runner, pacing or Fixed(drafter)
+        self._runner, self._controller = runner, controller or Fixed(drafter)
         self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._waiting, self._rows = deque[Request](), Rows(runner)
@@ -76,8 +76,9 @@ class Decoder:
         # The request that tokens are being added to; True in a step, and after it if recovering was interrupted.
         self._adding_to, self._is_torn = list[Request](), False
         self._has_old_graphs = False  # of rounds before an exception
-        self._rounds, self._last_choice = Rounds(runner, self._pacing.drafters, verification), PLAIN
-        self._sync = DraftSync(self._pacing.drafters, runner.max_batch)
+        observes, self._last_choice = self._progress.observes, PLAIN
+        self._rounds = Rounds(runner, self._controller.drafters, verification, observes)
+        self._sync = DraftSync(self._controller.drafters, runner.max_batch)
 
     @property
     def idle(self) -> bool:
@@ -95,10 +96,10 @@ class Decoder:
         if request.text:
             where, fix = f"prompt {request.index}", "make another Request of the same prompt"
             refuse(where, f"it has {len(request.tokens)} tokens", "a new request", "a request is submitted once", fix)
-        gamma = self._pacing.max_gamma
+        gamma = self._controller.max_gamma
         limit = request.limit or int(request.prompt_logprobs is not None)
         check_prompt(self._runner, request.index, request.prompt, limit, gamma, request.sampling.ids)
-        for drafter in self._pacing.drafters:
+        for drafter in self._controller.drafters:
             drafter.check(self._runner, len(request.prompt) + request.limit + gamma + 1)
         self.expect(request.sampling)
         request.counts, request.text = Counts.of_gamma(gamma), [*request.prompt]
@@ -148,9 +149,9 @@ class Decoder:
     def step(self) -> RoundStats | None:
         """Prefill waiting requests into free rows, or with `prefill_tokens` a part of a prompt; then run a round.
 
-        Returns None if no row decodes, or the pacing ends the decode. A request whose logits are not finite ends with
-        the reason in its `error`; other requests go on. So they do after any exception, in the next step: each request
-        then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have been called.
+        Returns None if no row decodes, or the controller ends the decode. A request whose logits are not finite ends
+        with the reason in its `error`; other requests go on. So they do after any exception, in the next step: each
+        request then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have run.
         """
         with self._recovering():
             self._admit()
@@ -190,7 +191,7 @@ class Decoder:
         self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
         self._starting = None
         self._rows.forget_free()
-        self._sync = DraftSync(self._pacing.drafters, self._runner.max_batch)
+        self._sync = DraftSync(self._controller.drafters, self._runner.max_batch)
         self._is_torn = False
         if is_alone:  # else before the next step: this waits for kernels, which may wait for a lost rank
             self._drop_graphs()
@@ -232,7 +233,7 @@ class Decoder:
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
-        self._sync.begin(row, n_followed, self._pacing.max_gamma + 1)
+        self._sync.begin(row, n_followed, self._controller.max_gamma + 1)
         return row, request, prefill
 
     def _run_chunk(self, row: int, request: Request, prefill: Prefill) -> int:
@@ -280,23 +281,23 @@ class Decoder:
             self._rows.leave(row, request)
             self._progress.finished(request)
 
-    def _choose(self) -> Choice | None:
-        """Return the next round's choice; None if no row decodes, or the pacing ends the decode."""
+    def _choose(self) -> RoundChoice | None:
+        """Return the next round's choice; None if no row decodes, or the controller ends the decode."""
         busy = [request for _, request in self._rows.busy()]
         if not busy:
             return None
         n_joining = min(self._runner.max_batch - len(busy), len(self._waiting))
-        choice = self._pacing.choose(len(busy), n_joining, sum(request.length for request in busy) / len(busy))
+        choice = self._controller.choose(len(busy), n_joining, sum(request.length for request in busy) / len(busy))
         if choice is None:
             return None
         if not all(request.speculate for request in busy):
             return PLAIN
         forced = [len(request.grammar.forced()) if request.grammar else 0 for request in busy]
-        n_forced = min(max(forced), self._pacing.max_gamma)
+        n_forced = min(max(forced), self._controller.max_gamma)
         # Where grammars force all that the drafter would draft, it does not run, and catches up later.
-        return Choice(None, n_forced) if min(forced) >= max(choice.gamma, 1) else choice
+        return RoundChoice(None, n_forced) if min(forced) >= max(choice.gamma, 1) else choice
 
-    def _catch_up(self, choice: Choice) -> Choice:
+    def _catch_up(self, choice: RoundChoice) -> RoundChoice:
         """Let the chosen drafter follow prompts that it has not seen, then synchronise ranks; the time for this is no
         part of a round. Returns the choice of a plain round while a backlog is left."""
         self._last_choice = choice
@@ -307,23 +308,23 @@ class Decoder:
         if n_run:
             self._progress.prefilled(n_run)
             synchronize(self._runner.device, self._runner.ranks.timeout)
-            self._runner.ranks.gathered(None)
+            self._runner.ranks.all_gather_object(None)
         seconds = time.perf_counter() - began
         self.prefill_seconds += seconds
         self.draft_prefill_seconds += seconds
         return choice if is_all else PLAIN
 
-    def _run_round(self, choice: Choice, started: float) -> RoundStats:
+    def _run_round(self, choice: RoundChoice, started: float) -> RoundStats:
         """Run a round of the busy rows, and commit its tokens; its time counts from `started`."""
         busy, round_ = self._rows.busy(), self._rounds.next(choice, self._rows)
         with self._phase("resume"):
             self._sync.follow_round(choice.drafter, busy, self._rounds.mode)
         outcomes = round_.run(self._phase)
-        rows = self._commit(choice.drafter, outcomes, round_.logits)
+        rows = self._commit(choice.drafter, outcomes, round_)
         self._rows.set_state(round_.batch)
         round_.roll_back()
         computed = zip(self._rows.computed, outcomes, strict=True)
-        self._pacing.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
+        self._controller.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
         seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
         self._progress.emitted(n_emitted := sum(row.emitted for row in rows))
         self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows)))
@@ -339,11 +340,14 @@ class Decoder:
         wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
         return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
 
-    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[RowRound]:
+    def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], round_: Round) -> list[RowRound]:
         """Emit each computed row's block, and free the rows that are done; return each row's part in the round."""
         requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
-        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, logits)
-        for (row, request), outcome, of_block in zip(self._rows.computed, outcomes, logprobs, strict=True):
+        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, round_.logits)
+        is_observed = self._progress.observes and self._runner.ranks.leads and round_.n_drafts > 0
+        p, q = round_.logprobs() if is_observed else (None, None)
+        each = zip(self._rows.computed, outcomes, logprobs, strict=True)
+        for i, ((row, request), outcome, of_block) in enumerate(each):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
             self._adding_to = [request]
@@ -356,7 +360,10 @@ class Decoder:
             if drafter is not None:
                 self._sync.lengths[row][drafter] = request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
-                    request.n_predicted = self._pacing.drafters[drafter].n_predicted.get(row, 0)
+                    request.n_predicted = self._controller.drafters[drafter].n_predicted.get(row, 0)
+            if p is not None and (n := len(outcome.drafts)):
+                of_drafts, start = None if q is None else q[i, :n], len(request.text) - part.emitted
+                self._progress.verified(VerifiedRow(request, start, outcome.drafts, part, p[i, : n + 1], of_drafts))
             self._progress.decoded(request, outcome, part.emitted)
             self._leave_if_done(row, request)
         return rows

@@ -17,7 +17,7 @@ from engine.stats import RoundStats, Stats
 class GenerateOutput:
     """The outputs of all prompts, in their order.
 
-    tokens: the new tokens, a stop token included. finish_reasons: None where a pacing ended the decode before the
+    tokens: the new tokens, a stop token included. finish_reasons: None where a controller ended the decode before the
     prompt was done. errors: why a prompt ended early, or None.
     """
 

@@ -117,7 +117,7 @@ class CapturedParts:
                 return outputs
         called = part()  # after the replay, to overwrite entries that a wrong replay has written
         if key not in self._wrong:
-            if all(self._ranks.gathered(_agree(outputs, called))):
+            if all(self._ranks.all_gather_object(_agree(outputs, called))):
                 return outputs
             self._wrong.add(key)
             what = f"replayed as a CUDA graph, {key.part} gives other numbers"

@@ -7,7 +7,7 @@ keyed by their purpose. The first token after a prefill is that of a round witho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -140,6 +140,21 @@ class Coupled:
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
 
 
+class ObservedDraws:
+    """Draws by a verification, and returns the distribution of every draft, also where the mode needs none."""
+
+    def __init__(self, verification: Any, batch: Batch, mode: str) -> None:
+        self._verification, self._batch, self._mode = verification, batch, mode
+
+    def inner(self, *given: Any) -> Any:
+        return self._verification.inner(*given)
+
+    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        token, probs = self._verification.draw(logits, i)
+        logits = self._batch.processed_draft(logits, i)
+        return token, logprobs_in(self._mode, self._batch, logits).exp() if probs is None else probs
+
+
 Verification: TypeAlias = Greedy | Rejection | Coupled
 
 
@@ -155,6 +170,14 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
         where = f"{where} and temperature ({flag('temperature')})"
         refuse(where, f"greedy at temperature {sampled[0]}", "temperature 0", what, fix)
     return mode if mode != "auto" else "rejection" if sampled else GREEDY
+
+
+def logprobs_in(mode: str, batch: Batch, logits: Tensor) -> Tensor:
+    """Return log-probabilities of processed `logits [B, ..., V]`: of each row's distribution, or of the model's in the
+    greedy mode, whose distribution is a point."""
+    if mode == GREEDY:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    return batch.distribution.logprobs(logits)
 
 
 def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:

@@ -6,6 +6,8 @@ from numbers import Integral
 from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from common.errors import flag, refuse
 from engine.runner import ModelRunner
 from engine.sampling.distribution import Logprob, SamplingParams
@@ -141,7 +143,7 @@ class Request(Inputs, Sinks, Result):
         part = self.counts.add_round(len(outcome.drafts), len(block) - 1, kept, n_before)
         if bad is not None and self.finish_reason is None:
             self.fail(start + bad)
-        return part
+        return part._replace(request=self.id)
 
     def fail(self, position: int) -> None:
         """End the request at `position`, whose logits are not finite."""
@@ -149,11 +151,33 @@ class Request(Inputs, Sinks, Result):
         self.error = f"logits at position {position} are NaN or infinite"
 
 
+@dataclass(frozen=True)
+class VerifiedRow:
+    """A request's draft tokens in a round, and the log-probabilities by which the target verified them.
+
+    start: the position of the first draft in the text. part: how many of the drafts were verified, and accepted of
+    these; the others follow a rejection, a stop token or a limit. logprobs: the target's after 0, 1, ... of n drafts,
+    `[n + 1, V]`. draft_logprobs: those that each draft was drawn from, `[n, V]`; None if it was not drawn. Both are of
+    the request's distribution; in rounds of greedy requests alone, of temperature 1. float32 or better, on the device.
+    """
+
+    request: Request
+    start: int
+    drafts: list[int]
+    part: RowRound
+    logprobs: Tensor
+    draft_logprobs: Tensor | None
+
+
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
     rows; before these, for each row, a round's outcome and how many tokens of its block were kept; after them, the
-    round's times; and every request that ends by itself."""
+    round's times; and every request that ends by itself. If it `observes`, also, on the rank that decides, each row's
+    verified drafts; rounds are then not captured."""
 
+    observes = False
+
+    def verified(self, row: VerifiedRow) -> None: ...
     def prefilled(self, n_tokens: int) -> None: ...
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from common.errors import refuse
 from engine.batch import Batch
+from engine.controller import RoundChoice
 from engine.drafters import Drafter, check_drafts, wrong_drafts
 from engine.drafters.observed import ObservedStates
 from engine.graphs import BatchKey, GraphKey
-from engine.modes import GREEDY, Drafts, Verification, resolve_mode, verification_in
-from engine.pacing import Choice
+from engine.modes import GREEDY, Drafts, ObservedDraws, Verification, logprobs_in, resolve_mode, verification_in
 from engine.requests import Outcome, Request
 from engine.rows import Rows
 from engine.runner import ModelRunner, finite_rows
@@ -36,15 +36,16 @@ class Round:
     drafter and of the results below, which keep their memory.
 
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
-    logits: the target's, `[B, n_drafts + 1, V]`, after each row's current token and drafts. decided: `[B, 3 +
+    logits: the target's, `[B, n_drafts + 1, V]`, after each row's current token and drafts. verdicts: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
     the logits at each position are finite. key: the kind of round, if its parts may be captured. observed: the states
-    that every round of the decode keeps; by default, the drafter's.
+    that every round of the decode keeps; by default, the drafter's. keeps_probs: True if drafts keep the distributions
+    that they are drawn from in every mode.
     """
 
     proposed: tuple[Drafts, Verification]
     logits: Tensor
-    decided: Tensor
+    verdicts: Tensor
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class Round:
         mode: str,
         key: BatchKey | None = None,
         observed: Sequence[ObservedStates] | None = None,
+        keeps_probs: bool = False,
     ) -> None:
+        self._mode, self._keeps_probs = mode, keeps_probs
         self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
         self._key = None if runner.graphs is None else key
         self._observed = observed_by([drafter] if drafter else []) if observed is None else observed
@@ -101,6 +104,8 @@ class Round:
         drawing: Any = verification
         if any(batch.masks.grammars) and self._key is None:
             drawing = MaskedDraws(verification, batch.masks)
+        if self._keeps_probs:
+            drawing = ObservedDraws(drawing, batch, self._mode)
         drafts = self.drafter.propose(batch, drawing, self.gamma)
         check_drafts(self.drafter, drafts, batch.current, self.gamma, self.runner.vocab_size)
         return drafts, verification
@@ -145,7 +150,14 @@ class Round:
         if any(self.batch.masks.grammars):
             self.batch.masks.fill(self._verifiable.tokens.tolist())
         shape = len(self.batch.lengths), 3 + self.n_drafts + self.n_drafts + 1
-        self.decided = self._part("accept", partial(self.runner.ranks.decided, self._decide, *shape), verifies=True)
+        self.verdicts = self._part("accept", partial(self.runner.ranks.broadcast, self._decide, *shape), verifies=True)
+
+    def logprobs(self) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probabilities `[B, n_drafts + 1, V]` that the target verified drafts by, and those that each
+        draft was drawn from, `[B, n_drafts, V]`, or None. On the leader, until the batch has another state."""
+        probs = self.proposed[0].probs
+        logits = self.batch.processed(self.logits, self._verifiable.tokens)
+        return logprobs_in(self._mode, self.batch, logits), None if probs is None else probs.log()
 
     @property
     def n_drafts(self) -> int:
@@ -168,16 +180,16 @@ class Round:
             self.drafter.rollback(self.batch)
 
     def outcomes(self) -> list[Outcome]:
-        """Read `decided`, the only read from the device in a round without grammars. Errors: RankError if ranks are
+        """Read `verdicts`, the only read from the device in a round without grammars. Errors: RankError if ranks are
         compared and disagree; RuntimeError for a lost rank; ConfigError if the drafter proposed ids outside the
         vocabulary, or lengths outside 0 to `n_drafts`."""
         ranks = self.runner.ranks
         if ranks.timeout is not None:
             synchronize(ranks.device, ranks.timeout)
-        packed, batch = self.decided.tolist(), self.batch
+        packed, batch = self.verdicts.tolist(), self.batch
         ranks.require_same(
             lambda: f"a round from positions {batch.lengths.tolist()}",
-            lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.decided),
+            lambda: (batch.rows, batch.lengths, batch.current, self.proposed[0].tokens, self.verdicts),
         )
         n, n_ids = self.n_drafts, self.runner.vocab_size
         if self.drafter is not None and n:
@@ -194,13 +206,16 @@ class Round:
 class Rounds:
     """Makes a decoder's rounds; it keeps none, since each holds its logits.
 
-    mode: the verification of requests that sample. Errors: ConfigError if it is unknown.
+    mode: the verification of requests that sample. observes: see `Progress`. Errors: ConfigError if it is unknown.
     """
 
-    def __init__(self, runner: ModelRunner, drafters: Sequence[Drafter], verification: str) -> None:
+    def __init__(
+        self, runner: ModelRunner, drafters: Sequence[Drafter], verification: str, observes: bool = False
+    ) -> None:
         resolve_mode(verification, [])
         self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
         self._verification, self.mode, self._filters = verification, GREEDY, Filters()
+        self._observes = observes
         self._batches: dict[BatchKey, Batch] = {}
         self._has_run = False  # graphs of other decoders' kinds of rounds stay
         if runner.graphs is not None:
@@ -230,18 +245,19 @@ class Rounds:
         self._batches.clear()
         self._runner.drop_graphs()
 
-    def next(self, choice: Choice, rows: Rows) -> Round:
+    def next(self, choice: RoundChoice, rows: Rows) -> Round:
         """Return the next round of the busy rows. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = choice.gamma if drafter is None else drafter.gamma
         most = min([most, *(states.most_drafts for states in self._observed)])
         if not 0 <= choice.gamma <= most:
             what, fix = "a round drafts more than its drafters can", "build the drafters with the largest gamma chosen"
-            refuse("the pacing", choice, f"a gamma of 0 to {most}", what, fix)
+            refuse("the controller", choice, f"a gamma of 0 to {most}", what, fix)
         self._has_run = True
         key = self._key(*self._kind([request.sampling for _, request in rows.busy()]))
         batch = rows.gather(self._batch(key))
-        return Round(self._runner, batch, drafter, choice.gamma, key.mode, key, self._observed)
+        captured = None if self._observes else key
+        return Round(self._runner, batch, drafter, choice.gamma, key.mode, captured, self._observed, self._observes)
 
     def _kind(self, busy: Sequence[SamplingParams]) -> tuple[str, Filters]:
         """Return the mode and the filters of a round of rows that sample as `busy`: when capturing, those of all
@@ -286,4 +302,4 @@ def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor
     def next_token() -> Tensor:
         return first.verify(Drafts(batch.current.new_empty(1, 0)), logits[None, None]).next_token
 
-    return int(runner.ranks.decided(next_token, 1))
+    return int(runner.ranks.broadcast(next_token, 1))

@@ -283,7 +283,7 @@ class Prefill:
         """Fill the row with a prompt that an earlier run has prefilled; False unless every rank has its part."""
         runner, prompt = self._runner, self._prompt
         found = runner.prefixes.load(runner.cache, self._row, prompt) if runner.prefixes else None
-        is_everywhere = all(runner.ranks.gathered(found is not None))
+        is_everywhere = all(runner.ranks.all_gather_object(found is not None))
         if found and is_everywhere:
             self._done, self._is_stored = Prefilled(runner.model, tuple(prompt), *found), False
         else:
@@ -301,7 +301,7 @@ class Prefill:
                 self._finite[-1][-1] &= finite_rows(logits)
                 return self.n_reused + torch.cat(self._finite).long().cumprod(dim=0).sum(dim=0, keepdim=True)
 
-            n = int(runner.ranks.decided(n_finite, 1))
+            n = int(runner.ranks.broadcast(n_finite, 1))
             self._done = Prefilled(runner.model, tuple(prompt), logits, n if n < len(prompt) else None)
             if runner.prefixes and self._is_stored:
                 runner.prefixes.save(runner.cache, self._row, prompt, logits, self._done.bad_position)

@@ -9,14 +9,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 
-class Choice(NamedTuple):
+class RoundChoice(NamedTuple):
     """The index of a round's drafter, and the number of tokens that it drafts a row; None and 0 for a plain step."""
 
     drafter: int | None
     gamma: int
 
 
-PLAIN = Choice(None, 0)
+PLAIN = RoundChoice(None, 0)
 # Rows below which their spread says little of a standard error.
 LEAST_ROWS = 4
 
@@ -92,6 +92,12 @@ def total(counts: Sequence[Counts]) -> Counts:
     )
 
 
+def counts_by_row(rows: Iterable[Counts]) -> list[dict[str, int]]:
+    """Return the counts of each row, by which drafts that decoded one text are compared in pairs."""
+    names = "rounds", "drafted", "verified", "accepted", "emitted"
+    return [{name: getattr(row, name) for name in names} for row in rows]
+
+
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
     """Return the standard error of the acceptance rate of all rows together; None unless four rows verified drafts.
 
@@ -129,13 +135,15 @@ class AcceptanceRate:
 
 
 class RowRound(NamedTuple):
-    """A row's part in a round: tokens that it had generated before, and its drafts and tokens as `Counts` has them."""
+    """A row's part in a round: tokens that it had generated before, its drafts and tokens as `Counts` has them, and the
+    id of its request."""
 
     n_before: int
     drafted: int
     verified: int
     accepted: int
     emitted: int
+    request: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ class RoundStats:
     seconds: float
     busy: int
     emitted: int
-    choice: Choice
+    choice: RoundChoice
     rows: tuple[RowRound, ...] = ()
 
 
@@ -179,6 +187,10 @@ class Stats:
     @property
     def accepted(self) -> int:
         return self.counts.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.counts.acceptance_rate
 
     @property
     def acceptance_per_position(self) -> list[float | None]:

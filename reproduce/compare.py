@@ -12,10 +12,15 @@ A record has the rows of all contenders at a context, on the prompts of a file, 
 prefill, and the time in which drafters that choose (`self@auto`) measure their costs. `drafting_ms` is the mean time of
 a round before the target verifies, on a CPU. With --repeats, figures are medians.
 
+With several policies, `self:full` is compared, too: the ceiling, a draft of all entries with weights like theirs, which
+are those of the benchmarks unless --draft_weights says others. `difference` is that of the acceptance from the first
+drafter's on the same text, with its 95% interval over rows.
+
 --texts: greedy and sampled are decoded; book (the data set's text after each prompt), passkey and multikey (the right
 answers to questions about facts that stand early in a prompt) are teacher-forced, which measures acceptance alone.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +46,7 @@ from reproduce.helpers.columns import of, shown
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.drafters import named_configs
 from reproduce.helpers.llama_cpp import peers
+from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.records import Record
 
 CHATS = "reproduce/prompts/question.jsonl"
@@ -56,9 +62,10 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
 COLUMNS = (
-    "storage prefix_len category text drafter gamma draft_budget sequences acceptance mean_accepted_length "
+    "storage prefix_len category text drafter gamma draft_budget sequences acceptance difference mean_accepted_length "
     "distinct_4gram_fraction baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
 )
+CEILING = "self:full"
 Number = int | Literal["auto"]
 Sessions = dict[str | None, bench.Session]
 
@@ -210,13 +217,17 @@ def measure(
 def main(flags: Flags) -> None:
     flags.check()
     is_repeated = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
-    configs = named_configs(flags.drafters, flags.draft, flags.budgets, flags.gammas, is_repeated)
+    names = flags.drafters
+    policies = [name for name in names or () if re.match("self[:=]", name)]
+    if names and len(policies) > 1 and not any("full" in name for name in policies):
+        names = (*names, CEILING)
+    configs = named_configs(names, flags.draft, flags.budgets, flags.gammas, is_repeated)
     contexts, records = flags.contexts or (CONTEXT,), list[Record]()
     for context in (None,) if flags.prompts or flags.chat else contexts:
         for record in records_at(flags, configs, context):
             append_record(flags.output.output, record)
             records.append(record)
-    rows = summary_rows(records)
+    rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
     notes = ["  *: slower than plain decoding"]
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")

@@ -40,7 +40,7 @@ from common.errors import refuse
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.pacing import Fixed
+from engine.controller import Fixed
 from engine.requests import Progress
 from engine.sampling.noise import Stream, gumbel
 from engine.stats import RoundStats
@@ -175,13 +175,13 @@ def rounds(device: str, words: str) -> Record:
     costs = passes.costs_of(session, drafters)
     gc.collect()
     gc.freeze()  # a collection of all objects would pause a round
-    new_pacing = partial(passes.make_pacing, session, drafters, costs)
-    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": new_pacing()})
-    timed = passes.decode(session, "phase times", pacing=new_pacing(), phase=PhaseTimer(runner.device))
+    new_controller = partial(passes.make_controller, session, drafters, costs)
+    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": new_controller()})
+    timed = passes.decode(session, "phase times", controller=new_controller(), phase=PhaseTimer(runner.device))
     made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
     record = make_record("gpu_speed", session, made)
     profiled = ProfiledRounds(device)
-    passes.decode(session, "profile", pacing=new_pacing(), watch=lambda session, name: nullcontext(profiled))
+    passes.decode(session, "profile", controller=new_controller(), watch=lambda session, name: nullcontext(profiled))
     times, n_node = profiled.kernels()
     planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
     mean_ms = 1e3 * stats.decode_seconds / len(stats.rounds)

@@ -2,28 +2,30 @@
 
     python -m reproduce.plot results.jsonl
     python -m reproduce.plot sweep.jsonl more.jsonl --x gamma --y acceptance_rate mean_accepted_length
-
+    python -m reproduce.plot policies.jsonl --x draft_budget --y speedup --where text=sampled --facet prefix_len
     python -m reproduce.plot long.jsonl --x generated_tokens    # the stretches of runs with --by_length
 
-Reads what benchmarks and reproduce/compare.py append to --output, and sweeps. Repeats are drawn as their median.
-Records without both numbers are left out.
+Reads what benchmarks and reproduce/compare.py append to --output, and sweeps. A point is a median over repeats. Bars
+are the range of repeats, or a 95% interval over rows of rates that were measured once. What has no value on the x axis,
+such as a draft without a budget, is a level. A y axis begins at zero, or has a mark where it is broken.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tyro.conf import Positional
 
 import bench
 from common import cli
 from common.checkout import ROOT
-from common.errors import refuse
-from reproduce.helpers.records import Record, grouped, read_records
+from common.errors import DataError, refuse
+from reproduce.helpers.columns import drafter_text
+from reproduce.helpers.pairs import RATES, interval
+from reproduce.helpers.records import Record, grouped, read_records, rows_of, selected
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
 AXES = (*DOUBLED, "gamma", "temperature")
@@ -36,18 +38,37 @@ SETTINGS = (
 )
 GENERATED = "generated_tokens"  # where a stretch of --by_length ends
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
-# Okabe and Ito's palette, without its yellow, which is lost on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS, PANEL_INCHES = "osD^vP", (5.0, 3.6)
-Points = dict[str, list[tuple[Any, float]]]
+# Twelve colours that also differ for the colour-blind: Okabe and Ito's without yellow, which is lost on white, and five
+# of Tol's muted ones. Markers tell them apart in print.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#000000", "#882255", "#999933", "#332288", "#AA4499", "#7F7F7F"),
+)
+MARKERS, PANEL_INCHES, LEGEND_INCHES = "osD^vP*X<>hd", (3.4, 2.7), 0.2
+FORMATS = ("pdf", "svg", "png")
+# An axis is broken if no value is below this share of the largest.
+BROKEN_ABOVE = 0.5
 
 
 @dataclass(frozen=True)
 class Flags:
     records: Positional[tuple[str, ...]]  # files of JSON lines
     x: str | None = None  # number to draw over, such as prefix_len or gamma; by default the setting that varies most
-    y: tuple[str, ...] = MEASURED  # numbers to draw
-    figures: str = str(ROOT / "reproduction" / "figures")  # folder for the figure, as PNG and SVG
+    y: tuple[str, ...] = MEASURED  # numbers to draw, each in a row of panels
+    where: tuple[str, ...] = ()  # NAME=V1,V2: rows to draw; none stands for what a row lacks
+    lines: tuple[str, ...] = ()  # settings that tell lines apart (default: all that vary); others count as repeats
+    facet: str | None = None  # setting with a column of panels for each value
+    figures: str = str(ROOT / "reproduction" / "figures")  # folder for the figure, or a file such as figure.svg
+
+
+class Point(NamedTuple):
+    x: float | None
+    y: float
+    low: float
+    high: float
+
+
+Lines = Mapping[str, Sequence[Point]]
 
 
 def is_number(value: object) -> bool:
@@ -59,7 +80,7 @@ def choose_x(records: Sequence[Record]) -> str:
     return max(AXES, key=lambda name: len({record.get(name) for record in records}))
 
 
-def varied_settings(records: Sequence[Record], x: str) -> list[str]:
+def varied_settings(records: Sequence[Record], without: Sequence[str | None]) -> list[str]:
     """Return the settings that tell lines apart: each makes more combinations than those before it."""
 
     def n_kinds(*names: str) -> int:
@@ -67,80 +88,136 @@ def varied_settings(records: Sequence[Record], x: str) -> list[str]:
 
     varied: list[str] = []
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        if name != x and n_kinds(*varied, name) > n_kinds(*varied):
+        if name not in without and n_kinds(*varied, name) > n_kinds(*varied):
             varied.append(name)
     return varied
 
 
-def points_of(records: Sequence[Record], x: str, y: str) -> Points:
-    """Return each line's points by its label: the medians of `y` over `x`."""
-    varied = varied_settings(records, x)
+def point_of(x: float | None, rows: Sequence[Record], y: str) -> Point:
+    """Return the median of rows, and its bar: the range of all repeats, or a 95% interval over the rows of a text."""
+    value = median(row[y] for row in rows)
+    repeats = [each for row in rows for each in row.get(f"{y}s") or [row[y]]]
+    if len(repeats) == 1 and y in RATES and (found := interval(rows[0], name=y)):
+        return Point(x, value, found.low, found.high)
+    if len(repeats) == 1 and y == "acceptance_rate" and (error := rows[0].get("acceptance_standard_error")):
+        return Point(x, value, value - 1.96 * error, value + 1.96 * error)  # a record without counts of rows
+    return Point(x, value, min(repeats), max(repeats))
+
+
+def lines_of(records: Sequence[Record], x: str, y: str, varied: Sequence[str]) -> Lines:
+    """Return the points of each line by its label."""
 
     def label(record: Record) -> str:
-        return ", ".join(f"{name} {record[name]}" for name in varied if record.get(name) is not None) or "all"
+        values = {name: record[name] for name in varied if record.get(name) is not None}
+        if "drafter" in values:
+            values["drafter"] = drafter_text(record)
+        return (
+            ", ".join(f"{name} {value}" if len(varied) > 1 else str(value) for name, value in values.items()) or "all"
+        )
 
     return {
-        name: sorted((value, median(row[y] for row in rows)) for value, rows in grouped(line, itemgetter(x)).items())
+        name: sorted(point_of(value, rows, y) for value, rows in grouped(line, lambda row: row.get(x)).items())
         for name, line in grouped(records, label).items()
     }
 
 
-def draw(axes: Any, points: Points, x: str, y: str) -> None:
-    """Draw a panel."""
-    for number, (label, line) in enumerate(points.items()):
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-        axes.plot(*zip(*line, strict=True), label=label, **look)
-    values = sorted({value for line in points.values() for value, _ in line})
-    if x in DOUBLED and values[0] > 0:
+def draw(axes: Any, lines: Lines, labels: Sequence[str], x: str, y: str) -> None:
+    """Draw a panel. labels: of the lines of all panels, by which lines look alike everywhere."""
+    for label, line in lines.items():
+        place, style = labels.index(label), ("-", "--", ":")[labels.index(label) // len(COLOURS) % 3]
+        look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "linestyle": style}
+        if line[0].x is None:
+            axes.axhline(line[0].y, label=label, color=look["color"], linewidth=1.2, linestyle="-.")
+            continue
+        bars = [[p.y - p.low for p in line], [p.high - p.y for p in line]]
+        xs, ys = [p.x for p in line], [p.y for p in line]
+        axes.errorbar(xs, ys, bars, label=label, markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2, **look)
+    values = sorted({p.x for line in lines.values() for p in line if p.x is not None})
+    if x in DOUBLED and values[:1] > [0]:
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
     if y.endswith("speedup"):
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), fontsize=7, frameon=False)
 
 
-def save(panels: dict[str, Points], x: str, name: str, folder: Path) -> list[Path]:
-    """Draw a panel for each number, and write PNG and SVG. Errors: ConfigError."""
+def set_limits(row: Sequence[Any], panels: Sequence[Lines]) -> None:
+    """Give a row of panels one axis, from zero or, where all values are far from zero, broken below them."""
+    points = [point for lines in panels for line in lines.values() for point in line]
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    is_broken = low > BROKEN_ABOVE * high
+    room = 0.08 * (high - low if is_broken and high > low else high)
+    for axes in row:
+        axes.set_ylim(low - room if is_broken else min(0, low), high + room)
+    if is_broken:
+        mark = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 9, "linestyle": "none", "color": "black"}
+        for axes in row:
+            axes.plot([0, 0], [0.015, 0.045], transform=axes.transAxes, clip_on=False, **mark)
+
+
+def save(panels: Mapping[str, Mapping[Any, Lines]], x: str, facet: str | None, files: Sequence[Path]) -> None:
+    """Draw a row of panels for each number and a column for each facet, with one legend. Errors: ConfigError."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         fix = "pip install -r requirements-dev.txt, or: pip install matplotlib"
         refuse("the Python environment", error, "matplotlib", "figures need matplotlib", fix)
+    values = {value for by_facet in panels.values() for value in by_facet}
+    columns = sorted(values, key=lambda value: (value is not None, isinstance(value, str), value))
+    every = [lines for by_facet in panels.values() for lines in by_facet.values()]
+    labels = [*dict.fromkeys(label for lines in every for label in lines)]
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * len(panels), height), layout="constrained", dpi=130)
-    for axes, (y, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        draw(axes, points, x, y)
-    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            figure.savefig(file, bbox_inches="tight")
-    except OSError as error:
-        refuse("figures", error, "a folder that can be written", "a figure cannot be written", "name another folder")
-    return files
+    n_columns = max(1, int(width * len(columns) / (0.5 + 0.065 * max(map(len, labels)))))
+    size = width * len(columns), height * len(panels) + LEGEND_INCHES * math.ceil(len(labels) / n_columns)
+    # Text of an SVG stays text, and of a PDF becomes a font that can be edited; the files depend on the records alone.
+    with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "foretoken", "font.size": 8}):
+        figure = Figure(figsize=size, layout="constrained", dpi=200)
+        grid, handles = figure.subplots(len(panels), len(columns), squeeze=False), dict[str, Any]()
+        for row, (y, by_facet) in zip(grid, panels.items(), strict=True):
+            for axes, value in zip(row, columns, strict=True):
+                draw(axes, by_facet.get(value, {}), labels, x, y) if value in by_facet else axes.set_axis_off()
+                handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+                axes.set_xlabel(x)
+            row[0].set_ylabel(y)
+            set_limits(row, [*by_facet.values()])
+        for axes, value in zip(grid[0], columns, strict=True):
+            axes.set_title(f"{facet} {value}" if facet else "")
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=n_columns, frameon=False)
+        try:
+            for file in files:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(file.suffix[1:])
+                figure.savefig(file, bbox_inches="tight", metadata=dated)
+        except OSError as error:
+            refuse("figures", error, "a place that can be written", "a figure cannot be written", "name another place")
 
 
 def main(flags: Flags) -> None:
-    records: list[Record] = []
-    for path in flags.records:
-        for record in read_records(path):
-            record |= {"rope_scaling": record.get("config", {}).get("target", {}).get("rope_scaling")}
-            rows = record.get("by_length") or [] if flags.x == GENERATED else record.get("rows", [{}])
-            records += [record | row | {GENERATED: row.get("generated", [None])[-1]} for row in rows]
-    measured = [record for record in records if any(is_number(record.get(y)) for y in flags.y)]
-    x, panels = flags.x or choose_x(measured), dict[str, Points]()
+    records = [record for path in flags.records for record in read_records(path)]
+    rows = rows_of(records, "by_length" if flags.x == GENERATED else "rows")
+    rows = selected([row | {GENERATED: row.get("generated", [None])[-1]} for row in rows], flags.where)
+    measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
+    x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
+    varied = flags.lines or varied_settings(measured, (x, flags.facet))
     for y in flags.y:
-        drawn = [record for record in measured if is_number(record.get(y)) and is_number(record.get(x))]
-        if drawn and (flags.x or len({record[x] for record in drawn}) > 1):
-            panels[y] = points_of(drawn, x, y)
-            print(f"  {y} over {x}: {len(drawn)} of {len(records)} records have both")
+        drawn = [row for row in measured if is_number(row.get(y)) and (row.get(x) is None or is_number(row[x]))]
+        values = {row[x] for row in drawn if row.get(x) is not None}
+        if len(values) > (0 if flags.x else 1):
+            by_facet = grouped(drawn, lambda row: row.get(flags.facet)).items()
+            panels[y] = {value: lines_of(each, x, y, varied) for value, each in by_facet}
+            print(f"  {y} over {x}: {len(drawn)} of {len(rows)} rows")
     if not panels:
-        required, fix = f"numbers {', '.join(flags.y)} over values of {x} that differ", "measure more, or give --x, --y"
-        refuse(", ".join(flags.records), f"{len(records)} records", required, "there is nothing to draw", fix)
-    for file in save(panels, x, Path(flags.records[0]).stem, Path(flags.figures)):
+        known = sorted({name for row in rows for name, value in row.items() if is_number(value)})
+        lacking = [name for name in (x, *flags.y) if name not in known]
+        seen = f"no {', no '.join(lacking)}" if lacking else f"a single {x}"
+        required, fix = f"numbers over values of {x} that differ", f"give --x and --y among {', '.join(known)}"
+        refuse(", ".join(flags.records), seen, required, "there is nothing to draw", fix, DataError)
+    to = Path(flags.figures)
+    files = [to] if to.suffix[1:] in FORMATS else [to / f"{Path(flags.records[0]).stem}.{kind}" for kind in FORMATS]
+    save(panels, x, flags.facet, files)
+    for file in files:
         print(f"  {file}")
 
 

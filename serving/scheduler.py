@@ -17,14 +17,14 @@ from tyro.conf import arg
 from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig, Sizes
 from bench.dummy_prefill import fill_with_noise
-from bench.passes import make_pacing, warm_up
+from bench.passes import make_controller, warm_up
 from bench.plan import resolve
 from bench.session import Session, random_prompts
 from common.errors import UserError
+from engine.controller import Controller, Fixed
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
-from engine.pacing import Fixed, Pacing
 from engine.requests import FinishReason, Progress, Request
 from engine.sampling.distribution import Logprob, SamplingParams
 
@@ -88,14 +88,14 @@ class Scheduler(Progress):
     and each round. round_seconds: seconds in rounds. between_seconds: seconds in neither a round nor a prefill while a
     request decodes. step_began: when the present step began, by `time.perf_counter`; None while idle."""
 
-    def __init__(self, session: Session, pacing: Pacing, batch: Batch) -> None:
+    def __init__(self, session: Session, controller: Controller, batch: Batch) -> None:
         self.publish: Callable[[list[Update]], None] = lambda updates: None
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
         self.verification, self._ranks, self._runner = batch.verification, session.ranks, session.runner
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
         how: dict[str, Any] = {"verification": batch.verification, "progress": self, "prefill_tokens": chunk}
         how["reuses"] = "nothing" if batch.no_prefix_reuse else "prefixes"
-        self._decoder = Decoder(session.runner, pacing, **how)
+        self._decoder = Decoder(session.runner, controller, **how)
         self._decoder.expect(session.plan.sampling)
         self._inbox: SimpleQueue[ServedRequest | int | None] = SimpleQueue()
         self.waiting: deque[ServedRequest] = deque()
@@ -117,7 +117,7 @@ class Scheduler(Progress):
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
             began, was_idle, prefilled = time.perf_counter(), not self.running, self._decoder.prefill_seconds
-            orders = self._ranks.shared(self._orders)
+            orders = self._ranks.broadcast_object(self._orders)
             if orders is None:
                 self._runner.drop_graphs()  # a communicator waits for graphs that it is part of
                 return
@@ -179,9 +179,9 @@ class Scheduler(Progress):
         return Update(request, tokens, logprobs, drafted, accepted, counts.rounds, now, reason, n)
 
 
-def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
-    """Open a session without prompts, with a row for each request of a batch, and the pacing of its rounds. Costs are
-    measured on random entries. Errors: UserError."""
+def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Controller]:
+    """Open a session without prompts, with a row for each request of a batch, and the controller of its rounds. Costs
+    are measured on random entries. Errors: UserError."""
     plan = resolve(replace(config, sizes=Sizes(B=batch.max_batch)), max_length=batch.max_length)
     session = Session.of_plan(plan, options=batch)
     if session.runner.graphs is not None:
@@ -196,7 +196,7 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Pacing]:
     costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
     session.runner.cache.prefilled.clear()  # no request begins with the random prompts
     drop_kept_prompts(drafters)
-    return session, make_pacing(noise, drafters, *costs)
+    return session, make_controller(noise, drafters, *costs)
 
 
 def _with_noise(session: Session, length: int) -> Session:

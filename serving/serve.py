@@ -166,8 +166,8 @@ def open_server(flags: Serve) -> tuple[Scheduler, "Server | None"]:
     defaults = {} if flags.no_sampling_defaults else sampling_defaults(config.target.source())
     server = Server(flags) if is_leader() else None
     try:
-        session, pacing = open_session(config, flags.batch)
-        scheduler = Scheduler(session, pacing, flags.batch)
+        session, controller = open_session(config, flags.batch)
+        scheduler = Scheduler(session, controller, flags.batch)
         if server is not None:
             server.open(session, scheduler, defaults)
     except BaseException:

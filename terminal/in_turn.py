@@ -6,15 +6,15 @@ from typing import Any
 
 from bench.auto.measure import costs_of
 from bench.config import RunConfig
-from bench.passes import make_pacing, take_turns, warm_up
+from bench.passes import make_controller, take_turns, warm_up
 from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
 from common.errors import refuse
 from common.say import say
+from engine.controller import Fixed
 from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
-from engine.pacing import Fixed
 from engine.stats import Counts, acceptance_standard_error, total
 
 
@@ -61,8 +61,8 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
             batch = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first)
-            pacings = Fixed(None), make_pacing(session, drafters, costs)
-            plain, drafted = generations = [batch.generation(pacing=pacing, **how) for pacing in pacings]
+            controllers = Fixed(None), make_controller(session, drafters, costs)
+            plain, drafted = generations = [batch.generation(controller=each, **how) for each in controllers]
             take_turns(session.runner, generations)
             plain.output.require_finite("plain decoding")
             drafted.output.require_finite("speculation")

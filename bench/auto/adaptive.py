@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from operator import mul
 
 from bench.auto.costs import Costs, interpolating, tokens_per_round
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice
 from engine.stats import AcceptanceRate, verified_positions
 
 # The acceptance rate that is expected without evidence, and its weight in draft positions: high, so that it is tried.
@@ -68,7 +68,7 @@ class Arm:
 
 
 class Adaptive:
-    """A `Pacing` that takes the plain step, or the drafter and gamma, with the largest value of tokens less ms.
+    """A `Controller` that takes the plain step, or the drafter and gamma, with the largest value of tokens less ms.
 
     costs: `costs[c][n][i]` of drafter i while n rows decode after c tokens, largest budget first; interpolated between
     the n that were measured at every c. gammas: gammas to choose among, if they were measured. names: the name of each
@@ -105,10 +105,10 @@ class Adaptive:
         self._plain_ms = [cell[0].plain_ms for cell in cells]
         by_drafter = zip(drafters, names, zip(*cells, strict=True), zip(*full_batches, strict=True), strict=True)
         self._arms = [Arm(*known, gammas, has_kinds) for known in by_drafter]
-        self._choices = [PLAIN, *(Choice(i, gamma) for i, arm in enumerate(self._arms) for gamma in arm.ms)]
+        self._choices = [PLAIN, *(RoundChoice(i, gamma) for i, arm in enumerate(self._arms) for gamma in arm.ms)]
         self._last, self._skipped = self._arms[0], 0.0
 
-    def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> Choice:
+    def choose(self, n_busy: int, n_joining: int = 0, context: float = 0.0) -> RoundChoice:
         # Plain Python: for so few numbers, calls of numpy take longer.
         tokens, n_all = self._expected_tokens(), n_busy + n_joining
         now = self._round_ms(n_busy, context)
@@ -137,7 +137,7 @@ class Adaptive:
                 ms.append(sum(map(mul, weights, whole)) - saved)
         return ms
 
-    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+    def observe(self, choice: RoundChoice, accepted: Sequence[int]) -> None:
         emitted = 1 + sum(accepted) / max(1, len(accepted))
         for arm in self._arms:
             arm.fade()

@@ -14,9 +14,9 @@ import numpy as np
 from bench.auto.costs import Costs
 from bench.progress import BarProgress, progress_bar
 from bench.session import Session
+from engine.controller import PLAIN, RoundChoice
 from engine.decoding import Decoder
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
 from engine.stats import AcceptanceRate, verified_positions
@@ -62,12 +62,12 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
         models = [each if captures else each.without_texts for each in drafters]
         rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
         costs = measure_costs(rehearsal, plan.gammas, n_steps)
-    costs = session.ranks.shared(lambda: costs)
+    costs = session.ranks.broadcast_object(lambda: costs)
     return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
 
 
 class Rehearsal:
-    """A `Pacing` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
+    """A `Controller` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
 
     gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
     parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter,
@@ -89,13 +89,15 @@ class Rehearsal:
         self.seconds = 0.0
         self._forget()
 
-    def run(self, choices: Sequence[Choice], n_rounds: int, until: float = math.inf) -> None:
+    def run(self, choices: Sequence[RoundChoice], n_rounds: int, until: float = math.inf) -> None:
         """Run `n_rounds` of each choice, interleaved. Once all rounds have taken `until` seconds, only choices without
         a timed round get one."""
         is_over = False
         for choice in [*choices] * n_rounds:
             # The leader's clock decides, so that all ranks run the same rounds.
-            is_over = is_over or (until < math.inf and self.runner.ranks.shared(lambda: self.seconds >= until))
+            is_over = is_over or (
+                until < math.inf and self.runner.ranks.broadcast_object(lambda: self.seconds >= until)
+            )
             if is_over and choice in self.timed:
                 continue
             started = time.perf_counter()
@@ -117,16 +119,16 @@ class Rehearsal:
         pairs = zip(self._accepted, self._verified, strict=True)
         return [AcceptanceRate(accepted / verified, verified) if verified else None for accepted, verified in pairs]
 
-    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice:
         return self._next
 
-    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+    def observe(self, choice: RoundChoice, accepted: Sequence[int]) -> None:
         if choice.drafter is not None:
             self._accepted[choice.drafter] += sum(accepted)
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
 
     def _forget(self) -> None:
-        self.timed: dict[Choice, list[dict[str, float]]] = defaultdict(list)
+        self.timed: dict[RoundChoice, list[dict[str, float]]] = defaultdict(list)
         self.refreshes: list[list[float]] = [[] for _ in self.drafters]
         self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
 
@@ -163,8 +165,8 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: float = 
     runner, n_rows, choices = rehearsal.runner, len(rehearsal.prompts), [PLAIN]
     points = sorted({gammas[0], middle(gammas), gammas[-1]})
     for first, *others in kinds(rehearsal.drafters):
-        choices += [Choice(first, gamma) for gamma in within(points, rehearsal.drafters[first])]
-        choices += [Choice(index, middle(within(points, rehearsal.drafters[index]))) for index in others]
+        choices += [RoundChoice(first, gamma) for gamma in within(points, rehearsal.drafters[first])]
+        choices += [RoundChoice(index, middle(within(points, rehearsal.drafters[index]))) for index in others]
     n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
 
     def fewest_rounds() -> list[Costs]:
@@ -177,7 +179,7 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: float = 
     share = MOST_SHARE * n_steps * fewest_rounds()[0].plain_ms / 1e3
     few_rows = min(n_rows, runner.n_computed(1))
     until = min(MEASURING_SECONDS, share) / (1 if few_rows == n_rows else 2)
-    is_long = runner.ranks.shared(lambda: rehearsal.seconds < until)
+    is_long = runner.ranks.broadcast_object(lambda: rehearsal.seconds < until)
     rehearsal.run(choices, MOST_TIMED - FEWEST_TIMED, until)
     found = {n_rows: costs_of_rounds(rehearsal, n_untimed)}
     if few_rows < n_rows and is_long:
@@ -207,14 +209,14 @@ def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
     """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice, or from these if there
     was no time for others."""
 
-    def ms(choice: Choice, part: str) -> float:
+    def ms(choice: RoundChoice, part: str) -> float:
         times = rehearsal.timed[choice][n_untimed:] or rehearsal.timed[choice]
         return 1e3 * median_low(parts[part] for parts in times)  # the faster of two was disturbed less
 
     return [cost for same in kinds(rehearsal.drafters) for cost in _costs_of_kind(rehearsal, same, ms)]
 
 
-def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Choice, str], float]) -> list[Costs]:
+def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[RoundChoice, str], float]) -> list[Costs]:
     """Return the costs of drafters of a kind. ms: the time of a part of a choice's rounds.
 
     Noise is removed from draft steps: they take as long with any policy of the same size, and no longer than with a

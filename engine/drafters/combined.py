@@ -63,7 +63,7 @@ class Combined(HostDrafter):
         if len(rows) == len(prompts):
             return
         if not self._is_captured:
-            n_guessed = self._ranks.shared(lambda: self.n_guessed)
+            n_guessed = self._ranks.broadcast_object(lambda: self.n_guessed)
             self.skips_model, self._has_guesses = all(n_guessed), any(n_guessed)
         seen = [(update, self._behind.pop(update.row, update.n_seen)) for update in rows]
         missed = [(update, n_seen) for update, n_seen in seen if n_seen < len(update.tokens) - 1]

@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
                     distributions.append(distribution)
                 return torch.stack([token, self.schedule.shorten(bounds, i, logits, token, batch)])
 
-            token, bounds = self._runner.ranks.decided(draw, 2, len(batch.current))
+            token, bounds = self._runner.ranks.broadcast(draw, 2, len(batch.current))
             tokens.append(token)
             if self.schedule.n_columns(bounds, batch, gamma) <= i + 1:
                 break
@@ -100,8 +100,9 @@ class CachedPlan(DraftPlan):
     kv_dtype: torch.dtype
 
     def new_cache(self, config: ModelConfig, n_rows: int, length: int, device: str | torch.device) -> KVCache:
-        """Return an empty cache for a model, or its shard."""
-        return self.policy.new_cache(config, n_rows, length, device, self.kv_dtype)
+        """Return an empty cache for a model, or its shard. A budget beyond the rows' `length` takes no memory: with
+        twice as many entries, a ring runs prompts in the same chunks."""
+        return self.policy.within(0, 2 * length).new_cache(config, n_rows, length, device, self.kv_dtype)
 
     def say_weights(self) -> None:
         if self.weights.quantize and self.config.draft_weights == AUTO:

@@ -100,7 +100,7 @@ class Speculated(Drafter):
             def decide(inner=inner, drafts=drafts, logits=logits, lengths=lengths) -> Tensor:
                 return torch.stack([*inner.verify(drafts._replace(lengths=lengths), logits)])
 
-            accepted, following = self._outer.runner.ranks.decided(decide, 2, len(rows))
+            accepted, following = self._outer.runner.ranks.broadcast(decide, 2, len(rows))
             columns = n_tokens[:, None] + offset
             tokens[rows, columns] = torch.where(offset == accepted[:, None], following[:, None], block.roll(-1, 1))
             if inner.verified is not None:

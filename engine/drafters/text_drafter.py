@@ -38,7 +38,7 @@ class TextDrafter(Drafter):
             tokens, n_tokens = self.guess(batch, gamma)
             return torch.cat([torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))[:, None], tokens], dim=1)
 
-        decided = self._ranks.decided(decide, len(batch.current), 1 + gamma)
+        decided = self._ranks.broadcast(decide, len(batch.current), 1 + gamma)
         return self.schedule.cut(Drafts(decided[:, 1:], lengths=decided[:, 0]), batch)
 
 

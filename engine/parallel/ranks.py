@@ -46,7 +46,7 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == LEADER
 
-    def decided(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:
+    def broadcast(self, decide: Callable[[], Tensor], *shape: int) -> Tensor:
         """Return the leader's `decide()`, an int64 tensor of `shape`; other ranks do not call it."""
         if self.size == 1:
             return decide()
@@ -54,7 +54,7 @@ class Ranks:
         dist.broadcast(tensor, group=self.group, group_src=LEADER)
         return tensor
 
-    def shared(self, make: Callable[[], Value]) -> Value:
+    def broadcast_object(self, make: Callable[[], Value]) -> Value:
         """Return the leader's `make()`, a picklable object; other ranks do not call it."""
         if self.size == 1:
             return make()
@@ -62,7 +62,7 @@ class Ranks:
         dist.broadcast_object_list(box, group=self.group, group_src=LEADER)
         return box[0]  # type: ignore[return-value]
 
-    def gathered(self, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         """Return every rank's picklable `value`, in rank order, on every rank."""
         if self.size == 1:
             return [value]
@@ -78,7 +78,7 @@ class Ranks:
         for tensor in tensors():
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        digests = self.gathered(digest.hexdigest()[:16])
+        digests = self.all_gather_object(digest.hexdigest()[:16])
         differing = [rank for rank, theirs in enumerate(digests) if theirs != digests[LEADER]]
         if differing:
             seen = ", ".join(f"{digests[rank]} on rank {self.first + rank}" for rank in (LEADER, *differing))

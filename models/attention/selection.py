@@ -49,6 +49,6 @@ class CppSelectionOps(SelectionOps):
         if source.scales is not None and to.scales is not None:
             pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]
         for read, written in pairs:
-            sizes = [*chosen.shape, read.shape[-1], *read.stride()[:4], *written.stride()[:4]]
-            tensors = read, written, read_rows, written_rows, chosen, is_new
-            self._run("copy_chosen", sizes, tensors, (read.element_size(), narrows))
+            strides = *read.stride()[:4], *written.stride()[:4]
+            sizes = [read.element_size(), narrows, *chosen.shape, read.shape[-1], *strides]
+            self._run("copy_chosen", sizes, (read, written, read_rows, written_rows, chosen, is_new))

@@ -13,7 +13,7 @@ import bench
 from bench.config import AUTO
 from common.contention import Usage
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Counts, Stats, acceptance_standard_error, total
+from engine.stats import Counts, Stats, acceptance_standard_error, counts_by_row, total
 from engine.timing import PhaseTimer
 from reproduce.helpers.batches import KINDS, Batch, needles
 from reproduce.helpers.records import Record, grouped
@@ -57,9 +57,11 @@ class Contender:
     def settings(self) -> Record:
         """Return the drafter's name and options, and how its text is sampled."""
         known, config = bench.settings_record(self.session), bench.nested(self.session.plan.config)
+        options = bench.options_of({"config": config})
         settings = {name: known.get(name) for name in SETTINGS}
-        named = {"drafter": self.drafter, "text": self.text}
-        return named | bench.options_of({"config": config}) | settings
+        if "draft_budget" not in options:
+            settings["draft_budget"] = None  # all entries, however many
+        return {"drafter": self.drafter, "text": self.text} | options | settings
 
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
@@ -67,7 +69,7 @@ class Contender:
         counts = total(each)
         found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
         found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": bench.counts_by_row(each)}
+        return found | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Decoder(Contender):
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
         session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
-        drafters, pacing, device = [], None, session.runner.device
+        drafters, controller, device = [], None, session.runner.device
         if self.plain:
             known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
             drafters = session.drafters(known)
@@ -90,9 +92,9 @@ class Decoder(Contender):
         if drafters:
             if repeat not in self.costs:
                 self.costs[repeat] = bench.costs_of(session, drafters)
-            pacing = bench.make_pacing(session, drafters, self.costs[repeat])
+            controller = bench.make_controller(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
-        output = bench.decode(session, str(self), phase=timer, pacing=pacing)
+        output = bench.decode(session, str(self), phase=timer, controller=controller)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
 
@@ -107,7 +109,8 @@ class Decoder(Contender):
         row |= {name: None if None in each else median(each) for name, each in values.items()}
         same = [run["identical_sequences"] for run in runs]
         row |= {"sequences": runs[0]["sequences"], "identical_sequences": None if None in same else min(same)}
-        row |= {"speedups": values["speedup"], "distinct_4gram_fraction": runs[0]["distinct_4gram_fraction"]}
+        row |= {name: runs[0][name] for name in ("tokens_sha256", "distinct_4gram_fraction")}
+        row |= {"speedups": values["speedup"]}
         row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
         row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
         row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
@@ -141,8 +144,9 @@ class Forced(Contender):
         self.written.extend(written)
 
     def row(self) -> Record:
-        distinct = {"distinct_4gram_fraction": bench.distinct_4gram_fraction(self.written)}
-        return self.settings() | self.acceptance() | distinct
+        text = {"tokens_sha256": bench.tokens_sha256(self.written)}
+        text |= {"distinct_4gram_fraction": bench.distinct_4gram_fraction(self.written)}
+        return self.settings() | self.acceptance() | text
 
 
 def in_sequence(outputs: Sequence[bench.Decoded]) -> bench.Decoded:
@@ -174,13 +178,12 @@ def _sum_of(rows: Sequence[Record]) -> Record:
     """Return the sums of categories, and their rates. Seconds end with the last row of each batch."""
     sums = {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
-    each = [
-        Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]])
-        for row in rows
-        for counts in row.get("by_row", ())
-    ]
+    by_row = [counts for row in rows for counts in row.get("by_row", ())]
+    each = [Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]]) for counts in by_row]
+    text = " ".join(filter(None, (row.get("tokens_sha256") for row in rows)))
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"])}
     rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"wall_speedup": bench.ratio(drafted, plain), "contended": any(row.get("contended") for row in rows)}
-    return {name: rows[0][name] for name in SHARED} | {"category": "all"} | sums | rates
+    named = {name: rows[0][name] for name in SHARED} | {"category": "all", "by_row": by_row, "tokens_sha256": text}
+    return named | sums | rates

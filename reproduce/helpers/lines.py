@@ -9,11 +9,6 @@ from reproduce.helpers.published import is_acceptance_known, predict, published,
 from reproduce.helpers.records import Record, grouped
 
 
-def auto(records: list[Record]) -> list[Record]:
-    ways = (cost_errors.AUTO, "gamma"), (cost_errors.AUTO_BUDGET, "gamma and budget")
-    return [row | {"chosen": name} for way, name in ways for row in cost_errors.against_fixed(records, way)]
-
-
 def cpu_storages(records: list[Record]) -> list[Record]:
     """Show the greedy runs of each storage, and the speedups of the sampled ones."""
     return [record | record["rows"][0] | {"speedup_sampled": record["rows"][-1].get("speedup")} for record in records]
@@ -68,7 +63,7 @@ def roofline(records: list[Record]) -> list[Record]:
 
 
 LINES: dict[str, Callable[[list[Record]], Sequence[Record]]] = {
-    **{line.__name__: line for line in (auto, cpu_storages, predictions, serving, gpu_attention, gpu_linears)},
+    **{line.__name__: line for line in (cpu_storages, predictions, serving, gpu_attention, gpu_linears)},
     "roofline": roofline,
     "summary_rows": summary_rows,
     "errors_by_size": cost_errors.errors_by_size,

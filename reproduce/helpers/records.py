@@ -10,6 +10,8 @@ from common.errors import DataError, refuse
 from common.jsonl import read_lines
 
 Record = dict[str, Any]
+# What a run measured as a whole, and its rows or stretches measured apart.
+OF_WHOLE = ("by_row", "acceptance_standard_error", "speedups")
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -32,7 +34,11 @@ def read_records(path: str | Path) -> list[Record]:
 def rows_of(records: Iterable[Record], each: str = "rows") -> list[Record]:
     """Return each row of the records' lists of that name, with the settings of its run; a record without the list is a
     row."""
-    return [record | row for record in records for row in record.get(each) or [{}]]
+    return [
+        {name: value for name, value in record.items() if name not in OF_WHOLE} | row
+        for record in records
+        for row in record.get(each) or [record]
+    ]
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:

@@ -65,9 +65,10 @@ def check_record(record: dict[str, Any], nulls: set[str], **expected: Any) -> No
 
 def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_path: Path) -> None:
     """More prompts than slots, phase times, printed rows, a results file that already has a line."""
-    results, saved = tmp_path / "results.jsonl", tmp_path / "rows.jsonl"
+    results, saved, logged = (tmp_path / f"{name}.jsonl" for name in ("results", "rows", "verified"))
     results.write_text('{"an": "earlier record"}\n')
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {results} --save_rows {saved}"
+    paths += f" --log_verification {logged}"
     flags = f"{paths} {SIZES} {DRAFT} --num_prompts 5 --dtype float64 --benchmark --printoutput"
     ended = python(ROOT / SELFSPEC, *flags.split(), cwd=tmp_path)
     record = ended.record
@@ -97,6 +98,10 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert phases == [f"{record[name]:.1f}" for name in shown]
     assert tuple(record["contention"]) == passes
     assert all("contended" in seen for seen in record["contention"].values())
+    verified = [json.loads(line) for line in logged.read_text().splitlines()]
+    assert len(verified) == record["verified"] and sum(line["accepted"] for line in verified) == record["accepted"]
+    assert {line["run"] for line in verified} == {record["run"]}
+    assert all(0 < line["q"] <= 1 and 0 <= line["p"] <= 1 and line["entropy"] > 0 for line in verified)
     earlier, appended = results.read_text().splitlines()
     assert earlier == '{"an": "earlier record"}' and json.loads(appended) == record
 

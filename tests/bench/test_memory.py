@@ -56,14 +56,15 @@ def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: boo
     assert n_bytes == pytest.approx(model_bytes(config, torch.float32, scheme, "cpu"), rel=0.02)
 
 
-@pytest.mark.parametrize("kv_dtype", ["same", "int8"])
-def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, checkpoint: Path) -> None:
+@pytest.mark.parametrize("kv_dtype,budget", [("same", 16), ("int8", 30_000)])
+def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, budget: int, checkpoint: Path) -> None:
+    """A budget beyond the run takes about as much as the run."""
     target = Target(str(checkpoint), device="cpu", dtype="float32", kv_dtype=kv_dtype)
-    draft = SelfConfig(policy=Streaming(16), draft_kv_dtype="fp8" if kv_dtype == "int8" else "same")
+    draft = SelfConfig(policy=Streaming(budget), draft_kv_dtype="fp8" if kv_dtype == "int8" else "same")
     session = Session.open(RunConfig(target, sizes=Sizes(B=3, gen_len=8), draft=draft), [[1] * 40] * 3)
     planned = memory_plan(session.plan).per_row
     assert 3 * planned["target KV"] == session.runner.cache.n_bytes
-    assert 3 * planned["draft KV"] == session.drafter().cache.n_bytes
+    assert 3 * planned["draft KV"] == session.drafter().cache.n_bytes < 3 * session.runner.cache.n_bytes
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
@@ -72,7 +73,7 @@ def test_the_largest_batch_is_exact(batch: int) -> None:
     for available in (plan.total(batch), plan.total(batch + 1) - 1):
         assert plan.largest_batch(available) == batch
         require_memory(plan, batch, available, "cpu")
-        with pytest.raises(OutOfMemoryError, match=f"--B {batch}"):
+        with pytest.raises(OutOfMemoryError, match=f"--{'quantize' if batch < 18 else 'prefix_len'}.*--B {batch}"):
             require_memory(plan, batch + 1, available, "cpu")
 
 

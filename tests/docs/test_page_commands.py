@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -92,8 +91,9 @@ def test_commands_are_found_and_bad_ones_refused(monkeypatch: pytest.MonkeyPatch
             read_flags(program, flags, monkeypatch)
 
 
-def test_the_readmes_python_runs(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["README.md", "docs/speculation.md"])
+def test_a_pages_python_runs(
+    page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a tiny model in the place of the built-in one; `test_extending.py` runs the code of another page."""
     find = model_source.find_model
@@ -102,7 +102,7 @@ def test_the_readmes_python_runs(
         return find(str(checkpoint / "model.pth") if path == DEFAULT_MODEL else path, *how)
 
     monkeypatch.setattr("bench.config.find_model", find_tiny)
-    [code] = [code for language, code in FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
-    exec(code, {})
-    [per_position] = re.findall(r"^\[.*\]$", capsys.readouterr().out, re.MULTILINE)
-    assert len(json.loads(per_position)) == 3
+    blocks = [code for language, code in FENCED.findall((ROOT / page).read_text()) if language == "python"]
+    exec("\n".join(blocks), {})
+    shares = re.findall(r"[01]\.\d+(?: \[.*\])?$", capsys.readouterr().out, re.MULTILINE)
+    assert shares and all(0 <= float(share.split()[0]) <= 1 for share in shares)

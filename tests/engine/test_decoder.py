@@ -6,17 +6,17 @@ import pytest
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
-from engine.pacing import PLAIN, Choice, Fixed
+from engine.controller import PLAIN, Fixed, RoundChoice
 from engine.requests import Progress
 from kv_cache.streaming import Streaming
+from tests.support.controllers import Scripted
 from tests.support.drafters import three_drafters
-from tests.support.pacings import Scripted
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.scenarios import random_sampling
 from tests.support.tiny import continue_by_recomputing, decode, full_cache, random_prompts, self_draft, tiny_model
 from tests.support.witness import VOCAB, continue_plainly, cut, witness_runner
 
-SCRIPT = (PLAIN, Choice(0, 3), Choice(1, 2), Choice(1, 3), Choice(2, 3), PLAIN, Choice(0, 1))
+SCRIPT = (PLAIN, RoundChoice(0, 3), RoundChoice(1, 2), RoundChoice(1, 3), RoundChoice(2, 3), PLAIN, RoundChoice(0, 1))
 WARM = SamplingParams(1.5, top_k=20, seed=3)
 
 
@@ -79,10 +79,10 @@ def test_each_request_gets_what_it_gets_alone(seed, mode):
     to round, and meet requests late or never."""
     rng = random.Random(f"{seed} {mode}")
     runner, reuses = witness_runner(rng.randint(1, 4)), seed % 2 == 1
-    requests, pacing = random_requests(rng, mode), Scripted(three_drafters(runner), SCRIPT)
+    requests, controller = random_requests(rng, mode), Scripted(three_drafters(runner), SCRIPT)
     how = {"prefill_tokens": rng.choice([1, 3, 7, None]), "reuses": "prefixes" if reuses else "prompts"}
     driver = Cancelling(rng)
-    driver.decoder = Decoder(runner, pacing, verification=mode, progress=driver, **how)
+    driver.decoder = Decoder(runner, controller, verification=mode, progress=driver, **how)
     driver.run(requests)
     for request in requests:
         if request in driver.cancelled:
@@ -103,12 +103,14 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
     runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
     samplings = [SamplingParams(), WARM, SamplingParams(0.9, top_p=0.7, seed=4), SamplingParams(1.1, seed=5)]
     samplings.append(SamplingParams())
-    pacing = Fixed(self_draft(runner, Streaming(12, n_sink=2), 3))
+    controller = Fixed(self_draft(runner, Streaming(12, n_sink=2), 3))
     alone = [
-        generate(runner, [prompt], max_new_tokens=24, pacing=pacing, sampling=sampling, request_ids=[i]).tokens[0]
+        generate(runner, [prompt], max_new_tokens=24, controller=controller, sampling=sampling, request_ids=[i]).tokens[
+            0
+        ]
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    decoder, requests = Decoder(runner, pacing), []
+    decoder, requests = Decoder(runner, controller), []
     for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         requests.append(Request(prompt, 24, sampling=sampling, id=i))
         decoder.submit(requests[-1])

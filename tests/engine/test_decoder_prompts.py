@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
+from engine.controller import Fixed
 from engine.drafters import Drafter
-from engine.pacing import Fixed
 from engine.sampling.distribution import Logprob
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming

@@ -94,7 +94,9 @@ def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(
     assert [record["prefill_taken_over"] for record in (first, second, run("--kv_dtype", "int8"))] == [0, 2, 0]
     stretches = second["by_length"]
     assert [row["generated"] for row in stretches] == [[0, 4], [4, 8], [8, 9]][: len(stretches)]
-    assert sum(row["verified"] for row in stretches) == second["verified"]
+    for row in range(2):
+        for name in ("drafted", "verified", "accepted", "emitted", "rounds"):
+            assert sum(each["by_row"][row][name] for each in stretches) == second["by_row"][row][name]
     assert all(stretches[0][name] > 0 for name in ("draft_ms", "verify_ms", "baseline_step_ms", "round_ms"))
     emitted = sum(row["rounds"] * row["mean_accepted_length"] for row in stretches)
     assert emitted == pytest.approx(second["emitted"], abs=0.01)

@@ -4,10 +4,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.pacing import PLAIN, Choice
+from engine.controller import PLAIN, RoundChoice
 from kv_cache import StreamingKVCache
 from models.kernels.pointwise import compiled, use_pointwise
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model
 
 
@@ -24,7 +24,7 @@ def test_nothing_is_compiled_again_when_lengths_and_gammas_change_and_rows_refil
     standalone = StandaloneDraft(ModelRunner(draft, full_cache(draft, 3)), gamma=3)
     sampling = SamplingParams(temperature=0.8, seed=1)
 
-    choices = [*(Choice(0, gamma) for gamma in range(4)), PLAIN]
+    choices = [*(RoundChoice(0, gamma) for gamma in range(4)), PLAIN]
 
     def run(seed: int, lengths: list[int]) -> None:
         limits, prompts = [5 + 3 * i for i in range(len(lengths))], random_prompts(lengths, seed=seed)
@@ -36,8 +36,8 @@ def test_nothing_is_compiled_again_when_lengths_and_gammas_change_and_rows_refil
     assert warm > 0
     run(1, [17, 40, 1, 26, 31])
     run(2, [64, 2, 3])
-    pacing = Scripted([self_draft], choices)
-    out = generate(runner, random_prompts([17, 40]), max_new_tokens=60, pacing=pacing, sampling=sampling)
+    controller = Scripted([self_draft], choices)
+    out = generate(runner, random_prompts([17, 40]), max_new_tokens=60, controller=controller, sampling=sampling)
     assert {round_.choice for round_ in out.stats.rounds} == set(choices)
     assert counter.frame_count == warm
     torch._dynamo.reset()

@@ -1,18 +1,24 @@
-"""Records, drawn: what is on which axis, which points make a line, and what is left out."""
+"""Records, drawn: what is on which axis, which points make a line, their bars, and what is left out."""
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reproduce.helpers.records import Record
-from reproduce.plot import choose_x, points_of
+from reproduce.plot import Lines, choose_x, lines_of, varied_settings
 from tests.support.programs import Ended, run
 
 
 def record(B: int, speedup: float | None, **changes: object) -> Record:
     run = {"benchmark": "selfspec", "model": "M", "B": B, "prefix_len": 1000, "gamma": 3, "speedup": speedup}
     return run | {"decode_tokens_per_second": 10.0 * B} | changes
+
+
+def lines(records: list[Record], x: str, y: str) -> Lines:
+    return lines_of(records, x, y, varied_settings(records, (x,)))
 
 
 @pytest.fixture
@@ -28,14 +34,28 @@ def draw(tmp_path: Path):
 
 
 def test_a_line_for_each_combination_of_what_else_varies():
-    """Repeats are drawn as their median."""
+    """Repeats are drawn as their median, with their range; a label names settings only if there are several."""
     records = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (4, 1, 2)]
     records += [record(1, 9.0), record(1, 2.5)]
     assert choose_x(records) == "B"
-    assert points_of(records, "B", "speedup") == {
-        "prefix_len 1000": [(1, 2.5), (2, 3.0), (4, 5.0)],
-        "prefix_len 4000": [(1, 2.0), (2, 3.0), (4, 5.0)],
+    assert lines(records, "B", "speedup") == {
+        "1000": [(1, 2.5, 2, 9), (2, 3, 3, 3), (4, 5, 5, 5)],
+        "4000": [(1, 2, 2, 2), (2, 3, 3, 3), (4, 5, 5, 5)],
     }
+    (named, *_) = lines([*records, record(1, 1.0, gamma=5)], "B", "speedup")
+    assert named == "prefix_len 1000, gamma 3"
+
+
+def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
+    repeated = record(1, 1.2, speedups=[1.1, 1.2, 1.5])
+    assert lines([repeated], "B", "speedup") == {"all": [(1, 1.2, 1.1, 1.5)]}
+    by_row = [{"accepted": n, "verified": 10, "emitted": 10 + n, "rounds": 10} for n in (4, 6, 7, 9)]
+    measured = record(1, None, acceptance_rate=0.65, mean_accepted_length=1.65, by_row=by_row)
+    for y, value in (("acceptance_rate", 0.65), ("mean_accepted_length", 1.65)):
+        ((point,),) = lines([measured], "B", y).values()
+        assert point.y == value and value - 0.4 < point.low < value - 0.1 and value + 0.1 < point.high < value + 0.4
+    earlier = record(1, None, acceptance_rate=0.5, acceptance_standard_error=0.1)
+    assert lines([earlier], "B", "acceptance_rate") == {"all": [(1, 0.5, pytest.approx(0.304), pytest.approx(0.696))]}
 
 
 def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
@@ -43,8 +63,8 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     lines = [record(8, None), {"status": "ok", "record": record(1, 1.5)}, {"status": "failed", "record": None}]
     ended = draw([*lines, record(2, 2.0)])
     assert ended.code == 0, ended.err
-    assert "speedup over B: 2 of 3 records" in ended.out and "per_second over B: 3 of 3" in ended.out
-    for kind in ("png", "svg"):
+    assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
+    for kind in ("png", "svg", "pdf"):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
 
 
@@ -52,7 +72,7 @@ def test_stretches_of_a_run_are_points_over_the_generated_tokens(draw):
     runs = [record(8, 1.5, draft_policy=policy) for policy in ("streaming", "snapkv")]
     for run_ in runs:
         run_["by_length"] = [{"generated": [250 * i, 250 * i + 250], "speedup": 1 + i / 8} for i in range(4)]
-    ended = draw([*runs, record(2, 2.0)], "--x", "generated_tokens", "--y", "speedup")
+    ended = draw(runs, "--x", "generated_tokens", "--y", "speedup")
     assert ended.code == 0 and "speedup over generated_tokens: 8 of 8" in ended.out, ended.err
 
 
@@ -67,16 +87,48 @@ def test_policies_and_texts_are_lines_over_the_budget(draw):
     rows = [acceptance(*kind, rate=0.5 + place / 10) for place, kind in enumerate(kinds)]
     rows += [acceptance(*kind, rate=0.9, budget=128) for kind in kinds]
     assert choose_x(rows) == "draft_budget"
-    lines = points_of(rows, "draft_budget", "acceptance_rate")
-    [streaming] = [line for label, line in lines.items() if "streaming" in label and "book" in label]
-    assert len(lines) == 4 and streaming == [(64, 0.5), (128, 0.9)]
-    ended = draw([{"benchmark": "acceptance", "rows": rows}])
-    assert ended.code == 0 and "8 of 8 records" in ended.out
+    found = lines(rows, "draft_budget", "acceptance_rate")
+    [streaming] = [line for label, line in found.items() if "streaming" in label and "book" in label]
+    assert len(found) == 4 and [point[:2] for point in streaming] == [(64, 0.5), (128, 0.9)]
+    rows.append(acceptance("full", "book", 0.95) | {"draft_budget": None})  # a level
+    ended = draw([{"benchmark": "acceptance", "rows": rows}], "--where", "text=book", "--facet", "prefix_len")
+    assert ended.code == 0 and "5 of 5 rows" in ended.out
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved."""
+    figures = list[Any]()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+def test_panels_share_a_legend_and_axes_begin_at_zero_or_are_broken(draw, drawn: list[Any]):
+    records = [
+        record(B, B / 4 + n, prefix_len=length, draft_policy=f"policy {n}") | {"acceptance_rate": 0.8 + n / 100}
+        for B, length, n in product((1, 2), (1000, 4000), range(12))
+    ]
+    ended = draw(records, "--x", "B", "--y", "speedup", "acceptance_rate", "--facet", "prefix_len")
+    assert ended.code == 0, ended.err
+    figure = drawn[0]
+    assert len(figure.legends) == 1 and len(figure.legends[0].get_texts()) == 12
+    looks = {(bars[0].get_color(), bars[0].get_marker()) for bars in figure.axes[0].containers}
+    assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == 12
+    assert [axes.get_title() for axes in figure.axes] == ["prefix_len 1000", "prefix_len 4000", "", ""]
+    bottoms = [axes.get_ylim()[0] for axes in figure.axes]
+    assert bottoms[:2] == [0, 0] and bottoms[2] == bottoms[3] > 0.7
+    marks = [[line for line in axes.lines if len(line.get_marker()) == 2] for axes in figure.axes]
+    assert [len(each) for each in marks] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("lines", "flags"),
-    [([record(1, 1.1), record(1, 1.2)], ""), ([record(1, None), record(2, None)], "--y speedup"), ([[1]], "")],
+    ("given", "flags"),
+    [
+        ([record(1, 1.1), record(1, 1.2)], ""),
+        ([record(1, None), record(2, None)], "--y speedup"),
+        ([[1]], ""),
+        ([], ""),
+    ],
 )
-def test_what_cannot_be_drawn_is_refused(draw, lines: list[object], flags: str):
-    assert "own.jsonl" in draw(lines, *flags.split()).refusal
+def test_what_cannot_be_drawn_is_refused(draw, given: list[object], flags: str):
+    assert "own.jsonl" in draw(given, *flags.split()).refusal

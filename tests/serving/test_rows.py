@@ -22,10 +22,10 @@ def serve_flags(checkpoint, words: str) -> Serve:
 
 def test_costs_are_measured_on_noise(chat_checkpoint):
     flags = serve_flags(chat_checkpoint, FLAGS.replace("--gamma 3", "--gamma auto"))
-    session, pacing = open_session(flags.config(), flags.batch)
+    session, controller = open_session(flags.config(), flags.batch)
     assert session.plan.capacity == session.runner.cache.capacity == 320 and session.prompts == []
-    assert isinstance(pacing, Adaptive) and (pacing._contexts, pacing._rows) == ([5, 80], [2, 4])
-    assert pacing._arms[0].verified == 0  # noise says nothing of text
+    assert isinstance(controller, Adaptive) and (controller._contexts, controller._rows) == ([5, 80], [2, 4])
+    assert controller._arms[0].verified == 0  # noise says nothing of text
     assert not session.runner.cache.prefilled  # and no request goes on after it
 
 
@@ -40,8 +40,8 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
 
     monkeypatch.setattr(Session, "of_plan", capturing)
     flags = serve_flags(chat_checkpoint, FLAGS.replace("--max_batch 4", "--max_batch 2"))
-    session, pacing = open_session(flags.config(), flags.batch)
-    decoder, n_captured = Scheduler(session, pacing, flags.batch)._decoder, len(graphs)
+    session, controller = open_session(flags.config(), flags.batch)
+    decoder, n_captured = Scheduler(session, controller, flags.batch)._decoder, len(graphs)
     for filters in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.0, "top_p": 0.3}):
         decode(decoder, Request([1, 2, 3], 9, sampling=SamplingParams(**filters)))
     assert len(graphs) == n_captured > 0 and not any(graph.is_destroyed for graph in graphs)

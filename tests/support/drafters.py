@@ -26,7 +26,7 @@ from engine.sampling.noise import Stream, uniform
 from kv_cache import KVCache
 from kv_cache.base import KVShape
 from tests.support.block_heads import HEADS, with_head
-from tests.support.pacings import scheduled
+from tests.support.controllers import scheduled
 from tests.support.policies import POLICIES, Size
 from tests.support.published_heads import WIDTH, random_medusa
 

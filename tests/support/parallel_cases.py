@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from common.errors import RankError
 from engine import ModelRunner, SamplingParams, SelfSpeculation
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
-from engine.pacing import PLAIN, Choice
 from engine.parallel.all_reduce import AllReduce, with_symmetric_memory
 from engine.parallel.launch import run_on_ranks
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
@@ -29,8 +29,8 @@ from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, load_model
 from models.checkpoints.loading import save_checkpoint
 from models.llama import select_layers
+from tests.support.controllers import SCHEDULES, Scripted, scheduled
 from tests.support.drafters import Drafters
-from tests.support.pacings import SCHEDULES, Scripted, scheduled
 from tests.support.policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting
 from tests.support.recorded_graph import RecordedGraphs
 from tests.support.tiny import TINY, tiny_model
@@ -44,7 +44,7 @@ DRAFTS = (
     *("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming", "some layers"),
     *("combined, standalone, streaming", "changing", "speculated, ngram", "speculated, streaming", "speculated, model"),
 )
-SCRIPT = (Choice(0, 3), PLAIN, Choice(1, 2), PLAIN, Choice(0, 1), Choice(2, 3))
+SCRIPT = (RoundChoice(0, 3), PLAIN, RoundChoice(1, 2), PLAIN, RoundChoice(0, 1), RoundChoice(2, 3))
 APART = "streaming"  # the draft of the case whose ranks round apart, and disagree
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
@@ -174,7 +174,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     temperature = 0.0 if case.mode == "greedy" else 0.8
     kinds = ("snapkv", "standalone, streaming", "ngram") if case.draft == "changing" else (case.draft,)
     drafters = [_drafter(case, kind, folder, runner) for kind in kinds]
-    drafts = {"drafter": None, "pacing": Scripted(drafters, SCRIPT)} if len(kinds) > 1 else {"drafter": drafters[0]}
+    drafts = {"drafter": None, "controller": Scripted(drafters, SCRIPT)} if len(kinds) > 1 else {"drafter": drafters[0]}
     limits = [rng.randint(1, 10) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
     settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
@@ -217,17 +217,17 @@ def main() -> None:
     # Comparing digests takes longer than the rest of so small a round.
     checked = replace(ranks, check=True)
     here = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
-    by_rank = ranks.gathered(here)
+    by_rank = ranks.all_gather_object(here)
     apart = next(case for case in cases if case.draft == APART)
     with on_last_rank(ranks, AllReduce, "__call__", skewed):
-        rounding_apart = ranks.gathered(run_case(apart, folder, checked))
-    with on_last_rank(ranks, Ranks, "decided", changed), pytest.raises(RankError) as disagree:
+        rounding_apart = ranks.all_gather_object(run_case(apart, folder, checked))
+    with on_last_rank(ranks, Ranks, "broadcast", changed), pytest.raises(RankError) as disagree:
         run_case(apart, folder, checked)
     results = {
         "cases": {name: [theirs[name] for theirs in by_rank] for name in here},
         "apart": (apart.name, rounding_apart),
-        "disagree": ranks.gathered(str(disagree.value)),
-        "all_reduce": ranks.gathered(all_reduce_choices(ranks)),
+        "disagree": ranks.all_gather_object(str(disagree.value)),
+        "all_reduce": ranks.all_gather_object(all_reduce_choices(ranks)),
         "logits": {size: packed_logits(size, folder, model_ranks(ranks, range(ranks.size))) for size in GROUP_SIZES},
     }
     if ranks.leads:
@@ -247,17 +247,17 @@ def skewed(exact: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda reduce, x: (total := exact(reduce, x)).nextafter(torch.full_like(total, torch.inf))
 
 
-def changed(decided: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def changed(broadcast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return decisions of which one changes a row's next token."""
     rounds = count()
 
-    def decided_otherwise(ranks: Ranks, decide: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
-        tensor = decided(ranks, decide, *shape)
+    def broadcast_otherwise(ranks: Ranks, decide: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
+        tensor = broadcast(ranks, decide, *shape)
         if len(shape) == 2 and next(rounds) == 3:
             tensor[:, 2] += 1
         return tensor
 
-    return decided_otherwise
+    return broadcast_otherwise
 
 
 def all_reduce_choices(ranks: Ranks) -> dict[str, str]:

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch
 
 from engine import ModelRunner, SamplingParams
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
 from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
-from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
 from models.config import RopeScaling
 from tests.support.block_heads import HEADS
+from tests.support.controllers import SCHEDULES
 from tests.support.drafters import GUESSES, TEXT_DRAFTERS, Drafters
 from tests.support.edit_cases import edited, random_edits
-from tests.support.pacings import SCHEDULES
 from tests.support.policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from tests.support.tiny import TINY, recomputing, tiny_model
 from tests.support.witness import WitnessModel, cut, next_logits
@@ -159,7 +159,7 @@ class Scenario:
         return [generate_selecting(runner, **ordered, **how) for _ in range(repeats)]
 
     def drafting(self, world: World, runner: ModelRunner, futures: list[list[int]]) -> dict[str, Any]:
-        """Return the drafter, or the pacing, of a runner."""
+        """Return the drafter, or the controller, of a runner."""
         texts = dict(zip(self.ids, futures, strict=True))
         size = Size(runner.max_batch, runner.cache.capacity, self.n_sink, self.budget - self.n_sink, world.kv_dtype)
         new_drafter = Drafters(runner, self.gamma, size, texts=texts)
@@ -170,27 +170,29 @@ class Scenario:
             return new_drafter(f"{kind}: {self.schedule}")
 
         if self.drafter != PACED:
-            return {"drafter": named(self.drafter), "pacing": None}
+            return {"drafter": named(self.drafter), "controller": None}
         rng = random.Random(runner.cache.capacity)
         kinds = rng.sample([kind for kind in (*DRAFTERS, *world.drafters) if kind not in ("none", PACED)], 3)
-        return {"drafter": None, "pacing": RandomPacing([named(kind) for kind in kinds], self.gamma, rng)}
+        return {"drafter": None, "controller": RandomController([named(kind) for kind in kinds], self.gamma, rng)}
 
 
-class RandomPacing:
+class RandomController:
     """Any drafter, none of them now and then, with any gamma, from round to round."""
 
     def __init__(self, drafters: list, max_gamma: int, rng: random.Random) -> None:
         self.drafters, self.max_gamma, self._rng = tuple(drafters), max_gamma, rng
-        self.choices: list[Choice] = []
+        self.choices: list[RoundChoice] = []
 
-    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice:
         drafter = self._rng.choice([None, *range(len(self.drafters))])
         # Runs of the same choice, so that some drafters miss more than a block.
         if not self.choices or self._rng.random() < 0.5:
-            self.choices.append(PLAIN if drafter is None else Choice(drafter, self._rng.randint(0, self.max_gamma)))
+            self.choices.append(
+                PLAIN if drafter is None else RoundChoice(drafter, self._rng.randint(0, self.max_gamma))
+            )
         return self.choices[-1]
 
-    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+    def observe(self, choice: RoundChoice, accepted: Sequence[int]) -> None:
         assert choice == self.choices[-1] and all(0 <= n <= choice.gamma for n in accepted)
 
 

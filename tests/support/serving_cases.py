@@ -164,18 +164,18 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
 @contextmanager
 def slow(served: Served, seconds: float = 0.01) -> Iterator[None]:
     """Make rounds take longer."""
-    pacing = served.server.service.scheduler._decoder._pacing
-    choose = pacing.choose
+    controller = served.server.service.scheduler._decoder._controller
+    choose = controller.choose
 
     def late(*given: float) -> Any:
         time.sleep(seconds)
         return choose(*given)
 
-    pacing.choose = late
+    controller.choose = late
     try:
         yield
     finally:
-        pacing.choose = choose
+        controller.choose = choose
 
 
 class Alone:

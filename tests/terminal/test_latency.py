@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from bench import session as sessions
+from engine.controller import PLAIN
 from engine.generation import GenerateOutput, Generation
-from engine.pacing import PLAIN
 from engine.stats import Counts, RoundStats, Stats
 from terminal.latency import figures
+from tests.support.controllers import Clock
 from tests.support.machine import needs_vnni
-from tests.support.pacings import Clock
 from tests.support.programs import Ended, run
 
 TICK = 0.001
@@ -78,7 +78,7 @@ def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
 
     def logged(session: sessions.Session, **how: Any) -> Generation:
         clock.tick = TICK * session.numbered_from
-        calls.append((session.numbered_from, "speculative" if how["pacing"].drafters else "plain"))
+        calls.append((session.numbered_from, "speculative" if how["controller"].drafters else "plain"))
         return generation(session, **how)
 
     monkeypatch.setattr(sessions.Session, "generation", logged)

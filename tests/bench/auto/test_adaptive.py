@@ -1,4 +1,4 @@
-"""The pacing chooses before every round what pays best: its rule on a simulated machine."""
+"""The controller chooses before every round what pays best: its rule on a simulated machine."""
 
 import random
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import pytest
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters.ngram import NGram
-from engine.pacing import PLAIN, Choice
 from engine.stats import AcceptanceRate
 
 GAMMAS = range(7)
@@ -27,25 +27,25 @@ CHEAP = costs(100, 15, (115, 160))
 
 
 def adaptive(by_rows: dict[int, Sequence[Costs]]) -> Adaptive:
-    """A pacing by the costs of those numbers of rows."""
+    """A controller by the costs of those numbers of rows."""
     n_drafters = len(next(iter(by_rows.values())))
     return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
 
 
-def simulate(each: Sequence[Costs], alphas, n_rounds: int) -> tuple[list[Choice], float]:
+def simulate(each: Sequence[Costs], alphas, n_rounds: int) -> tuple[list[RoundChoice], float]:
     """Rounds of 8 rows on a machine that has those very costs; `alphas(round)[drafter]` drafts are accepted.
 
     Returns the choices, and the speedup over plain decoding of the last half of them.
     """
-    pacing, rng, choices, tokens, ms = adaptive({8: each}), random.Random(0), [], 0.0, 0.0
+    controller, rng, choices, tokens, ms = adaptive({8: each}), random.Random(0), [], 0.0, 0.0
     for n in range(n_rounds):
-        choice = pacing.choose(8)
+        choice = controller.choose(8)
         choices.append(choice)
         accepted = [0] * 8
         for row in range(8):
             while accepted[row] < choice.gamma and rng.random() < alphas(n)[choice.drafter]:
                 accepted[row] += 1
-        pacing.observe(choice, accepted)
+        controller.observe(choice, accepted)
         if n >= n_rounds // 2:
             tokens += 1 + sum(accepted) / 8
             ms += each[0].plain_ms if choice == PLAIN else each[choice.drafter].round_ms(choice.gamma)
@@ -61,9 +61,9 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     assert speedup > 0.96 * best
 
 
-def test_the_pacing_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():
+def test_the_controller_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():
     """The oracle knows the acceptance rate of each stretch of a text; a score is its ms per token over the rule's."""
-    pacing, rng, stretches = adaptive({8: [CHEAP]}), random.Random(0), [(200, 0.95), (200, 0.2), (200, 0.75)]
+    controller, rng, stretches = adaptive({8: [CHEAP]}), random.Random(0), [(200, 0.95), (200, 0.2), (200, 0.75)]
     round_ms = [CHEAP.plain_ms, *(CHEAP.round_ms(gamma) for gamma in GAMMAS[1:])]
     ms = oracle_ms = 0.0
     fixed = dict.fromkeys(GAMMAS, 0.0)
@@ -71,9 +71,9 @@ def test_the_pacing_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_g
         tokens = [tokens_per_round(alpha, gamma) for gamma in GAMMAS]
         best = min(ms_of / n for ms_of, n in zip(round_ms, tokens, strict=True))
         for _ in range(n_rounds):
-            choice = pacing.choose(8)
+            choice = controller.choose(8)
             accepted = [next(n for n in GAMMAS if n == choice.gamma or rng.random() >= alpha) for _ in range(8)]
-            pacing.observe(choice, accepted)
+            controller.observe(choice, accepted)
             ms, oracle_ms = ms + round_ms[choice.gamma], oracle_ms + best * (1 + sum(accepted) / 8)
         for gamma in GAMMAS:
             fixed[gamma] += best * tokens[gamma] / round_ms[gamma] / len(stretches)
@@ -101,14 +101,14 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
 
         Expected are 1.95 tokens of gamma 1 and so on, since nothing is observed.
         """
-        pacing, missed = Adaptive([drafter], {1000: {8: [costs(100, 40, verify)]}}, GAMMAS), []
+        controller, missed = Adaptive([drafter], {1000: {8: [costs(100, 40, verify)]}}, GAMMAS), []
         for _ in range(2):
-            assert pacing.choose(8) != PLAIN
+            assert controller.choose(8) != PLAIN
             missed.append(0)
-            while missed[-1] < 300 and (not missed[-1] or pacing.choose(8) == PLAIN):
-                pacing.observe(PLAIN, [0] * 8)
+            while missed[-1] < 300 and (not missed[-1] or controller.choose(8) == PLAIN):
+                controller.observe(PLAIN, [0] * 8)
                 missed[-1] += 1
-            pacing.observe(Choice(0, 1), [])
+            controller.observe(RoundChoice(0, 1), [])
         return missed
 
     assert rounds_without(copies, (115, 190)) == [5, 5] and rounds_without(runs, (115, 190)) == [11, 11]
@@ -141,19 +141,19 @@ def test_drafts_are_charged_where_their_model_runs(drafting):
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""
     drafter: Any = SimpleNamespace(skips_model=True, is_written_through=False)
     each = replace(costs(100, 0, (110, 130)), acceptance=AcceptanceRate(0.8, 400), **drafting)
-    pacing, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
+    controller, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
     for n in range(120):
         drafter.skips_model = n < 60
-        chosen.append(pacing.choose(1).gamma)
-        pacing.observe(Choice(0, 5), [4])
+        chosen.append(controller.choose(1).gamma)
+        controller.observe(RoundChoice(0, 5), [4])
     assert chosen[59] == 6 and max(chosen[0], chosen[-1]) <= 3
 
 
 def test_the_choice_is_that_of_the_rows_that_are_left():
     """A few rows verify many drafts for the price of one, all rows do not; in between what lies in between pays."""
     few, all_rows = costs(50, 3, (51, 55)), costs(100, 15, (130, 500))
-    pacing = adaptive({8: [all_rows], 2: [few]})
-    chosen = [pacing.choose(n_busy).gamma for n_busy in range(1, 10)]
+    controller = adaptive({8: [all_rows], 2: [few]})
+    chosen = [controller.choose(n_busy).gamma for n_busy in range(1, 10)]
     assert chosen[0] == chosen[1] == 6 and chosen[7] == chosen[8] < 4 and chosen == sorted(chosen, reverse=True)
     assert len(set(chosen)) > 2
 
@@ -165,7 +165,7 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
     few, all_rows = costs(25, 10.3, (25.4, 32)), costs(40, 18, (43.4, 73.5))
     by_rows = {8: [all_rows], 2: [few]}
 
-    def ms_of(pacing: Adaptive | None) -> float:
+    def ms_of(controller: Adaptive | None) -> float:
         rng, waiting, chunks, left, ms = random.Random(0), 48, 0, list[int](), 0.0
         while waiting or left:
             n_joining = min(8 - len(left), waiting)
@@ -175,13 +175,13 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
                 left.append(63)
             if left:
                 n_busy = len(left)
-                choice = pacing.choose(n_busy, min(8 - n_busy, waiting)) if pacing else PLAIN
+                choice = controller.choose(n_busy, min(8 - n_busy, waiting)) if controller else PLAIN
                 ends = [one.plain_ms if choice == PLAIN else one.round_ms(choice.gamma) for one in (few, all_rows)]
                 ms += float(np.interp(n_busy, [2, 8], ends))
                 accepted = [next(n for n in range(9) if n == choice.gamma or rng.random() >= alpha) for _ in left]
                 left = [n for n in (n - one - 1 for n, one in zip(left, accepted, strict=True)) if n > 0]
-                if pacing:
-                    pacing.observe(choice, accepted)
+                if controller:
+                    controller.observe(choice, accepted)
         return ms
 
     assert ms_of(adaptive(by_rows)) < most * ms_of(None)
@@ -190,6 +190,6 @@ def test_a_queue_of_requests_takes_no_longer_than_in_plain_rounds(alpha: float, 
 def test_the_choice_is_that_of_the_context():
     """After short texts a verification and a draft step cost more plain steps than after long ones."""
     short, long = costs(40, 20, (70, 170)), costs(100, 15, (115, 160))
-    pacing = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
-    chosen = [pacing.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]
+    controller = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
+    chosen = [controller.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]
     assert chosen[:2] == [0, 0] and chosen == sorted(chosen) and chosen[-2:] == [6, 6] and len(set(chosen)) > 2

@@ -20,6 +20,8 @@ from bench.session import Session
 from bench.table import _chosen
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine.controller import PLAIN
+from engine.controller import RoundChoice as Choice
 from engine.drafters.combined import Hybrid
 from engine.drafters.eagle import Eagle, EagleConfig
 from engine.drafters.medusa import Medusa
@@ -27,11 +29,10 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
-from engine.pacing import PLAIN, Choice
 from engine.stats import AcceptanceRate
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.published_heads import eagle_config, eagle_tensors, random_eagle, random_medusa, save_head
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
 from tests.support.serving_cases import make_checkpoint, serving
@@ -56,7 +57,7 @@ def test_unlike_drafters_that_take_turns_change_no_token(mode):
     ]
     sampling, limits = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5), [40, 9, 33, 30, 41]
     how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
-    out = generate(runner, prompts, pacing=Scripted(drafters, SCRIPT), **how)
+    out = generate(runner, prompts, controller=Scripted(drafters, SCRIPT), **how)
     assert out.tokens == recomputed(model, prompts, limits, sampling)
     assert {round_.choice for round_ in out.stats.rounds} == {*SCRIPT}
 
@@ -77,7 +78,7 @@ def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
 
         eagle.propose = watched  # type: ignore[method-assign]
         drafters = [eagle, SelfSpeculation(runner, full_cache(model, 1), gamma=3), Suffix(runner, 3)]
-        generate(runner, [prompt], max_new_tokens=60, pacing=Scripted(drafters, script))
+        generate(runner, [prompt], max_new_tokens=60, controller=Scripted(drafters, script))
         seen.append(firsts)
     both = seen[0].keys() & seen[1].keys()
     assert len(both) >= 5 and all(seen[0][length] == seen[1][length] for length in both)
@@ -208,14 +209,14 @@ def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 
     drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=None) for i in range(len(each))]
     names = [(str(i), "") for i in range(len(each))]
     seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
-    pacing = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]
+    controller = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]
     ms, n, last = 0.0, 0, None
     while n < n_tokens:
-        choice = pacing.choose(1)
+        choice = controller.choose(1)
         i, accepted = choice.drafter, 0
         while i is not None and accepted < choice.gamma and rng.random() < alphas[i]:
             accepted += 1
-        pacing.observe(choice, [accepted])
+        controller.observe(choice, [accepted])
         ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + CATCH_UP_MS * (i != last)
         n, last = n + 1 + accepted, i
     return ms / n

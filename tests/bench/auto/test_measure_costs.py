@@ -18,13 +18,14 @@ from bench.auto.measure import (
 )
 from common.errors import UserError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine.controller import PLAIN
+from engine.controller import RoundChoice as Choice
 from engine.decoding import Decoder
 from engine.drafters.saved_text import SavedText
-from engine.pacing import PLAIN, Choice
 from engine.stats import AcceptanceRate, RoundStats
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import Transformer
-from tests.support.pacings import Clock
+from tests.support.controllers import Clock
 from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 Decode = list[RoundStats]

@@ -8,11 +8,12 @@ import torch
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.controller import PLAIN
+from engine.controller import RoundChoice as Choice
 from engine.drafters.ngram import NGram
-from engine.pacing import PLAIN, Choice
 from kv_cache import StreamingKVCache
 from tests.support.block_heads import with_head
-from tests.support.pacings import Ending, Scripted
+from tests.support.controllers import Ending, Scripted
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -48,10 +49,10 @@ def test_changing_drafters_and_gammas_changes_no_token_where_rounds_are_captured
     how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
     expected = recomputed(model, prompts, limits, sampling)
     called = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
-    rounds = generate(called, prompts, pacing=Scripted(drafters_of(called), SCRIPT), **how).stats.rounds
+    rounds = generate(called, prompts, controller=Scripted(drafters_of(called), SCRIPT), **how).stats.rounds
     drafters = drafters_of(runner)
     for _ in range(3):
-        out = generate(runner, prompts, pacing=Scripted(drafters, SCRIPT), **how)
+        out = generate(runner, prompts, controller=Scripted(drafters, SCRIPT), **how)
         assert out.tokens == expected
         assert [round_.emitted for round_ in out.stats.rounds] == [round_.emitted for round_ in rounds]
     assert {round_.choice for round_ in out.stats.rounds} == set(SCRIPT)
@@ -70,16 +71,16 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2)), gamma=3)
     shadow = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=3)
     script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
-    out = generate(runner, prompts, max_new_tokens=60, pacing=Scripted([perfect, shadow], script))
+    out = generate(runner, prompts, max_new_tokens=60, controller=Scripted([perfect, shadow], script))
     assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
 
 
-def test_a_pacing_can_end_the_decode():
+def test_a_controller_can_end_the_decode():
     """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
     runner, prompts = two_rows(30, 11, 20)
     (drafter, *_) = drafters_of(runner)
-    pacing = Ending([drafter], [Choice(0, 2), PLAIN], 6)
-    out = generate(runner, prompts, max_new_tokens=60, pacing=pacing)
+    controller = Ending([drafter], [Choice(0, 2), PLAIN], 6)
+    out = generate(runner, prompts, max_new_tokens=60, controller=controller)
     assert [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
     assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
     lengths = [len(tokens) for tokens in out.tokens[:2]]
@@ -88,11 +89,11 @@ def test_a_pacing_can_end_the_decode():
     assert again.tokens == recomputed(runner.model, prompts, 10)
 
 
-def test_a_pacing_cannot_ask_for_more_than_its_drafter_has():
+def test_a_controller_cannot_ask_for_more_than_its_drafter_has():
     runner, prompts = two_rows(30, 11)
     (drafter, *_) = drafters_of(runner)
     with pytest.raises(ConfigError, match="more than its drafters can"):
-        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([drafter], [Choice(0, 5)]))
+        generate(runner, prompts, max_new_tokens=9, controller=Scripted([drafter], [Choice(0, 5)]))
 
 
 def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
@@ -101,6 +102,6 @@ def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
     *_, lookup, head = drafters_of(runner)
     longer = NGram(runner, gamma=6)
     for drafters, choices in (([lookup, head], [Choice(0, 4)]), ([longer], [Choice(0, 6)])):
-        generate(runner, prompts, max_new_tokens=9, pacing=Scripted(drafters, choices))
+        generate(runner, prompts, max_new_tokens=9, controller=Scripted(drafters, choices))
     with pytest.raises(ConfigError, match="a gamma of 0 to 4"):
-        generate(runner, prompts, max_new_tokens=9, pacing=Scripted([longer, head], [Choice(0, 6)]))
+        generate(runner, prompts, max_new_tokens=9, controller=Scripted([longer, head], [Choice(0, 6)]))

@@ -7,13 +7,13 @@ import torch
 
 from common.errors import ConfigError
 from engine import ModelRunner, generate
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram, find_ngram
 from engine.drafters.saved_text import SavedText
 from engine.modes import Greedy
-from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 from tests.support.witness import WitnessModel
 
@@ -66,8 +66,8 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
             return drafts
 
     # Two plain rounds, now and then.
-    pacing = Scripted([Watched(runner, 4)], [PLAIN, Choice(0, 4), Choice(0, 4), Choice(0, 4), PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], pacing=pacing)
+    controller = Scripted([Watched(runner, 4)], [PLAIN, RoundChoice(0, 4), RoundChoice(0, 4), RoundChoice(0, 4), PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], controller=controller)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     ragged, n_idle = set(), 0
     for lengths, text, drafts in seen:

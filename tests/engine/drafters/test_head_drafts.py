@@ -10,18 +10,18 @@ import torch
 
 from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
 from engine.drafters.medusa import Medusa
 from engine.drafters.observed import ObservedStates
 from engine.drafters.suffix import Suffix
-from engine.pacing import PLAIN, Choice
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.quantized import QuantizedKVCache
 from models.heads.loading import find_head
 from tests.support.block_heads import MASK, plain_block, whole_dflash, with_head
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.policies import POLICIES, Size
 from tests.support.published_heads import (
     PlainEagle,
@@ -43,8 +43,8 @@ LIMITS = [25, 9, 18, 30, 12]
 GAMMA, SLOTS = 3, 3
 HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
 HEAD, OTHER, MOST = 0, 1, 2 * GAMMA
-CHANGING = [Choice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, Choice(OTHER, MOST)]
-CHANGING += [Choice(HEAD, 3), Choice(HEAD, 0), Choice(OTHER, 2), Choice(HEAD, 2)]
+CHANGING = [RoundChoice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, RoundChoice(OTHER, MOST)]
+CHANGING += [RoundChoice(HEAD, 3), RoundChoice(HEAD, 0), RoundChoice(OTHER, 2), RoundChoice(HEAD, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def run(drafter, changing: bool) -> list[list[int]]:
     if changing:
         beside = Combined(runner, drafter, [Suffix(runner, GAMMA)], least_match=2)
         other = with_head("dflash", runner, lambda config: FullKVCache(config, SLOTS, 70, dtype=torch.float64), MOST)
-        drafts = {"pacing": Scripted([beside, other], CHANGING), "prefill_tokens": 8}
+        drafts = {"controller": Scripted([beside, other], CHANGING), "prefill_tokens": 8}
     with torch.inference_mode():
         out = generate(runner, prompts, **how, **drafts)
     assert 0.2 < out.stats.counts.acceptance_rate < 0.97, "or rollbacks are all alike"
@@ -257,10 +257,12 @@ def test_a_prompt_that_comes_again_is_continued_from_its_own_state(kind):
     (prompt,) = random_prompts([9])
 
     class OnceForEach(Scripted):
-        def choose(self, n_busy: int, n_joining: int, context: float) -> Choice:
-            return Choice(0, GAMMA) if context == len(prompt) else PLAIN
+        def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice:
+            return RoundChoice(0, GAMMA) if context == len(prompt) else PLAIN
 
-    decoder = Decoder(runner, OnceForEach([drafter], [Choice(0, GAMMA)]), reuses="prefixes", verification="rejection")
+    decoder = Decoder(
+        runner, OnceForEach([drafter], [RoundChoice(0, GAMMA)]), reuses="prefixes", verification="rejection"
+    )
     requests = [Request(prompt, 30, sampling=HOT[0], id=0, index=i) for i in range(2)]
     for request in requests:
         decode(decoder, request)

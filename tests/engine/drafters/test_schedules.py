@@ -13,7 +13,7 @@ from engine.modes import Drafts
 from engine.sampling.distribution import Filters, SamplingParams
 from engine.sampling.noise import Stream, gumbel
 from kv_cache.streaming import Streaming
-from tests.support.pacings import SCHEDULES, scheduled
+from tests.support.controllers import SCHEDULES, scheduled
 from tests.support.tiny import batch_at, random_prompts, self_draft, tiny_runner
 
 CPU, GAMMA = torch.device("cpu"), 4

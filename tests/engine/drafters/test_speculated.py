@@ -7,15 +7,15 @@ import torch
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes
 from engine.batch import Batch
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram
 from engine.drafters.speculated import Speculated
 from engine.modes import verification_in
-from engine.pacing import PLAIN, Choice
 from engine.sampling import noise
 from engine.sampling.distribution import Filters
 from kv_cache import StreamingKVCache
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.tiny import (
     TINY,
     continue_by_recomputing,
@@ -113,8 +113,8 @@ def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
         return drafts
 
     inner.propose, both.propose = inner_round, outer_round
-    pacing = Scripted([both], [Choice(0, gamma), Choice(0, 3), PLAIN, PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], pacing=pacing)
+    controller = Scripted([both], [RoundChoice(0, gamma), RoundChoice(0, 3), PLAIN, PLAIN])
+    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], controller=controller)
     whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     for request, length, ahead, current, tokens in texts:
         text = [*whole[request][: length + 1], *ahead]

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine.controller import PLAIN as PLAIN_STEP
+from engine.controller import RoundChoice
 from engine.drafters import Guess, HostDrafter, RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.markov import Markov, NGramTable
 from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
-from engine.pacing import PLAIN as PLAIN_STEP
-from engine.pacing import Choice
 from kv_cache import FullKVCache, StreamingKVCache
-from tests.support.pacings import Scripted
+from tests.support.controllers import Scripted
 from tests.support.table_law import (
     N_NEW,
     N_REQUESTS,
@@ -197,14 +197,16 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
         own = Watched(ModelRunner(model, full_cache(model, 3)), 3)
         texts = [Sure(runner, 3, futures, knows), Suffix(runner, 3)]
         drafter = Combined(runner, own, texts, least_match=8)
-        paced = Scripted([drafter], [Choice(0, 3), Choice(0, 3), PLAIN_STEP, Choice(0, 2), Choice(0, 3)])
-        for pacing in ({"drafter": drafter}, {"pacing": paced}):
+        paced = Scripted(
+            [drafter], [RoundChoice(0, 3), RoundChoice(0, 3), PLAIN_STEP, RoundChoice(0, 2), RoundChoice(0, 3)]
+        )
+        for controller in ({"drafter": drafter}, {"controller": paced}):
             own.n_rounds, own.caught_up = 0, []
-            out = generate(runner, prompts, **pacing, **how)
+            out = generate(runner, prompts, **controller, **how)
             assert out.tokens == plain.tokens
             assert out.stats.counts.acceptance_rate == 1.0
-            rounds[name, next(iter(pacing))] = own.n_rounds, len(own.caught_up)
-    for paced in ("drafter", "pacing"):
+            rounds[name, next(iter(controller))] = own.n_rounds, len(own.caught_up)
+    for paced in ("drafter", "controller"):
         assert rounds["always", paced][0] == 0 < rounds["now and then", paced][0] < rounds["never", paced][0]
         assert rounds["one row", paced][0] == rounds["never", paced][0] and rounds["now and then", paced][1] > 0
 

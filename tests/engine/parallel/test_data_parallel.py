@@ -15,7 +15,7 @@ import torch
 
 from bench.record import ratio
 from common.errors import RankError
-from engine.pacing import PLAIN, Choice
+from engine.controller import PLAIN, RoundChoice
 from engine.parallel.ranks import Ranks
 from engine.stats import Counts, RoundStats, Stats
 from tests.support.programs import benchmark, python
@@ -117,13 +117,13 @@ def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(mod
     assert reasons == {row: "error" if row == 2 else "length" for row in range(5)}
 
 
-def rounds(*each: tuple[float, int, int], choice: Choice = PLAIN) -> tuple[RoundStats, ...]:
+def rounds(*each: tuple[float, int, int], choice: RoundChoice = PLAIN) -> tuple[RoundStats, ...]:
     return tuple(RoundStats(*one, choice) for one in each)
 
 
 def test_stats_of_replicas_add_up() -> None:
     """Throughputs add up, over the rounds in which all rows of that replica are busy; the slowest ends the pass."""
-    fast = Stats((Counts(2, 6, 5, [2], [1]),), (rounds((0.5, 1, 3), (0.5, 1, 2), choice=Choice(0, 1)),), 4.0, 0.25)
+    fast = Stats((Counts(2, 6, 5, [2], [1]),), (rounds((0.5, 1, 3), (0.5, 1, 2), choice=RoundChoice(0, 1)),), 4.0, 0.25)
     slow = Stats((Counts(3, 0, 6), Counts(2, 0, 5)), (rounds((1, 2, 6), (1, 2, 4), (2, 1, 1)),), 3.0, 0.5)
     both = Stats.joined([fast, slow])
     assert (fast.tokens_per_second, slow.tokens_per_second, both.tokens_per_second) == (5, 5, 10)
@@ -137,6 +137,6 @@ def test_stats_of_replicas_add_up() -> None:
 
 
 def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "gathered", lambda self, value: [value, "other"])
+    monkeypatch.setattr(Ranks, "all_gather_object", lambda self, value: [value, "other"])
     with pytest.raises(RankError, match=r"on rank 2, other on rank 3\n(.*\n)+.*look at rank 3:"):
         Ranks(0, 2, check=True, first=2).require_same(lambda: "a round", lambda: [torch.zeros(1)])

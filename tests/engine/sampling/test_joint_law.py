@@ -9,11 +9,11 @@ import pytest
 from torch import Tensor
 
 from engine import Decoder, ModelRunner, Request, generate
-from engine.pacing import PLAIN as PLAIN_STEP
-from engine.pacing import Choice
+from engine.controller import PLAIN as PLAIN_STEP
+from engine.controller import RoundChoice
 from kv_cache import FullKVCache
+from tests.support.controllers import Scripted
 from tests.support.drafters import Drafters
-from tests.support.pacings import Scripted
 from tests.support.policies import Size
 from tests.support.table_law import (
     DRAFT,
@@ -78,8 +78,8 @@ def sample(mode: str, kind: str, gamma: int, groups: list[Group], n_rows: int, s
     runner, new_drafter = runner_and_drafters(n_rows, gamma)
     if kind == "changing":
         drafters = [new_drafter(each) for each in ("full", "ngram", "streaming")]
-        script = [PLAIN_STEP, Choice(0, 1), Choice(1, 2), Choice(0, gamma), Choice(2, gamma)]
-        drafts = {"pacing": Scripted(drafters, script)}
+        script = [PLAIN_STEP, RoundChoice(0, 1), RoundChoice(1, 2), RoundChoice(0, gamma), RoundChoice(2, gamma)]
+        drafts = {"controller": Scripted(drafters, script)}
     else:
         drafts = {"drafter": new_drafter(kind)}
     sampling = [replace(way, seed=seed) for _, way in groups]

@@ -1,13 +1,13 @@
-"""Pacings, schedules and a clock for tests."""
+"""Controllers, schedules and a clock for tests."""
 
 from collections.abc import Sequence
 
 import torch
 
+from engine.controller import RoundChoice
 from engine.drafters import Drafter
 from engine.drafters.combined import Combined
 from engine.drafters.schedules import Confidence, Heuristic, Schedule
-from engine.pacing import Choice
 
 # Makers of a schedule from gamma and a number of rows; "" drafts gamma tokens. Thresholds are near what tiny models
 # are sure of.
@@ -29,29 +29,29 @@ def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
 
 
 class Scripted:
-    """A pacing that makes its choices in the order given, over and over."""
+    """A controller that makes its choices in the order given, over and over."""
 
-    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice]) -> None:
+    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[RoundChoice]) -> None:
         self.drafters, self.max_gamma = tuple(drafters), max(choice.gamma for choice in choices)
         self._choices, self._n = tuple(choices), 0
 
-    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice | None:
         assert n_busy and n_joining >= 0 and context >= 1
         self._n += 1
         return self._choices[self._n % len(self._choices)]
 
-    def observe(self, choice: Choice, accepted: Sequence[int]) -> None:
+    def observe(self, choice: RoundChoice, accepted: Sequence[int]) -> None:
         assert len(accepted) and all(0 <= n <= choice.gamma for n in accepted)
 
 
 class Ending(Scripted):
-    """A scripted pacing that ends the decode after `n_rounds` rounds."""
+    """A scripted controller that ends the decode after `n_rounds` rounds."""
 
-    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[Choice], n_rounds: int) -> None:
+    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[RoundChoice], n_rounds: int) -> None:
         super().__init__(drafters, choices[-1:] + choices[:-1])
         self._left = n_rounds
 
-    def choose(self, n_busy: int, n_joining: int, context: float) -> Choice | None:
+    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice | None:
         self._left -= 1
         return super().choose(n_busy, n_joining, context) if self._left >= 0 else None
 

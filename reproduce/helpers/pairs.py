@@ -1,0 +1,85 @@
+"""Intervals of rates, and of differences between drafts that decoded one text, by a bootstrap over rows."""
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.stats import LEAST_ROWS
+from reproduce.helpers.records import Record, selected
+
+# Each rate is a ratio of sums over rows.
+RATES = {"acceptance_rate": ("accepted", "verified"), "mean_accepted_length": ("emitted", "rounds")}
+CONFIDENCE, N_SAMPLE, SEED = 0.95, 5000, 0
+
+
+class Interval(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Return the value and its interval, or that no difference is shown if the interval holds zero."""
+        value = "no difference shown" if self.low <= 0 <= self.high else f"{self.value:+.3f}"
+        return f"{value} ({self.low:+.3f} to {self.high:+.3f})"
+
+
+def interval(row: Record, other: Record | None = None, name: str = "acceptance_rate") -> Interval | None:
+    """Return the 95% interval of a row's rate, or of its difference from that of `other`, which decoded the same text;
+    None for fewer than four rows of text.
+
+    Texts are drawn with replacement, the same ones for both. The percentiles are those of Hesterberg's expanded
+    interval (arXiv 1411.5279), which makes up for few texts by a t distribution in the place of the normal one.
+    """
+    sums = [_counts(each, name) for each in (row, other) if each is not None]
+    n = min(map(len, sums))
+    if n < LEAST_ROWS or any(len(each) != n for each in sums):
+        return None
+    drawn = np.random.default_rng(SEED).integers(n, size=(N_SAMPLE, n))
+    samples = [_rate(each[drawn].sum(axis=1)) for each in sums]
+    values = [float(_rate(each.sum(axis=0))) for each in sums]
+    if other is not None:
+        samples, values = [samples[0] - samples[1]], [values[0] - values[1]]
+    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _t(n - 1))
+    low, high = np.nanquantile(samples[0], [tail, 1 - tail])
+    return Interval(values[0], float(low), float(high))
+
+
+def _counts(row: Record, name: str) -> np.ndarray:
+    """Return numerator and denominator of each row of text, `[n, 2]`."""
+    return np.array([[counts[part] for part in RATES[name]] for counts in row.get("by_row") or []], float).reshape(
+        -1, 2
+    )
+
+
+def _rate(sums: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # NaN of texts in which nothing was verified
+        return sums[..., 0] / sums[..., 1]
+
+
+def _t(freedom: int) -> float:
+    """Return the quantile of Student's t distribution, by Cornish and Fisher's expansion about the normal one."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def with_differences(rows: Sequence[Record], against: Iterable[str]) -> list[Record]:
+    """Return the rows with the `difference` of their acceptance from that of a row that decoded the same text and
+    fulfils the conditions `against`, with the same budget and gamma if there is one."""
+    bases, found = selected(rows, against), []
+    for row in rows:
+        pairs = [base for base in bases if row.get("tokens_sha256") and _text(base) == _text(row)]
+        base = min(pairs, key=lambda base: _distance(base, row), default=None)
+        found.append(row | {"difference": None if base in (None, row) else interval(row, base)})
+    return found
+
+
+def _text(row: Record) -> tuple:
+    return row.get("tokens_sha256"), row.get("generated")
+
+
+def _distance(base: Record, row: Record) -> int:
+    """Return how many of budget and gamma differ."""
+    return sum(base.get(name) != row.get(name) for name in ("draft_budget", "gamma"))
