@@ -10,7 +10,7 @@ from typing import Any
 import bench
 from common.checkout import ROOT
 from common.tables import Column
-from engine.stats import acceptance_text
+from engine.stats import acceptance_text, with_error
 from reproduce.helpers import published
 from reproduce.helpers.records import Record, grouped
 
@@ -74,6 +74,8 @@ def ratio_name(fact: Record) -> str:
 
 VALUES: dict[str, Callable[[Record], object]] = {
     "acceptance_text": acceptance_text,
+    "reads_text": bench.reads_text,
+    "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
     "drafter_text": drafter_text,
     "paired_text": paired_text,
     "identical_text": identical_text,

@@ -20,7 +20,7 @@ from reproduce.helpers.records import Record, grouped
 
 # Settings that differ between the rows of a record.
 SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget", "draft_dtype", "draft_weights", "draft_kv_dtype")
-SETTINGS += ("temperature", "verification", "seed")
+SETTINGS += ("draft_weights_share", "draft_entries_share", "draft_kv_share", "temperature", "verification", "seed")
 # Medians over repeats of what a contender and plain decoding in the same repeat measured.
 MEDIANS = (
     *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
