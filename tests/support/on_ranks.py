@@ -29,9 +29,8 @@ from common import cli
 from common.errors import UserError
 from common.process import rank
 from common.provenance import package_version
-from engine.parallel.all_reduce import AllReduce
 from engine.parallel.launch import run_on_ranks
-from engine.parallel.ranks import Ranks
+from engine.parallel.ranks import ModelRanks, Ranks
 from engine.runner import ModelRunner
 from serving.scheduler import open_session
 from serving.serve import Serve
@@ -84,13 +83,13 @@ def change_a_decision() -> None:
 
 def skew_sums() -> None:
     """Make sums one unit in the last place too large, as other hardware may."""
-    exact = AllReduce.__call__
+    exact = ModelRanks.all_reduce
 
-    def skewed(self: AllReduce, x: Tensor) -> Tensor:
+    def skewed(self: ModelRanks, x: Tensor) -> Tensor:
         total = exact(self, x)
         return torch.nextafter(total, torch.full_like(total, torch.inf))
 
-    AllReduce.__call__ = skewed
+    ModelRanks.all_reduce = skewed
 
 
 def spoil_a_prompt() -> None:
