@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from tyro.conf import arg
 
-from common.errors import CheckpointError, flag, refuse
+from common.errors import CheckpointError, flag, refuse, refuse_checkpoint
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
@@ -54,7 +54,7 @@ def convert(
     """
     if (adapter := checkpoint_dir / "adapter_config.json").is_file():
         fix = "merge the adapter into the weights (peft: merge_and_unload), then delete it"
-        refuse(adapter, "an adapter", "weights without an adapter", fix=fix, error=CheckpointError)
+        refuse_checkpoint(adapter, "an adapter", "weights without an adapter", fix=fix)
     in_place, weights = out_dir.resolve() == checkpoint_dir.resolve(), out_dir / files.WEIGHTS
     if layers_to_drop and in_place:
         what = "a shallower model would overwrite its source"
@@ -62,7 +62,7 @@ def convert(
     is_conversion = in_place or not out_dir.is_dir() or "converted_from" in files.read_manifest(out_dir)
     if not is_conversion and (found := sorted(path.name for path in out_dir.iterdir())):
         seen, required = f"{out_dir} with {found[:4]}", "a new folder, or an earlier conversion's"
-        refuse("out_dir", seen, required, error=CheckpointError)
+        refuse_checkpoint("out_dir", seen, required, fix="choose another folder")
     if not force:
         listed = files.read_manifest(checkpoint_dir)["files"]
         there = [name for name in listed if name != files.WEIGHTS and (checkpoint_dir / name).is_file()]

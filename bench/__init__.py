@@ -19,4 +19,4 @@ from bench.record import (
     tokens_sha256,
 )
 from bench.session import Session
-from bench.settings import nested, option_names, options_of, settings_record
+from bench.settings import nested, option_names, options_of, reads_text, settings_record

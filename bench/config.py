@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 from common.errors import ConfigError, flag, require_at_least
 from common.jsonl import require_appendable
@@ -85,7 +85,7 @@ class Text:
 
     dataset: str = "auto"
     """default (the built-in book), pg19 (from the Hugging Face hub or its local cache), a .txt, .jsonl or .parquet
-    file, or a folder of these; auto: default for the built-in model, pg19 for every other"""
+    file, or a folder of these; auto: default, or pg19 if that has too little text"""
     prefix_cache: str | None = None
     """folder that keeps prefilled prompts, for later runs of the same model and storage"""
     prefix_cache_gb: float = 20.0
@@ -118,6 +118,15 @@ class Rows:
     """end a row at the model's end token (default: fixed length)"""
     save_rows: str | None = None
     """append each row to this file as it finishes: its tokens survive a run that does not"""
+    chat: bool = False
+    """put --prompts into the model's chat template, each as a user's message"""
+
+
+@dataclass(frozen=True)
+class ChatRows(Rows):
+    """The prompts, and the ends of their rows."""
+
+    chat: Suppress[bool] = True
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,8 @@ class Passes:
     """skip plain decoding: no speedup, no comparison of rows"""
     benchmark: bool = False
     """time draft and verification steps, in a separate pass"""
+    ablate: bool = False
+    """decode with the draft three more times, in turns: with the target's weights, with all entries, and with both"""
     by_length: int | None = None
     """report acceptance, costs and speedup for every stretch of this many generated tokens"""
     log_verification: str | None = None

@@ -36,6 +36,7 @@ class DraftOptions:
     """The draft."""
 
     DEFAULT: ClassVar[str] = "self"
+    LEAST_GAMMA: ClassVar[int] = 0
 
     n_sink: Given[int] = None
     """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
@@ -101,17 +102,11 @@ class DraftOptions:
     def config(self, **chosen: Any) -> DrafterConfig:
         """Return the configuration of the draft. chosen: options that the program sets. Errors: ConfigError, also for
         several drafts to choose among."""
-        return self.variants(chosen)[0]
-
-    def variants(self, *chosen: Mapping[str, Any]) -> list[DrafterConfig]:
-        """Return a configuration for each mapping of options that the program sets, which override flags. Errors:
-        ConfigError, also for several drafts to choose among."""
-        found = self.choices(*chosen)
-        for drafts in found:
-            if len(drafts) > 1:
-                names = " or ".join(dict.fromkeys(draft.kind for draft in drafts))
-                refuse("draft", names, "one draft with one policy", "this program does not choose among drafts")
-        return [drafts[0] for drafts in found]
+        (drafts,) = self.choices(chosen)
+        if len(drafts) > 1:
+            names = " or ".join(dict.fromkeys(draft.kind for draft in drafts))
+            refuse("draft", names, "one draft with one policy", "this program does not choose among drafts")
+        return drafts[0]
 
     def choices(self, *chosen: Mapping[str, Any]) -> list[tuple[DrafterConfig, ...]]:
         """Return the drafts to choose among for each mapping of options that the program sets, which override flags.
@@ -134,6 +129,7 @@ class DraftOptions:
             kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
+            require_gamma(draft.gamma, self.LEAST_GAMMA)
             draft.check()
         return found
 
@@ -169,16 +165,10 @@ class DraftFlags(DraftNumbers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedDraft(DraftFlags):
+class ComparedDraft(DraftFlags):
     """The draft."""
 
     LEAST_GAMMA: ClassVar[int] = 1
-
-    def choices(self, *chosen: Mapping[str, Any]) -> list[tuple[DrafterConfig, ...]]:
-        """Return the drafts to choose among. Errors: ConfigError, also for a gamma below LEAST_GAMMA."""
-        if self.gamma is not None:
-            require_gamma(self.gamma, self.LEAST_GAMMA)
-        return super().choices(*chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 
 from bench.auto.adaptive import Adaptive
-from bench.auto.measure import Rehearsal, RunCosts, costs_of
+from bench.auto.measure import CostProfiler, RunCosts, costs_of
 from bench.memory import available_bytes
 from bench.progress import bar_of_pass, log_of_pass, progress_bar
 from bench.session import Session
@@ -50,18 +50,19 @@ class Decoded(GenerateOutput):
 @dataclass(frozen=True)
 class PassResults:
     """The outputs of the passes that ran. timed: the pass with timed phases, which slow it down. costs: the costs that
-    `auto` chose by."""
+    `auto` chose by. ablated: by name, the passes of the draft with the target's weights or all entries."""
 
     prefill_seconds: float
     baseline: Decoded | None = None
     speculative: Decoded | None = None
     timed: Decoded | None = None
     costs: RunCosts | None = None
+    ablated: Mapping[str, Decoded] = field(default_factory=dict)
 
     @property
     def by_name(self) -> dict[str, Decoded]:
         """The passes that ran, by name."""
-        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed}
+        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed, **self.ablated}
         return {name: output for name, output in named.items() if output}
 
     @property
@@ -90,7 +91,9 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
     controllers["speculation"] = make_controller(session, drafters, costs)
-    done |= decode_in_turns(session, controllers, watch=watch)
+    others = drafters[1:] if options.ablate else []
+    ablated = {f"ablation {n}": Fixed(drafter) for n, drafter in enumerate(others, 1)}
+    done |= decode_in_turns(session, controllers | ablated, watch=watch)
     timed = None
     if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
@@ -98,7 +101,8 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
         timed = decode(session, "phase times", phase=timer, controller=controller, watch=watch)
     if options.log_verification:
         decode(session, "verifications", controller=make_controller(session, drafters, costs), watch=log_of_pass)
-    return PassResults(prefill_seconds, done.get("baseline"), done["speculation"], timed, costs)
+    plain, ablations = done.get("baseline"), {name: done[name] for name in ablated}
+    return PassResults(prefill_seconds, plain, done["speculation"], timed, costs, ablations)
 
 
 def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Controller:
@@ -121,9 +125,9 @@ def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     # Twice as many rounds as a policy has between two refreshes.
     n_rounds = max([WARM_UP_ROUNDS, *(2 * drafter.refresh_every for drafter in drafters)])
     for n_rows in captured_sizes(runner.max_batch) if runner.graphs else sorted({2, runner.max_batch}):
-        rehearsal = Rehearsal(runner, drafters, session.prompts[:n_rows], gamma=gamma, **session.how)
+        profiler = CostProfiler(runner, drafters, session.prompts[:n_rows], gamma=gamma, **session.how)
         for choice in choices:  # one after the other, so that a refresh comes with each gamma
-            rehearsal.run([choice], n_rounds)
+            profiler.run([choice], n_rounds)
 
 
 @torch.inference_mode()

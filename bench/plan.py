@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from bench.config import AUTO, DEFAULT_PREFIX_LEN, RunConfig, Sampling
-from bench.data import resolve_dataset
-from bench.prompt_sets import load_prompts
+from bench.config import AUTO, DEFAULT_PREFIX_LEN, Rows, RunConfig, Sampling
+from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER, world_size
 from common.say import note_without_effect
@@ -118,13 +118,16 @@ class Plan:
 
     def remarks(self) -> list[str]:
         """Return what a user should read about the drafts. Errors: ConfigError for one of another vocabulary."""
-        target = self.planned_target
-        return list(dict.fromkeys(remark for draft in self.candidates for remark in draft.remarks(target)))
+        target, drafts = self.planned_target, self.candidates[: 1 if self.config.passes.ablate else None]
+        return list(dict.fromkeys(remark for draft in drafts for remark in draft.remarks(target)))
 
     def with_drafts(self, draft: DrafterConfig | None, auto_drafts: tuple[DrafterConfig, ...] = ()) -> Plan:
         """Return the plan with other drafts of the same target. Errors: ConfigError for drafts that it cannot have."""
         config = replace(self.config, draft=draft, auto_drafts=auto_drafts)
-        return replace(self, config=config, candidates=candidates(config.drafts, self.planned_target))
+        found = candidates(config.drafts, self.planned_target)
+        if config.passes.ablate:
+            found = ablations(config.drafts, self.planned_target)
+        return replace(self, config=config, candidates=found)
 
     def full_length(self) -> int:
         """Return the tokens of the longest row, with the drafts of its last round. Errors: ConfigError for too many."""
@@ -154,6 +157,22 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[
         what, seen = "each of the drafts to choose among would save its n-grams", f"a file for {len(plans)} drafts"
         refuse("ngram_cache", seen, "a single draft that saves", what, "leave it out")
     return tuple(plans)
+
+
+def ablations(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[DraftPlan, ...]:
+    """Return the plan of a draft, and of the same with the target's weights, with all entries, and with both, without
+    repetitions. Errors: ConfigError for drafts to choose among, and for a draft without weights or a budget of its own.
+    """
+    if len(drafts) > 1 or any(draft.automatic for draft in drafts):
+        what, fix = "a draft is taken apart that is the same in all rounds", "name numbers and a policy"
+        refuse("ablate", AUTO, "one draft with one policy, budget and gamma", what, fix)
+    halves = product((True, False), repeat=2)
+    plans = [draft.ablated(*has).plan(target) for has in halves for draft in drafts]
+    found = tuple(plan for n, plan in enumerate(plans) if plan.record() not in [other.record() for other in plans[:n]])
+    if len(found) < 2:
+        required = "a draft over a cache, with cheaper weights or fewer entries than the target"
+        refuse("ablate", " ".join(draft.kind for draft in drafts) or "no draft", required, "there is nothing to ablate")
+    return found
 
 
 def check_choice(drafts: Sequence[DrafterConfig]) -> None:
@@ -192,8 +211,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     params, verification = resolve_sampling(config.sampling)
     group = _rank_group(config, target)
     config = _without_unused(config, device, target.has_text, texts is not None or max_length is not None)
-    prompts = _given_prompts(config.rows.prompts, target, texts) if max_length is None else []
-    dataset = resolve_dataset(config.text.dataset, target) if prompts is None else None
+    prompts = _given_prompts(config.rows, target, texts) if max_length is None else []
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
     if max_length is not None:
         capacity = min(max_length, target.config.max_context)
@@ -206,6 +224,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
         prefix_len = sizes.prefix_len or DEFAULT_PREFIX_LEN
         require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
+    dataset = resolve_dataset(config.text.dataset, target, n_prompts * prefix_len) if prompts is None else None
     numbers = n_rows, n_prompts, prefix_len, capacity
     plan = Plan(config, params, verification, device, dtype, kv_dtype, target, (), dataset, prompts, *numbers, group)
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it
@@ -264,19 +283,25 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
     given = {"prefix_len": config.sizes.prefix_len, "num_prompts": rows.num_prompts}
     if (has_prompts or rows.prompts) and (unused := [name for name, value in given.items() if value]):
         note_without_effect(unused, "prompts are taken whole, and all of them")
+    if rows.chat and rows.prompts is None and not has_prompts:
+        note_without_effect(["chat"], f"only {flag('prompts')} are put into the template")
     return replace(config, target=target, rows=rows)
 
 
-def _given_prompts(name: str | None, target: ModelSource, texts: Sequence[PromptText] | None) -> list[list[int]] | None:
-    """Return the user's prompts as token ids: `texts`, or the first turns of the prompts that `name` stands for (see
-    `load_prompts`); None without both. Errors: UserError."""
-    if texts is None and name is None:
+def _given_prompts(rows: Rows, target: ModelSource, texts: Sequence[PromptText] | None) -> list[list[int]] | None:
+    """Return the user's prompts as token ids: `texts`, or the first turns of the prompts that `rows` names (see
+    `load_prompts`), in the chat template with `rows.chat`; None without both. Errors: UserError."""
+    if texts is None and rows.prompts is None:
         return None
     if texts is not None and (isinstance(texts, str) or not texts or not all(texts) or not target.has_text):
         what, required = "these prompts cannot be continued", "texts, none of them empty, and a trained model"
         raise ConfigError(what, "Session.open: prompts", repr(texts)[:80], required, "give [text, text, ...]")
     tokenizer = target.tokenizer()
-    texts = [prompt.turns[0] for prompt in load_prompts(str(name))] if texts is None else texts
+    if texts is None:
+        texts = [prompt.turns[0] for prompt in load_prompts(str(rows.prompts))]
+        if rows.chat:
+            template = target.chat_template()
+            texts = [template.encode([{"role": "user", "content": text}]) for text in texts]
     prompts = [tokenizer.encode(text, add_bos=True) if isinstance(text, str) else list(text) for text in texts]
     target.check_tokens(prompts)
     return prompts

@@ -54,6 +54,6 @@ def code_sha256(patterns: Sequence[str] = CODE) -> str:
     """Return a digest of the project's source files that match patterns."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
-        if path.suffix in (".py", ".cpp"):
+        if path.suffix in (".py", ".cpp", ".hpp"):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median
@@ -11,13 +12,14 @@ from bench.auto.costs import MS_OF_ROUNDS, Costs
 from bench.by_length import by_length_rows
 from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, PassResults
+from bench.plan import Plan
 from bench.session import Session
 from bench.settings import nested, settings_record
 from common.contention import contention
 from common.provenance import provenance
 from engine.controller import RoundChoice
 from engine.generation import GenerateOutput
-from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row
+from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row, ratio_standard_error
 
 # Fields of `Counts` in a record.
 COUNTED = (
@@ -65,6 +67,35 @@ def distinct_4gram_fraction(rows: Sequence[Sequence[int]]) -> float | None:
     return mean(fractions) if fractions else None
 
 
+def speedup_standard_error(plain: GenerateOutput, drafted: GenerateOutput) -> float | None:
+    """Return the standard error of the speedup in rounds with all rows busy; None for few rows or rounds.
+
+    It combines the relative errors of tokens per round, of which rows are the sample, and of a round's and a plain
+    step's time, of which these rounds are."""
+    rate = ratio(tokens_per_second(drafted), tokens_per_second(plain))
+    samples = [[(float(row.emitted), float(row.rounds)) for row in drafted.stats.rows if row.rounds]]
+    samples += [[(round_.seconds, 1.0) for round_ in output.stats.steady()] for output in (plain, drafted)]
+    errors = [(ratio_standard_error(pairs), pairs) for pairs in samples]
+    if rate is None or any(error is None for error, _ in errors):
+        return None
+    relative = [(error or 0.0) * sum(y for _, y in pairs) / sum(x for x, _ in pairs) for error, pairs in errors]
+    return rate * math.hypot(*relative)
+
+
+def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | None) -> dict[str, Any]:
+    """Return what a pass accepted and gained over plain decoding; None for what was not measured, and for acceptance of
+    random weights, which means nothing."""
+    drafted = output if plan.target.has_text else None
+    same = identical_rows(plain.tokens, output.tokens) if plain and output and plan.reproducible else None
+    return {
+        **_counted(drafted.stats.counts if drafted else None),
+        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
+        "speedup": ratio(tokens_per_second(drafted), tokens_per_second(plain)),
+        "speedup_standard_error": speedup_standard_error(plain, drafted) if plain and drafted else None,
+        "identical_sequences": same,
+    }
+
+
 def rounded(value: Any) -> Any:
     """Return a record with all its floats rounded to four decimals."""
     if isinstance(value, float):
@@ -96,7 +127,6 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     plan, stats = session.plan, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
     drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
-    same = identical_rows(baseline.tokens, speculative.tokens) if baseline and speculative else None
     gathered = session.processes.all_gather_object
     peaks = gathered(peak_memory_bytes(session.runner.device))
     record = {
@@ -109,14 +139,11 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "all_reduce": session.models.target_ranks.backend,
         "prefill_taken_over": session.runner.prefixes.n_taken_over if session.runner.prefixes else 0,
         "tokens_generated": sum(map(len, passes.last.tokens)),
-        **_counted(drafted.stats.counts if drafted else None),
-        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
+        **gains(plan, baseline, speculative),
         "by_row": counts_by_row(drafted.stats.rows) if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
-        "speedup": ratio(tokens_per_second(drafted), tokens_per_second(baseline)),
         "wall_speedup": ratio(*(output.stats.decode_seconds if output else None for output in (baseline, drafted))),
-        "identical_sequences": same if plan.reproducible else None,
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,
@@ -131,6 +158,10 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     }
     if speculative and (width := plan.config.passes.by_length):
         record["by_length"] = by_length_rows(width, plan.gen_len, passes.by_name)
+    if speculative and passes.ablated:
+        pairs = zip(plan.candidates, (speculative, *passes.ablated.values()), strict=True)
+        target = plan.planned_target
+        record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:
         record["inner"] = _counted(drafted.inner)
     if any(draft.source for draft in plan.candidates):

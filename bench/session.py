@@ -20,12 +20,11 @@ from bench.prefixes import prefix_store
 from common.errors import UserError, refuse
 from common.say import dtype_name, say
 from engine.drafters import Drafter
-from engine.drafters.config import DrafterConfig, Parts
+from engine.drafters.config import BuildInputs, DrafterConfig
 from engine.drafters.stored import Models
 from engine.generation import GenerateOutput, Generation
 from engine.graphs import CudaGraphs
 from engine.parallel.ranks import Ranks, start_ranks
-from engine.requests import check_prompt
 from engine.runner import ModelRunner
 from kv_cache import FullKVCache
 from models.checkpoints.tokenizer import Tokenizer
@@ -62,7 +61,8 @@ class Session:
 
         prompts: texts to continue, whole, or their token ids, in place of the configuration's. Errors: UserError.
         """
-        return cls.of_plan(resolve(config, prompts))
+        plan = resolve(config, prompts)
+        return cls.of_plan(plan)
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:
@@ -75,30 +75,18 @@ class Session:
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
-        models = Models(plan.planned_target, ranks)
-        # Books that are not there are reported now; their text is read when prompts are cut.
+        # Books that are not there are reported before the models load; their text is read when prompts are cut.
         books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
         for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
-        why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
-        say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
         stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        model = models.load_target()
-        for draft in plan.candidates:  # before the cache: converting a checkpoint needs room that the cache takes later
-            draft.load(models)
-        captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
-        captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
-        new_graphs = CudaGraphs if captures else None
-        cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-        prefixes = prefix_store(plan, model, models.target_ranks)
-        runner = ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
+        models = Models(plan.planned_target, ranks)
+        runner = _runner(plan, models, ranks)
         require_room_to_run(plan, runner)
-        for index, prompt in enumerate(prompts, first):
-            check_prompt(runner, index, prompt, plan.gen_len, plan.gamma)
         run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
 
@@ -160,8 +148,8 @@ class Session:
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """Return a drafter over an empty cache for each candidate of the plan. texts: the tokens of plain decoding."""
         plan = self.plan
-        parts = Parts(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
-        return [draft.build(parts) for draft in plan.candidates]
+        inputs = BuildInputs(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
+        return [draft.build(inputs) for draft in plan.candidates]
 
     def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
         """Return the drafter of a configuration (default: the session's) over an empty cache.
@@ -185,6 +173,21 @@ class Session:
         """Return a decode of the prompts that has not begun. arguments: see `generate`."""
         stop_tokens = self.plan.target.end_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
+
+
+def _runner(plan: Plan, models: Models, ranks: Ranks) -> ModelRunner:
+    """Load the target and all models that draft; return the target with an empty cache."""
+    why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
+    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
+    model = models.load_target()
+    for draft in plan.candidates:  # before the cache: converting a checkpoint needs room that the cache takes later
+        draft.load(models)
+    captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
+    captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
+    new_graphs = CudaGraphs if captures else None
+    cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
+    prefixes = prefix_store(plan, model, models.target_ranks)
+    return ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:

@@ -60,10 +60,21 @@ def settings_record(session: Session) -> dict[str, Any]:
     }
 
 
+def reads_text(record: Mapping[str, Any]) -> str | None:
+    """Return what a draft step reads, such as `int4 weights (31%), 512 entries (7%)`: the shares are of the bytes of
+    the target's weights, and of the entries of a row at its end. None for a draft without a cache."""
+    if record.get("draft_weights_share") is None:
+        return None
+    weights, entries = (f"{record[f'draft_{part}_share']:.0%}" for part in ("weights", "entries"))
+    form, budget = record["draft_weights"] or record["draft_dtype"], record["draft_budget"]
+    return f"{form} weights ({weights}), {budget} entries ({'at most ' * (budget == AUTO)}{entries})"
+
+
 def draft_settings(plan: Plan) -> dict[str, Any]:
     """Return the settings of a plan's drafts: those of the first, with `auto` for what is chosen before every round."""
     if not plan.candidates:
         return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
-    settings = plan.candidates[0].record() | dict.fromkeys(plan.automatic, AUTO)
+    first = plan.candidates[0]
+    settings = first.record() | first.reads(plan.planned_target) | dict.fromkeys(plan.automatic, AUTO)
     others = dict.fromkeys(draft.kind for draft in plan.config.drafts if draft.kind != settings["draft"])
     return settings | ({"auto_drafts": [*others]} if others else {})

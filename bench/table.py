@@ -9,10 +9,11 @@ from bench.draft_names import written
 from bench.passes import PassResults
 from bench.record import make_record
 from bench.session import Session
+from bench.settings import reads_text
 from common.jsonl import publish
 from common.tables import Column, console
 from engine.drafters.config import AUTO
-from engine.stats import acceptance_text
+from engine.stats import acceptance_text, with_error
 
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
@@ -36,6 +37,15 @@ BY_LENGTH = [
         )
     ),
 ]
+ABLATED = [
+    Column(reads_text, "a draft step reads", align="<"),
+    Column(acceptance_text, "acceptance"),
+    Column("mean_accepted_length", "tokens per round", ".2f"),
+    Column(lambda row: with_error(row["speedup"], row["speedup_standard_error"], 2), "speedup"),
+]
+MORE = {"by_length": BY_LENGTH, "rows": ABLATED}
+# A text with fewer distinct 4-grams than this share repeats itself.
+LOOPING = 0.6
 # With fewer rounds, a single interrupted round decides the ratio of two passes.
 FEW_ROUNDS = 8
 
@@ -126,9 +136,10 @@ def table(record: dict[str, Any]) -> str:
     ]
     if record["benchmark"] == "baseline":
         return console(rows, COLUMNS[:2])
+    speedup = with_error(record["speedup"], record["speedup_standard_error"], 2)
     most = "gamma + 1" if gamma == AUTO else gamma + 1
     rows += [
-        ("speedup (all rows busy)", "1.00" if has_baseline else None, figure("speedup", 2)),
+        ("speedup (all rows busy)", "1.00" if has_baseline else None, speedup),
         ("speedup (to the last row)", "1.00" if has_baseline else None, figure("wall_speedup", 2)),
         ("acceptance rate", None, acceptance_text(record)),
         (f"tokens per round (of {most})", "1" if has_baseline else None, figure("mean_accepted_length", 2)),
@@ -142,8 +153,9 @@ def table(record: dict[str, Any]) -> str:
         ]
     is_chosen = AUTO in (gamma, record["draft_policy"], record["draft_budget"])
     choices = f"\n  rounds by choice: {_chosen(record)}" if is_chosen else ""
-    stretches = f"\n\n{console(record['by_length'], BY_LENGTH)}" if "by_length" in record else ""
-    return console(rows, COLUMNS) + choices + stretches
+    more = [console(record[name], columns) for name, columns in MORE.items() if name in record]
+    reads = f"\n  a draft step reads {text}" if (text := reads_text(record)) else ""
+    return console(rows, COLUMNS) + reads + choices + "".join(f"\n\n{lines}" for lines in more)
 
 
 def _chosen(record: dict[str, Any]) -> str:
@@ -159,12 +171,28 @@ def _chosen(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def attribution(record: dict[str, Any]) -> list[str]:
+    """Return a sentence on what a draft over a cache can gain by."""
+    if (weights := record.get("draft_weights_share")) is None or "rows" in record:
+        return []
+    drops, kv = record["draft_entries_share"] < 1, record["draft_kv_share"]
+    ways = ["cheaper weights"] * (weights < 1) + ["fewer entries" if drops else "smaller entries"] * (kv < 1)
+    if len(ways) > 1:
+        return [f"the draft gains by {' and by '.join(ways)}; tests/selfspec_benchmark.py --ablate takes them apart"]
+    keeps = "" if drops else ", and drops no entry"
+    gains = f"gains by its {ways[0]} alone" if ways else "reads all that a plain step reads, so that it cannot gain"
+    return [f"the draft {gains}{keeps}"]
+
+
 def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
     """Return sentences without which a record would be misread. automatic: see `Plan`."""
     found = []
     if contended := [name for name, usage in record["contention"].items() if usage["contended"]]:
         advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
         found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
+    if (distinct := record.get("distinct_4gram_fraction")) is not None and distinct < LOOPING:
+        found.append(f"the text repeats itself ({distinct:.0%} of its 4-grams are distinct), which is easy to draft")
+    found += attribution(record)
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not (choices := record.get("choices")):

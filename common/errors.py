@@ -3,6 +3,7 @@
 import copyreg
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import NoReturn
 
 
@@ -67,6 +68,11 @@ def refuse(
     where = flag(field) if isinstance(field, str) and field.isidentifier() else str(field)
     message = what or f"{where} is not {required}"
     raise error(message, where, seen, required, fix or f"use {where} {required}") from None
+
+
+# For files of a checkpoint that are missing, damaged, or of another model.
+MAKE_AGAIN = "download the checkpoint again (download.py), and convert it again (convert_hf_checkpoint.py --force)"
+refuse_checkpoint = partial(refuse, fix=MAKE_AGAIN, error=CheckpointError)
 
 
 def require_at_least(field: str, value: float, minimum: float, maximum: float = sys.float_info.max) -> None:

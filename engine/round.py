@@ -15,7 +15,7 @@ from common.errors import refuse
 from engine.batch import Batch
 from engine.controller import RoundChoice
 from engine.drafters import Drafter, check_drafts, wrong_drafts
-from engine.drafters.observed import ObservedStates
+from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.graphs import BatchKey, GraphKey
 from engine.modes import GREEDY, Drafts, ObservedDraws, Verification, logprobs_in, resolve_mode, verification_in
 from engine.requests import Outcome, Request
@@ -38,7 +38,7 @@ class Round:
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
     logits: the target's, `[B, n_drafts + 1, V]`, after each row's current token and drafts. verdicts: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
-    the logits at each position are finite. key: the kind of round, if its parts may be captured. observed: the states
+    the logits at each position are finite. key: the kind of round, if its parts may be captured. buffers: the states
     that every round of the decode keeps; by default, the drafter's. keeps_probs: True if drafts keep the distributions
     that they are drawn from in every mode.
     """
@@ -55,13 +55,13 @@ class Round:
         gamma: int,
         mode: str,
         key: BatchKey | None = None,
-        observed: Sequence[ObservedStates] | None = None,
+        buffers: Sequence[HiddenStateBuffer] | None = None,
         keeps_probs: bool = False,
     ) -> None:
         self._mode, self._keeps_probs = mode, keeps_probs
         self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
         self._key = None if runner.graphs is None else key
-        self._observed = observed_by([drafter] if drafter else []) if observed is None else observed
+        self._buffers = buffers_of([drafter] if drafter else []) if buffers is None else buffers
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
@@ -137,12 +137,12 @@ class Round:
         written = None if self.drafter is None else self.drafter.verified_cache(self.observes)
         view = self.batch.view_of(written or self.runner.cache, self.gamma)
         positions = self.batch.positions(block.shape[1])
-        if not self._observed:
+        if not self._buffers:
             return self.runner.step(block, positions, view)
-        layers = sorted({layer for states in self._observed for layer in states.layers})
+        layers = sorted({layer for buffer in self._buffers for layer in buffer.layers})
         logits, hidden, inputs = self.runner.step_with_states(block, positions, view, layers)
-        for states in self._observed:
-            states.keep(self.batch, block, hidden, inputs)
+        for buffer in self._buffers:
+            buffer.keep(self.batch, block, hidden, inputs)
         return logits
 
     def accept(self) -> None:
@@ -213,7 +213,7 @@ class Rounds:
         self, runner: ModelRunner, drafters: Sequence[Drafter], verification: str, observes: bool = False
     ) -> None:
         resolve_mode(verification, [])
-        self._runner, self._drafters, self._observed = runner, drafters, observed_by(drafters)
+        self._runner, self._drafters, self._buffers = runner, drafters, buffers_of(drafters)
         self._verification, self.mode, self._filters = verification, GREEDY, Filters()
         self._observes = observes
         self._batches: dict[BatchKey, Batch] = {}
@@ -249,7 +249,7 @@ class Rounds:
         """Return the next round of the busy rows. Errors: ConfigError if the drafter has no such gamma."""
         drafter = None if choice.drafter is None else self._drafters[choice.drafter]
         most = choice.gamma if drafter is None else drafter.gamma
-        most = min([most, *(states.most_drafts for states in self._observed)])
+        most = min([most, *(buffer.most_drafts for buffer in self._buffers)])
         if not 0 <= choice.gamma <= most:
             what, fix = "a round drafts more than its drafters can", "build the drafters with the largest gamma chosen"
             refuse("the controller", choice, f"a gamma of 0 to {most}", what, fix)
@@ -257,7 +257,7 @@ class Rounds:
         key = self._key(*self._kind([request.sampling for _, request in rows.busy()]))
         batch = rows.gather(self._batch(key))
         captured = None if self._observes else key
-        return Round(self._runner, batch, drafter, choice.gamma, key.mode, captured, self._observed, self._observes)
+        return Round(self._runner, batch, drafter, choice.gamma, key.mode, captured, self._buffers, self._observes)
 
     def _kind(self, busy: Sequence[SamplingParams]) -> tuple[str, Filters]:
         """Return the mode and the filters of a round of rows that sample as `busy`: when capturing, those of all
@@ -285,9 +285,9 @@ class Rounds:
         return self._batches[key]
 
 
-def observed_by(drafters: Sequence[Drafter]) -> list[ObservedStates]:
+def buffers_of(drafters: Sequence[Drafter]) -> list[HiddenStateBuffer]:
     """Return the target's states that these drafters draft from."""
-    return [drafter.observed for drafter in drafters if drafter.observed is not None]
+    return [drafter.hidden_buffer for drafter in drafters if drafter.hidden_buffer is not None]
 
 
 def first_token(runner: ModelRunner, mode: str, request: Request, logits: Tensor) -> int:

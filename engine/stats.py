@@ -101,23 +101,31 @@ def counts_by_row(rows: Iterable[Counts]) -> list[dict[str, int]]:
 def acceptance_standard_error(rows: Sequence[Counts]) -> float | None:
     """Return the standard error of the acceptance rate of all rows together; None unless four rows verified drafts.
 
-    Drafts of one text depend on each other, so the rows are the sample (clusters), and the rate R = sum(accepted) /
-    sum(verified) is a ratio estimate: `sqrt(n / (n - 1) * sum((accepted - R * verified)**2)) / sum(verified)` over the
-    n rows that verified any (Cochran 1977, Sampling Techniques, chapter 6).
+    Drafts of one text depend on each other, so the rows are the sample (clusters).
     """
-    rows = [row for row in rows if row.verified]
-    if len(rows) < LEAST_ROWS:
+    return ratio_standard_error([(row.accepted, row.verified) for row in rows if row.verified])
+
+
+def ratio_standard_error(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return the standard error of the ratio R = sum(x) / sum(y) over a sample of n pairs (x, y), `sqrt(n / (n - 1) *
+    sum((x - R * y)**2)) / sum(y)` (Cochran 1977, Sampling Techniques, chapter 6); None for fewer than LEAST_ROWS."""
+    if len(pairs) < LEAST_ROWS:
         return None
-    n_verified = sum(row.verified for row in rows)
-    rate = sum(row.accepted for row in rows) / n_verified
-    squares = sum((row.accepted - rate * row.verified) ** 2 for row in rows)
-    return math.sqrt(len(rows) / (len(rows) - 1) * squares) / n_verified
+    total_x, total_y = map(sum, zip(*pairs, strict=True))
+    squares = sum((x - total_x / total_y * y) ** 2 for x, y in pairs)
+    return math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total_y
 
 
 def acceptance_text(record: Mapping[str, Any]) -> str | None:
     """Return the acceptance rate, with its standard error if that is known: `0.812 ± 0.013`. None without a rate."""
-    rate, error = record.get("acceptance_rate"), record.get("acceptance_standard_error")
-    return None if rate is None else f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
+    return with_error(record.get("acceptance_rate"), record.get("acceptance_standard_error"), 3)
+
+
+def with_error(value: float | None, error: float | None, digits: int) -> str | None:
+    """Return a value with its standard error, if that is known; None without a value."""
+    if value is None:
+        return None
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def verified_positions(gamma: int, accepted: Sequence[int]) -> list[int]:

@@ -31,8 +31,8 @@ from tyro.conf import arg
 
 import bench
 from bench.config import BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from bench.data import by_category, load_prompts
 from bench.draft_flags import DraftNumbers
-from bench.prompt_sets import by_category, load_prompts
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least
@@ -62,7 +62,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
 COLUMNS = (
-    "storage prefix_len category text drafter gamma draft_budget sequences acceptance difference mean_accepted_length "
+    "storage prefix_len category text drafter gamma draft_reads sequences acceptance difference mean_accepted_length "
     "distinct_4gram_fraction baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
 )
 CEILING = "self:full"
@@ -228,7 +228,9 @@ def main(flags: Flags) -> None:
             append_record(flags.output.output, record)
             records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
-    notes = ["  *: slower than plain decoding"]
+    notes = ["  *: slower than plain decoding"] if any(row.get("speedup") for row in rows) else []
+    if any(row["difference"] for row in rows):
+        notes.append(f"  difference: of the acceptance from that of {configs[0][0]} on the same text, 95% interval")
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}

@@ -6,13 +6,13 @@
 
 A client sends its next request to /v1/completions when the last one is answered; with --turns, the next prompt contains
 the last prompt and answer. The same requests run plainly, with speculation, and at the peer, every second time in
-reverse order. Before each load, short prompts make the server's rows forget the last load. No two prompts begin with
-the same token, so that no row can reuse a prefix.
+reverse order. Prompts are stretches from random places of a book. Before each load, short ones make the server's rows
+forget the last load.
 """
 
 import asyncio
 import json
-import math
+import random
 import socket
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, count, islice, product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import httpx2 as httpx
@@ -36,7 +36,6 @@ from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
 from common.tables import console
-from reproduce.helpers.batches import stretches
 from reproduce.helpers.columns import of
 from reproduce.helpers.records import Record
 from serving.serve import Serve
@@ -49,8 +48,8 @@ COLUMNS = (
     "ttft_ms_p99 tpot_ms_p50 tpot_ms_p99 accepted_share tokens_per_round reused_prompt_tokens identical_answers"
 )
 ROUTE, QUESTION, TIMEOUT_SECONDS = "/v1/completions", "\n\nAnd what was said of it afterwards?\n\n", 600
-# Metrics of the server: new tokens, rounds, seconds in rounds, and seconds between rounds.
-COUNTERS = tuple(f"foretoken_{name}_total" for name in ("decode_tokens", "rounds", "round_seconds", "between_seconds"))
+# Metrics of the server: new tokens, seconds in rounds, and seconds between rounds.
+COUNTERS = tuple(f"foretoken_{name}_total" for name in ("decode_tokens", "round_seconds", "between_seconds"))
 
 
 class Answer(NamedTuple):
@@ -163,8 +162,7 @@ def summary(phases: Sequence[Phase]) -> Record:
     count the time in rounds by the server's clock; None if the server does not report it."""
     answers = [answer for phase in phases for answer in phase.answers]
     good, seconds = [answer for answer in answers if answer.error is None], sum(phase.seconds for phase in phases)
-    totals = (sum(phase.counters.get(name, 0) for phase in phases) for name in COUNTERS)
-    n_decoded, n_rounds, in_rounds, between = totals
+    n_decoded, in_rounds, between = (sum(phase.counters.get(name, 0) for phase in phases) for name in COUNTERS)
     counts = [answer.counts for answer in good if answer.counts]
     timings = {name: sum(each["timings"][name] for each in counts) for name in ("prompt_n", "cache_n", "predicted_n")}
     drafts = {name: sum(each["speculation"][name] for each in counts) for name in ("rounds", "drafted", "accepted")}
@@ -174,7 +172,6 @@ def summary(phases: Sequence[Phase]) -> Record:
         "requests": len(answers),
         "errors": len(answers) - len(good),
         "seconds": seconds,
-        "requests_per_second": len(good) / seconds,
         "output_tokens": n_tokens,
         "output_tokens_per_second": n_tokens / seconds,
         **percentiles("ttft_ms", [answer.times[0] - answer.sent for answer in good]),
@@ -184,7 +181,6 @@ def summary(phases: Sequence[Phase]) -> Record:
         "accepted_share": bench.ratio(drafts["accepted"], drafts["drafted"]),
         "tokens_per_round": bench.ratio(timings["predicted_n"] - len(counts), drafts["rounds"]),
         "decode_tokens_per_second": bench.ratio(n_decoded - len(counts), in_rounds),
-        "round_ms": bench.ratio(1e3 * in_rounds, n_rounds),
         "between_share": bench.ratio(between, between + in_rounds),
     }
 
@@ -241,25 +237,21 @@ class Flags:
         return found | ({self.peer_name: Endpoint(self.peer, how | {"model": self.peer_model})} if self.peer else {})
 
 
-def spread(shortest: int, longest: int) -> Iterator[int]:
-    """Yield lengths without end, evenly spread among any consecutive ones."""
-    return (shortest + int((longest - shortest) * (index * (math.sqrt(5) - 1) / 2 % 1)) for index in count(1))
-
-
 def main(flags: Flags) -> None:
     flags.check()
     serve = cli.read(Serve, words := [f"--{given}" for given in flags.server], "python -m serving")
     source, n_rows = serve.config().target.with_text(), serve.batch.max_batch
     tokenizer = source.tokenizer()
     book = next(bench.load_books(str(bench.resolve_dataset(flags.text.dataset, source))))
-    n_prompts = flags.repeats * sum(map(flags.n_talks, flags.clients)) + 3
-    n_prompts += len(MODES) * n_rows * flags.repeats * len(flags.clients)
-    cut = iter([*stretches(tokenizer.encode(book, add_bos=False), n_prompts, flags.longest)])
+    ids, drawn, errors = tokenizer.encode(book, add_bos=False), random.Random(0), list[DataError]()
+    if len(ids) < flags.longest:
+        what, fix = "too little text for the prompts", "give more text, or shorten the prompts"
+        refuse("dataset", f"{len(ids)} tokens", f">= {flags.longest}", what, fix, DataError)
 
     def new_prompt(length: int) -> str:
-        return tokenizer.decode(next(cut)[:length])
+        start = drawn.randint(0, len(ids) - length)
+        return tokenizer.decode(ids[start : start + length])
 
-    lengths, errors = spread(flags.shortest, flags.longest), list[DataError]()
     with served(words) as url:
         endpoints = flags.endpoints(url)
         phases: dict[int, dict[str, list[Phase]]] = {n: {mode: [] for mode in endpoints} for n in flags.clients}
@@ -267,7 +259,8 @@ def main(flags: Flags) -> None:
             for error in failed(asyncio.run(load(endpoint, [new_prompt(SHORT)], 1)).answers):
                 raise error
         for repeat, (place, n_clients) in product(range(flags.repeats), enumerate(flags.clients)):
-            prompts = [new_prompt(length) for length in islice(lengths, flags.n_talks(n_clients))]
+            lengths = (drawn.randint(flags.shortest, flags.longest) for _ in range(flags.n_talks(n_clients)))
+            prompts = [*map(new_prompt, lengths)]
             for mode in list(endpoints)[:: -1 if (repeat + place) % 2 else 1]:
                 if mode in MODES:
                     asyncio.run(load(endpoints[mode], [new_prompt(SHORT) for _ in range(n_rows)], 1))

@@ -75,7 +75,8 @@ def filled(page: Path) -> str:
         if file := table.get("file"):
             records = selected(read_records(RESULTS / file), table.get("records", ()))[-table.get("last", 0) :]
         source = f"{provenance_line(records, file, page)}\n\n" if file else ""
-        return f"{place[1]}{source}{markdown(*made(place[2], records))}\n{place[3]}"
+        rows, columns = made(place[2], records)
+        return f"{place[1]}{source}{markdown(rows, shown(columns, rows))}\n{place[3]}"
 
     return PLACE.sub(make, page.read_text(encoding="utf-8"))
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tyro.conf import arg
 
 from bench.config import RankOptions, RunConfig, Sampling, Target
-from bench.draft_flags import NamedDraft
+from bench.draft_flags import DraftFlags
 from bench.session import Session
 from common.errors import flag, refuse, require_at_least
 from common.process import is_leader, world_size
@@ -38,10 +38,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedDraft(NamedDraft):
+class ServedDraft(DraftFlags):
     """The draft: its kind, storage and length."""
-
-    LEAST_GAMMA: ClassVar[int] = 0
 
     gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the

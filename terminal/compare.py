@@ -10,10 +10,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
-from bench.config import AUTO, ComparedSampling, Output, Rows, RunConfig, Sizes, Text
+from bench.config import AUTO, ChatRows, ComparedSampling, Output, RunConfig, Sizes, Text
+from bench.data import load_prompts
 from bench.passes import run_passes
-from bench.plan import PromptText
-from bench.prompt_sets import load_prompts
 from bench.record import make_record
 from bench.session import Session
 from bench.table import PROMPT_END, headline, notes, table
@@ -37,7 +36,7 @@ class Compare(ModelFlags):
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
-    rows: Rows = field(default_factory=Rows)
+    rows: ChatRows = field(default_factory=ChatRows)
     output: Output = field(default_factory=Output)
     save: str | None = None  # write both texts of every row to this file, as a page for a browser
 
@@ -76,19 +75,18 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
     """
     source, prompts = config.target.with_text(), config.rows.prompts
     if prompts is None and (config.sizes.prefix_len is not None or config.text.dataset != AUTO):
-        session = Session.open(config)
+        session = Session.open(replace(config, rows=replace(config.rows, chat=False)))
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    questions = [prompt.turns[0] for prompt in load_prompts(prompts or str(FOLDER / "questions.jsonl"))]
-    texts: list[PromptText] = [*questions]
-    rows = replace(config.rows, prompts=None)
+    rows = replace(config.rows, prompts=prompts or str(FOLDER / "questions.jsonl"))
     try:
-        template = source.chat_template()
-        texts = [template.encode([{"role": "user", "content": question}]) for question in questions]
+        source.chat_template()
         rows = replace(rows, stop_at_eos=True)  # after the end of its answer a model talks to itself
     except NoChatTemplateError:
+        rows = replace(rows, chat=False)
         say(f"note: {source.name} has no chat template, so questions are continued as they are")
-    return Session.open(replace(config, rows=rows), texts), [*map(printable, questions)]
+    session = Session.open(replace(config, rows=rows))
+    return session, [printable(prompt.turns[0]) for prompt in load_prompts(str(rows.prompts))]
 
 
 def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> dict[str, int] | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from bench.config import BatchSize, Output, Rows, Sampling, Sizes
 from bench.record import record_of
 from bench.session import Session
+from bench.settings import reads_text
 from bench.table import sampling_text
 from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
@@ -88,6 +89,7 @@ def _summary(record: dict[str, Any]) -> str:
 
 {console(rows, COLUMNS)}
 
+  a draft step reads {reads_text(record) or "no weights and no entries"}
   difference: {100 * record["difference"]:+.1f} points (95% interval {low} to {high}), {found}
   {only}: {record["only_plain_right"]} in plain decoding, {record["only_speculative_right"]} in speculation
   identical answers: {record["identical_answers"]} of {n}; all are in {record["generations"]}

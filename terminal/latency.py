@@ -10,11 +10,11 @@ import torch
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
-from bench.draft_flags import NamedDraft
+from bench.draft_flags import ComparedDraft
 from bench.plan import Plan
 from bench.record import rounded
 from bench.session import Session
-from bench.settings import nested, settings_record
+from bench.settings import nested, reads_text, settings_record
 from common.contention import contention, usage_so_far
 from common.errors import require_at_least
 from common.jsonl import publish
@@ -33,6 +33,7 @@ COLUMNS = [
     Column("model", "model", align="<"),
     Column(lambda row: row["quantize"] or row["dtype"], "weights", align="<"),
     Column(lambda row: row.get("draft_model") or row["draft"], "draft", missing="plain", align="<"),
+    Column(reads_text, "a draft step reads", align="<"),
     Column("median_ms", "median ms", ".1f"),
     Column("p90_ms", "p90 ms", ".1f"),
     Column("spread_ms", "p90 - p10", ".1f"),
@@ -65,7 +66,7 @@ class Latency(ModelFlags):
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
-    draft: NamedDraft = field(default_factory=NamedDraft)  # type: ignore[assignment]
+    draft: ComparedDraft = field(default_factory=ComparedDraft)  # type: ignore[assignment]
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
-from bench.draft_flags import NamedDraft
+from bench.draft_flags import ComparedDraft
 from common.errors import flag, refuse
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
@@ -22,7 +22,7 @@ class PositionalTarget(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft(NamedDraft):
+class Draft(ComparedDraft):
     """The draft."""
 
     second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft

@@ -60,13 +60,13 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
         # Captured rounds always run the model, and are captured for the drafter that decodes.
         captures = session.runner.graphs is not None
         models = [each if captures else each.without_texts for each in drafters]
-        rehearsal = Rehearsal(session.runner, models, session.prompts, **how)
-        costs = measure_costs(rehearsal, plan.gammas, n_steps)
+        profiler = CostProfiler(session.runner, models, session.prompts, **how)
+        costs = measure_costs(profiler, plan.gammas, n_steps)
     costs = session.ranks.broadcast_object(lambda: costs)
     return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
 
 
-class Rehearsal:
+class CostProfiler:
     """A `Controller` that decodes prompts in rounds of given choices; when a row ends, all rows begin anew.
 
     gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
@@ -153,7 +153,7 @@ class Rehearsal:
         self.timed[self._next].append(parts)
 
 
-def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: float = math.inf) -> dict[int, list[Costs]]:
+def measure_costs(profiler: CostProfiler, gammas: Sequence[int], n_steps: float = math.inf) -> dict[int, list[Costs]]:
     """Return the costs of each drafter by the number of busy rows, for a decode of `n_steps` plain steps: medians of
     interleaved rounds.
 
@@ -162,28 +162,28 @@ def measure_costs(rehearsal: Rehearsal, gammas: Sequence[int], n_steps: float = 
     are computed. Rounds take MEASURING_SECONDS and a share of the decode at most, unless the fewest take longer. Code
     has to be compiled and captured before. Errors: UserError if logits are not finite.
     """
-    runner, n_rows, choices = rehearsal.runner, len(rehearsal.prompts), [PLAIN]
+    runner, n_rows, choices = profiler.runner, len(profiler.prompts), [PLAIN]
     points = sorted({gammas[0], middle(gammas), gammas[-1]})
-    for first, *others in kinds(rehearsal.drafters):
-        choices += [RoundChoice(first, gamma) for gamma in within(points, rehearsal.drafters[first])]
-        choices += [RoundChoice(index, middle(within(points, rehearsal.drafters[index]))) for index in others]
+    for first, *others in kinds(profiler.drafters):
+        choices += [RoundChoice(first, gamma) for gamma in within(points, profiler.drafters[first])]
+        choices += [RoundChoice(index, middle(within(points, profiler.drafters[index]))) for index in others]
     n_untimed = UNTIMED_ROUNDS if runner.graphs is None else UNTIMED_ROUNDS_CAPTURED
 
     def fewest_rounds() -> list[Costs]:
-        rehearsal.run(choices, n_untimed + FEWEST_TIMED, MEASURING_SECONDS)
-        for index, seconds_of_refreshes in enumerate(rehearsal.refreshes):
-            if not seconds_of_refreshes and (every := rehearsal.drafters[index].refresh_every):
-                rehearsal.run([next(choice for choice in choices if choice.drafter == index)], every, MEASURING_SECONDS)
-        return costs_of_rounds(rehearsal, n_untimed)
+        profiler.run(choices, n_untimed + FEWEST_TIMED, MEASURING_SECONDS)
+        for index, seconds_of_refreshes in enumerate(profiler.refreshes):
+            if not seconds_of_refreshes and (every := profiler.drafters[index].refresh_every):
+                profiler.run([next(choice for choice in choices if choice.drafter == index)], every, MEASURING_SECONDS)
+        return costs_of_rounds(profiler, n_untimed)
 
     share = MOST_SHARE * n_steps * fewest_rounds()[0].plain_ms / 1e3
     few_rows = min(n_rows, runner.n_computed(1))
     until = min(MEASURING_SECONDS, share) / (1 if few_rows == n_rows else 2)
-    is_long = runner.ranks.broadcast_object(lambda: rehearsal.seconds < until)
-    rehearsal.run(choices, MOST_TIMED - FEWEST_TIMED, until)
-    found = {n_rows: costs_of_rounds(rehearsal, n_untimed)}
+    is_long = runner.ranks.broadcast_object(lambda: profiler.seconds < until)
+    profiler.run(choices, MOST_TIMED - FEWEST_TIMED, until)
+    found = {n_rows: costs_of_rounds(profiler, n_untimed)}
     if few_rows < n_rows and is_long:
-        rehearsal.keep(few_rows)
+        profiler.keep(few_rows)
         found[few_rows] = fewest_rounds()
     return found
 
@@ -205,24 +205,24 @@ def within(gammas: Sequence[int], drafter: Drafter) -> list[int]:
     return sorted({min(gamma, drafter.gamma) for gamma in gammas})
 
 
-def costs_of_rounds(rehearsal: Rehearsal, n_untimed: int) -> list[Costs]:
+def costs_of_rounds(profiler: CostProfiler, n_untimed: int) -> list[Costs]:
     """Return the costs of each drafter from all rounds but the first `n_untimed` of each choice, or from these if there
     was no time for others."""
 
     def ms(choice: RoundChoice, part: str) -> float:
-        times = rehearsal.timed[choice][n_untimed:] or rehearsal.timed[choice]
+        times = profiler.timed[choice][n_untimed:] or profiler.timed[choice]
         return 1e3 * median_low(parts[part] for parts in times)  # the faster of two was disturbed less
 
-    return [cost for same in kinds(rehearsal.drafters) for cost in _costs_of_kind(rehearsal, same, ms)]
+    return [cost for same in kinds(profiler.drafters) for cost in _costs_of_kind(profiler, same, ms)]
 
 
-def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[RoundChoice, str], float]) -> list[Costs]:
+def _costs_of_kind(profiler: CostProfiler, same: Sequence[int], ms: Callable[[RoundChoice, str], float]) -> list[Costs]:
     """Return the costs of drafters of a kind. ms: the time of a part of a choice's rounds.
 
     Noise is removed from draft steps: they take as long with any policy of the same size, and no longer than with a
     larger budget.
     """
-    drafted = {i: sorted(choice for choice in rehearsal.timed if choice.drafter == i) for i in same}
+    drafted = {i: sorted(choice for choice in profiler.timed if choice.drafter == i) for i in same}
     first = drafted[same[0]]
     gammas, drafts = [choice.gamma for choice in first], [ms(choice, "draft") for choice in first]
     at_no_gamma = float(np.polyfit(gammas, drafts, 1)[1]) if len(gammas) > 1 else 0.0
@@ -234,15 +234,15 @@ def _costs_of_kind(rehearsal: Rehearsal, same: Sequence[int], ms: Callable[[Roun
         n_tokens = sum(choice.gamma for choice in choices)
         draft_ms.append(max(0.0, sum(ms(choice, "draft") - fixed_ms for choice in choices) / n_tokens))
         # Choosing entries reads all of them, as a plain step does, which stands in for a refresh that had no time.
-        every, refreshes = rehearsal.drafters[drafter].refresh_every, rehearsal.refreshes[drafter] or [plain_ms / 1e3]
+        every, refreshes = profiler.drafters[drafter].refresh_every, profiler.refreshes[drafter] or [plain_ms / 1e3]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
         resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only
     # KV entries of a row; None without a cache.
-    sizes = [getattr(getattr(rehearsal.drafters[i], "cache", None), "capacity", None) for i in same]
+    sizes = [getattr(getattr(profiler.drafters[i], "cache", None), "capacity", None) for i in same]
     by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
     draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
     other_ms = median(ms(choice, "other") for choice in first)
-    verify_ms, rates = tuple(ms(choice, "verify") for choice in first), rehearsal.acceptance
+    verify_ms, rates = tuple(ms(choice, "verify") for choice in first), profiler.acceptance
     return [
         Costs(plain_ms, tuple(gammas), verify_ms, draft, other_ms, rates[i], refresh, resume, fixed_ms)
         for i, draft, refresh, resume in zip(same, accumulate(draft_ms, min), refresh_ms, resume_ms, strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, flag
 from engine.batch import Batch
-from engine.drafters.observed import ObservedStates
+from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -44,17 +44,17 @@ class RowUpdate(NamedTuple):
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
-    Optional: `schedule`, which limits how many tokens of a round each row drafts; `observed`, the target's states that
-    it drafts from, kept in every round of a decode; `verified_cache`; `is_written_through`, True if verifications write
-    its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds` rounds that this drafter
-    drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from text and its model did not
-    run (None: no text drafter stands next to a model); and `n_predicted`, by row: how many of the first draft tokens
-    were copied from the request's prediction.
+    Optional: `schedule`, which limits how many tokens of a round each row drafts; `hidden_buffer`, the target's states
+    that it drafts from, kept in every round of a decode; `verified_cache`; `is_written_through`, True if verifications
+    write its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds` rounds that this
+    drafter drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from text and its model
+    did not run (None: no text drafter stands next to a model); and `n_predicted`, by row: how many of the first draft
+    tokens were copied from the request's prediction.
     """
 
     gamma: int
     schedule: Schedule = Schedule()
-    observed: ObservedStates | None = None
+    hidden_buffer: HiddenStateBuffer | None = None
     is_written_through: bool = False
     refresh_every: int = 0
     n_rounds: int = 0

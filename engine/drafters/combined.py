@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import DrafterConfig, DraftPlan, Maker, Parts, Trait, Wrapper, drafters
+from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper, drafters
 from engine.drafters.model_drafter import ModelDrafterConfig
 from engine.drafters.stored import PlannedTarget
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
@@ -34,7 +34,7 @@ class Combined(HostDrafter):
     def __init__(self, runner: ModelRunner, model: Drafter, texts: Sequence[HostDrafter], least_match: int) -> None:
         super().__init__(runner, model.gamma)
         self.model, self.parts, self.schedule, self.refresh_every = model, (model,), model.schedule, model.refresh_every
-        self.observed = model.observed
+        self.hidden_buffer = model.hidden_buffer
         self.is_written_through = model.is_written_through
         self._texts, self._least_match, self._is_captured = texts, least_match, runner.graphs is not None
         # By row, how many tokens the model had seen before it was left out.
@@ -164,9 +164,9 @@ class HybridPlan(DraftPlan):
 
     config: Hybrid
 
-    def make(self, parts: Parts) -> Combined:
-        texts = [text.build(parts, self.gamma) for text in self.config.texts]
-        return Combined(parts.runner, self.parts[0].build(parts), texts, self.config.text_match)
+    def make(self, inputs: BuildInputs) -> Combined:
+        texts = [text.build(inputs, self.gamma) for text in self.config.texts]
+        return Combined(inputs.runner, self.parts[0].build(inputs), texts, self.config.text_match)
 
-    def build(self, parts: Parts) -> Drafter:
-        return self.make(parts)  # its schedule is the model's
+    def build(self, inputs: BuildInputs) -> Drafter:
+        return self.make(inputs)  # its schedule is the model's

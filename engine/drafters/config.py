@@ -42,10 +42,10 @@ class Trait(Flag):
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuildInputs:
     """The parts that a session builds drafters from.
 
-    length: tokens of the longest row. texts: the outputs of plain decoding. rehearses: True if prompts are decoded
+    length: tokens of the longest row. texts: the outputs of plain decoding. profiles: True if prompts are decoded
     before, to measure costs. tokenizer: the leader's; None without text.
     """
 
@@ -53,7 +53,7 @@ class Parts:
     models: Models
     length: int
     texts: Sequence[Sequence[int]] | None = None
-    rehearses: bool = False
+    profiles: bool = False
     tokenizer: Tokenizer | None = None
 
 
@@ -83,18 +83,18 @@ class DraftPlan(ABC):
     parts: tuple[DraftPlan, ...] = ()
 
     @abstractmethod
-    def make(self, parts: Parts) -> Drafter:
+    def make(self, inputs: BuildInputs) -> Drafter:
         """Make the drafter, over an empty cache if it has one."""
 
-    def build(self, parts: Parts) -> Drafter:
+    def build(self, inputs: BuildInputs) -> Drafter:
         """Make the drafter with its schedule."""
-        drafter = self.make(parts)
-        drafter.schedule = self.config.schedule(self.gamma, parts.runner)
+        drafter = self.make(inputs)
+        drafter.schedule = self.config.schedule(self.gamma, inputs.runner)
         return drafter
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
-        """Return the bytes that it takes in rows of `target.capacity` tokens. rehearses: see `Parts`."""
-        each = [part.n_bytes(target, rehearses) for part in self.parts]
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+        """Return the bytes that it takes in rows of `target.capacity` tokens. profiles: see `BuildInputs`."""
+        each = [part.n_bytes(target, profiles) for part in self.parts]
         weights = {weights: size for part in each for weights, size in part.weights.items()}
         return DraftBytes(weights, sum(part.per_row for part in each))
 
@@ -102,6 +102,11 @@ class DraftPlan(ABC):
         """Load the models that draft, unless they are loaded."""
         for part in self.parts:
             part.load(models)
+
+    def reads(self, target: PlannedTarget) -> dict[str, float]:
+        """Return what a draft step reads, as shares of the bytes of the target's weights, and of the entries of a row
+        at its end and their bytes; empty for a draft without a cache."""
+        return self.parts[0].reads(target) if self.parts else {}
 
     def record(self) -> dict[str, Any]:
         """Return the settings of the draft, with its storage if it has a cache."""
@@ -161,6 +166,11 @@ class DrafterConfig(ABC):
         fixed budget that is larger; else this draft."""
         return self
 
+    def ablated(self, has_weights: bool, has_budget: bool) -> Self:
+        """Return the draft with the target's form of weights unless it `has_weights` of its form, and with all entries
+        unless it `has_budget`; a draft without a cache stays as it is."""
+        return self
+
     @property
     def unused(self) -> tuple[str, ...]:
         """Fields that have no effect next to the others."""
@@ -210,6 +220,9 @@ class Wrapper(DrafterConfig):
 
     def alternatives(self, prefix_len: int) -> Sequence[Self]:
         return [replace(self, draft=draft) for draft in self.draft.alternatives(prefix_len)]
+
+    def ablated(self, has_weights: bool, has_budget: bool) -> Self:
+        return replace(self, draft=self.draft.ablated(has_weights, has_budget))
 
     @classmethod
     @abstractmethod

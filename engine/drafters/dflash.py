@@ -37,7 +37,7 @@ class DFlash(HeadDrafter):
         self._head.remember(self.fused(states), positions, view)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        states, following, positions, _ = self.observed.of_rows(batch)
+        states, following, positions, _ = self.hidden_buffer.of_rows(batch)
         # The last round may have drafted more than this one.
         view = batch.view_of(self.cache, self.gamma)
         self.write(states, following, positions, view)

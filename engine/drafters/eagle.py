@@ -32,7 +32,7 @@ class Eagle(HeadDrafter):
         return self._head.advance(self.fused(states), following, positions, view)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
-        states, following, positions, last = self.observed.of_rows(batch)
+        states, following, positions, last = self.hidden_buffer.of_rows(batch)
         # The last round may have drafted more than this one.
         view = batch.view_of(self.cache, self.gamma)
         if self._head.mask_hidden is not None:

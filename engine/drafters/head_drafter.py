@@ -13,9 +13,9 @@ from common.errors import flag, refuse
 from common.say import say
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import DraftBytes, DrafterConfig, DraftPlan, Parts, Trait
+from engine.drafters.config import BuildInputs, DraftBytes, DrafterConfig, DraftPlan, Trait
+from engine.drafters.hidden_states import HiddenStateBuffer, n_slots
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
-from engine.drafters.observed import ObservedStates, n_slots
 from engine.drafters.stored import Models, PlannedTarget, Weights
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -30,12 +30,12 @@ class HeadDrafter(ModelDrafter):
 
     A round first writes the entries of all tokens of the last verification again, accepted or not, so that shapes never
     change: the target's states replace the head's approximations, and entries after the row's end are overwritten
-    before a query sees them. Tokens of other drafters' rounds get their entries from `observed`. A prompt's states are
-    not in there, so its tokens whose entries the cache keeps run through the target again. Errors: ConfigError if a
+    before a query sees them. Tokens of other drafters' rounds get their entries from `hidden_buffer`. A prompt's states
+    are not in there, so its tokens whose entries the cache keeps run through the target again. Errors: ConfigError if a
     round does not fit the cache's window.
     """
 
-    observed: ObservedStates
+    hidden_buffer: HiddenStateBuffer
     _head: TransformerHead
     _logits: Tensor
 
@@ -46,7 +46,7 @@ class HeadDrafter(ModelDrafter):
         self._target, self._head, self.cache = runner, head, cache
         # A cache that keeps only the end of a prompt needs the whole prompt to choose it.
         self.follows_parts = cache.max_block == cache.max_length
-        self.observed = ObservedStates(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
+        self.hidden_buffer = HiddenStateBuffer(runner, gamma, head.shape.state_dim, head.shape.inputs_of)
 
     @abstractmethod
     def write(self, states: Tensor, following: Tensor, positions: Tensor, view: KVCache) -> Tensor | None:
@@ -59,11 +59,11 @@ class HeadDrafter(ModelDrafter):
                 self.cache.reset_row(update.row)
             self._fill(update)
             if update.is_whole_prompt:
-                self.observed.begin(update.row, update.tokens)
+                self.hidden_buffer.begin(update.row, update.tokens)
 
     def _fill(self, update: RowUpdate) -> None:
         """Write the entries of tokens that were missed, where the cache keeps them, but not the last token's."""
-        row, text, n_seen, kept = update.row, update.tokens, update.n_seen, self.observed.kept(update.verified)
+        row, text, n_seen, kept = update.row, update.tokens, update.n_seen, self.hidden_buffer.kept(update.verified)
         # From the last round before n_seen on, which may have left the head's approximations.
         n_prompt, first = update.verified.start, max(0, n_seen - self.gamma - 1)
         if n_seen >= n_prompt:  # there are none in the prompt; the first round writes the entry of its last token
@@ -75,9 +75,9 @@ class HeadDrafter(ModelDrafter):
             n = sum(p == begin + i and (p in kept) == is_kept for i, p in enumerate(missed[:most]))
             at, missed = range(begin, begin + n), missed[n:]
             if is_kept:
-                states = self.observed.of_row(row, at)
+                states = self.hidden_buffer.of_row(row, at)
             else:
-                states, _ = self._target.recompute(row, text, at, self.observed.layers)
+                states, _ = self._target.recompute(row, text, at, self.hidden_buffer.layers)
             following, positions = torch.tensor([[text[p + 1] for p in at], [*at]], device=self.cache.device)[:, None]
             self.write(states, following, positions, self.cache.view(slice(row, row + 1), at.stop, block_at_end=True))
 
@@ -126,9 +126,12 @@ class HeadPlan(DraftPlan):
     source: HeadSource
     weights: Weights
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+    def weights_read(self, target: PlannedTarget) -> int:
+        return self.source.n_weights * self.weights.dtype.itemsize
+
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
         states = n_slots(self.gamma) * self.source.shape.state_dim * target.weights.dtype.itemsize
-        return DraftBytes({self.weights: self.source.n_weights * self.weights.dtype.itemsize}, states)
+        return DraftBytes({self.weights: self.weights_read(target)}, states)
 
     def load(self, models: Models) -> None:
         if self.weights in models.loaded:
@@ -157,12 +160,12 @@ class HeadDrafterConfig(HeadConfig, ModelDrafterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadDrafterPlan(CachedPlan, HeadPlan):
+class HeadDrafterPlan(HeadPlan, CachedPlan):
     config: HeadDrafterConfig
     source: HeadSource
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
-        head = super().n_bytes(target, rehearses)
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+        head = super().n_bytes(target, profiles)
         cache = self.new_cache(self.source.config, 1, target.capacity, "meta")
         return replace(head, per_row=head.per_row + cache.n_bytes)
 
@@ -173,7 +176,7 @@ class HeadDrafterPlan(CachedPlan, HeadPlan):
             self.say_weights()
             models.planned.prepare(models.loaded[self.weights].body, self.kv_dtype, "the draft's attention")
 
-    def make(self, parts: Parts) -> HeadDrafter:
-        runner, head = parts.runner, parts.models.loaded[self.weights]
-        cache = self.new_cache(head.body.config, runner.max_batch, parts.length, runner.device)
+    def make(self, inputs: BuildInputs) -> HeadDrafter:
+        runner, head = inputs.runner, inputs.models.loaded[self.weights]
+        cache = self.new_cache(head.body.config, runner.max_batch, inputs.length, runner.device)
         return self.config.DRAFTER(runner, head, cache, self.gamma)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from common.errors import DataError, refuse
 from common.jsonl import parse_json
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import Parts
+from engine.drafters.config import BuildInputs
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
@@ -107,5 +107,5 @@ class MarkovConfig(HostDrafterConfig):
             what, fix = "there is no table to draft from", "make one: python -m reproduce.markov_table"
             refuse("markov_table", self.markov_table, "a file of n-grams", what, fix)
 
-    def build(self, parts: Parts, gamma: int) -> Markov:
-        return Markov(parts.runner, gamma, NGramTable.load(Path(self.markov_table), parts.runner.vocab_size))
+    def build(self, inputs: BuildInputs, gamma: int) -> Markov:
+        return Markov(inputs.runner, gamma, NGramTable.load(Path(self.markov_table), inputs.runner.vocab_size))

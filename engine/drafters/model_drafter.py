@@ -16,10 +16,11 @@ from engine.batch import Batch
 from engine.drafters.base import Drafter, check_gamma, check_most_drafts, require_same_cache
 from engine.drafters.config import AUTO, DrafterConfig, DraftPlan
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Schedule
-from engine.drafters.stored import PlannedTarget, Weights
+from engine.drafters.stored import PlannedTarget, Weights, step_bytes
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner, RemoteRunner
-from kv_cache import KVCache, Policy
+from kv_cache import FullKVCache, KVCache, Policy
+from kv_cache.full import Full
 from kv_cache.streaming import Streaming
 from models import ModelConfig
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
@@ -112,6 +113,20 @@ class CachedPlan(DraftPlan):
         storage = {"draft_dtype": dtype_name(self.weights.dtype), "draft_weights": self.weights.quantize}
         return {**super().record(), **storage, "draft_kv_dtype": dtype_name(self.kv_dtype)}
 
+    def weights_read(self, target: PlannedTarget) -> int:
+        """Return the bytes of its weights that a draft step reads."""
+        return step_bytes(self.weights, self.group or target.group, target.device)
+
+    def reads(self, target: PlannedTarget) -> dict[str, float]:
+        length, weights = target.prefix_len + target.gen_len, self.weights_read(target)
+        kv = FullKVCache(target.source.config, 1, length, "meta", target.kv_dtype).n_bytes
+        shares = {
+            "draft_weights_share": weights / step_bytes(target.weights, target.group, target.device),
+            "draft_entries_share": self.policy.entries(length) / length,
+            "draft_kv_share": self.new_cache(self.weights.config, 1, length, "meta").n_bytes / kv,
+        }
+        return {name: min(1.0, share) for name, share in shares.items()}
+
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
         if self.policy.within(longest - 1, 1) != self.policy:
@@ -152,6 +167,11 @@ class ModelDrafterConfig(DrafterConfig):
 
     def within(self, n_entries: int, gamma: int) -> Self:
         return replace(self, policy=self.policy.within(n_entries, gamma + 1))
+
+    def ablated(self, has_weights: bool, has_budget: bool) -> Self:
+        weights: dict[str, Any] = {} if has_weights else {"draft_dtype": "same", "draft_weights": "same"}
+        entries: dict[str, Any] = {} if has_budget else {"draft_kv_dtype": "same", "policy": Full()}
+        return replace(self, **weights, **entries)
 
     def options(self) -> dict[str, Any]:
         options, policy = super().options(), self.policy

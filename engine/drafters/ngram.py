@@ -10,7 +10,7 @@ from torch import Tensor
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import Parts
+from engine.drafters.config import BuildInputs
 from engine.drafters.text_drafter import TextConfig, TextDrafter
 from engine.runner import ModelRunner
 
@@ -88,5 +88,5 @@ class NGramConfig(TextConfig):
         super().check()
         require_at_least("max_ngram", self.max_ngram, 1)
 
-    def build(self, parts: Parts, gamma: int) -> NGram:
-        return NGram(parts.runner, gamma, self.max_ngram, self.ngram_match)
+    def build(self, inputs: BuildInputs, gamma: int) -> NGram:
+        return NGram(inputs.runner, gamma, self.max_ngram, self.ngram_match)

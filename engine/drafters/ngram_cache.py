@@ -10,7 +10,7 @@ from common.jsonl import require_appendable
 from common.process import LEADER
 from common.say import say
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import Parts, Trait
+from engine.drafters.config import BuildInputs, Trait
 from engine.drafters.markov import NGramTable
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
@@ -91,6 +91,6 @@ class NGramCacheConfig(HostDrafterConfig):
         require_at_least("ngram_cache_size", self.ngram_cache_size, 1)
         require_appendable(self.ngram_cache, "ngram_cache")
 
-    def build(self, parts: Parts, gamma: int) -> NGramCache:
+    def build(self, inputs: BuildInputs, gamma: int) -> NGramCache:
         path = Path(self.ngram_cache) if self.ngram_cache else None
-        return NGramCache(parts.runner, gamma, self.max_ngram, self.ngram_cache_size, path)
+        return NGramCache(inputs.runner, gamma, self.max_ngram, self.ngram_cache_size, path)

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import DraftBytes, Parts
+from engine.drafters.config import BuildInputs, DraftBytes
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig, check_window
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.runner import ModelRunner
@@ -130,7 +130,7 @@ class SelfPlan(CachedPlan):
         """Return whether it runs the target's weights as they are loaded."""
         return replace(self.weights, layers=None) == target.weights
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
         of_model = weights_bytes(self.weights, target.group, target.device)
         config = largest_shard(self.weights.config, target.group)
         cache = self.new_cache(config, 1, target.capacity, "meta")
@@ -151,8 +151,8 @@ class SelfPlan(CachedPlan):
         models.loaded[self.weights] = model
         planned.prepare(model, self.kv_dtype, "the draft's attention")
 
-    def make(self, parts: Parts) -> SelfSpeculation:
-        runner = parts.runner
-        model = parts.models.loaded.get(self.weights, runner.model)
-        cache = self.new_cache(model.config, runner.max_batch, parts.length, runner.device)
+    def make(self, inputs: BuildInputs) -> SelfSpeculation:
+        runner = inputs.runner
+        model = inputs.models.loaded.get(self.weights, runner.model)
+        cache = self.new_cache(model.config, runner.max_batch, inputs.length, runner.device)
         return SelfSpeculation(runner, cache, self.gamma, model, self.config.layers)

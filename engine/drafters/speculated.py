@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import flag, refuse, require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
-from engine.drafters.config import AUTO, DrafterConfig, DraftPlan, Maker, Parts, Trait, Wrapper
+from engine.drafters.config import AUTO, BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper
 from engine.drafters.model_drafter import ModelDrafter, ModelDrafterConfig
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
@@ -219,8 +219,8 @@ class HierarchicalPlan(DraftPlan):
         outer, inner = self.parts
         return [*outer.remarks(target), *inner.remarks(target.longer(outer.gamma))]
 
-    def make(self, parts: Parts) -> Speculated:
+    def make(self, inputs: BuildInputs) -> Speculated:
         outer, inner = self.parts
-        drafter = outer.make(parts)
+        drafter = outer.make(inputs)
         assert isinstance(drafter, SelfSpeculation)
-        return Speculated(drafter, inner.build(parts))
+        return Speculated(drafter, inner.build(inputs))

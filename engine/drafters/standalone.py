@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import DraftBytes, Parts, Trait
+from engine.drafters.config import BuildInputs, DraftBytes, Trait
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.parallel.ranks import check_draft_ranks
@@ -131,9 +131,9 @@ class StandalonePlan(CachedPlan):
 
     source: ModelSource
 
-    def n_bytes(self, target: PlannedTarget, rehearses: bool) -> DraftBytes:
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
         cache = self.new_cache(largest_shard(self.source.config, self.group), 1, target.capacity, "meta")
-        n_copies = 2 if rehearses else 1  # entries of prompts are kept while costs are measured
+        n_copies = 2 if profiles else 1  # entries of prompts are kept while costs are measured
         return DraftBytes(
             {self.weights: weights_bytes(self.weights, self.group, target.device)}, n_copies * cache.n_bytes
         )
@@ -146,15 +146,15 @@ class StandalonePlan(CachedPlan):
         self.say_weights()
         models.planned.prepare(model, self.kv_dtype, "the draft's attention")
 
-    def make(self, parts: Parts) -> StandaloneDraft:
-        target, model = parts.runner, parts.models.loaded.get(self.weights)
+    def make(self, inputs: BuildInputs) -> StandaloneDraft:
+        target, model = inputs.runner, inputs.models.loaded.get(self.weights)
         runner: ModelRunner | RemoteRunner
         if model is None:
-            holders = parts.models.ranks_of(self.group)
+            holders = inputs.models.ranks_of(self.group)
             runner = RemoteRunner(self.source.config, self.weights.dtype, target.max_batch, target.ranks, holders)
         else:
-            cache = self.new_cache(model.config, target.max_batch, parts.length, target.device)
+            cache = self.new_cache(model.config, target.max_batch, inputs.length, target.device)
             runner = ModelRunner(model, cache, ranks=target.ranks)
-        drafter = StandaloneDraft(runner, self.gamma, parts.rehearses)
+        drafter = StandaloneDraft(runner, self.gamma, inputs.profiles)
         drafter.follows_parts = not self.policy.selects  # also on ranks without a cache
         return drafter

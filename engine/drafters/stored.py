@@ -14,6 +14,7 @@ from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.model_source import ModelSource
+from models.kernels.packed_linear import can_pack
 from models.kernels.pointwise import compiled, use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import attention_spec
@@ -115,6 +116,14 @@ class Models:
 
 def largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
     return shard_config(config, Shard(len(group) - 1, len(group)))
+
+
+def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
+    """Return the bytes of weights that a decode step reads on that rank: all but the table of token embeddings."""
+    config = largest_shard(weights.config, group)
+    is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype)
+    table = 0 if is_head else config.vocab_size * config.dim * weights.dtype.itemsize
+    return weights_bytes(weights, group, device) - table
 
 
 def weights_bytes(weights: Weights, group: Sequence[int], device: str) -> int:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from common.errors import refuse
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import Parts, Trait
+from engine.drafters.config import BuildInputs, Trait
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 
@@ -113,7 +113,7 @@ class SuffixConfig(HostDrafterConfig):
         if self.draft_text is not None and not Path(self.draft_text).is_file():
             refuse("draft_text", self.draft_text, "a file of text", "no text to draft from", "correct its name")
 
-    def build(self, parts: Parts, gamma: int) -> Suffix:
+    def build(self, inputs: BuildInputs, gamma: int) -> Suffix:
         text = Path(self.draft_text).read_text("utf-8-sig", "replace") if self.draft_text else ""
-        tokens = parts.tokenizer.encode(text, add_bos=False) if text and parts.tokenizer else ()
-        return Suffix(parts.runner, gamma, tokens)
+        tokens = inputs.tokenizer.encode(text, add_bos=False) if text and inputs.tokenizer else ()
+        return Suffix(inputs.runner, gamma, tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, require_same_cache, wrong_drafts
-from engine.drafters.config import DrafterConfig, DraftPlan, Parts
+from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan
 from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -95,7 +95,7 @@ class TextConfig(DrafterConfig):
     """Options of a draft from text, which runs no model and has no cache."""
 
     @abstractmethod
-    def build(self, parts: Parts, gamma: int) -> TextDrafter:
+    def build(self, inputs: BuildInputs, gamma: int) -> TextDrafter:
         """Make the drafter, without its schedule, for rounds of up to `gamma` tokens."""
 
     def plan(self, target: PlannedTarget) -> DraftPlan:
@@ -113,7 +113,7 @@ class HostDrafterConfig(TextConfig):
         return None
 
     @abstractmethod
-    def build(self, parts: Parts, gamma: int) -> HostDrafter: ...
+    def build(self, inputs: BuildInputs, gamma: int) -> HostDrafter: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,5 +122,5 @@ class TextPlan(DraftPlan):
 
     config: TextConfig
 
-    def make(self, parts: Parts) -> Drafter:
-        return self.config.build(parts, self.gamma)
+    def make(self, inputs: BuildInputs) -> Drafter:
+        return self.config.build(inputs, self.gamma)

@@ -28,7 +28,7 @@ SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
 BLOCKS = (1, 5, 40)  # tokens; the last is a chunk, with more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
-candidate, REFERENCE = CppAttention, TorchAttention()
+candidate = CppAttention
 
 
 def cases() -> Iterator[Case]:
@@ -83,5 +83,4 @@ def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, devic
     expected = compute(TorchAttention(), replace(spec, dtype=torch.float64), q.double(), exact)
     allowed = ALLOWED_OVER_INT8 if (dtype, storage) == (torch.float32, torch.int8) else ALLOWED[dtype]
     what, nowhere = f"{dtype_name(dtype)}, entries in {dtype_name(storage)}", torch.zeros(q.shape, device=device)
-    is_timed = n_token <= MAX_BLOCK and shape == SHAPES[0]
-    return Case(what, allowed, compute, expected, is_timed), Case(what, allowed, differs, (nowhere,), False)
+    return Case(what, allowed, compute, expected), Case(what, allowed, differs, (nowhere,))

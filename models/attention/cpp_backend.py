@@ -57,8 +57,9 @@ class CppAttention:
         batch, n_token, n_head, head_dim = q.shape
         n_slot, n_kv_head = kv.keys.shape[1:3]
         slots, n_part = prepared.slots, -(-n_slot // PART)
-        # `Layout` in the kernel: sizes, then strides by row, head and slot.
-        sizes = [batch, n_kv_head, n_slot, n_token, n_head // n_kv_head, *q.stride()[:3], q.dtype == torch.bfloat16]
+        # `Call` in the kernel: sizes, then strides by row, head and slot.
+        kinds = head_dim, ENTRIES.index(kv.keys.dtype), batch, n_kv_head, n_slot, n_token, n_head // n_kv_head
+        sizes = [*kinds, *q.stride()[:3], q.dtype == torch.bfloat16]
         scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
         sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
         sizes += [PART, prepared.window, *((0, 0, 0) if kv.chunk_scores is None else kv.chunk_scores.stride()[:3])]
@@ -77,15 +78,12 @@ class CppAttention:
         assert all(step * kv.keys.element_size() % 4 == 0 for step in (*kv.keys.stride()[:3], *kv.values.stride()[:3]))
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
-        kinds = head_dim, ENTRIES.index(kv.keys.dtype)
-        failed = self.run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores), kinds)
+        failed = self.run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores))
         assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
         return out
 
-    def run(
-        self, name: str, sizes: Sequence[int], tensors: Iterable[Tensor | None], numbers: Iterable[int] = ()
-    ) -> int:
-        """Call a function of the kernel with an array of sizes, numbers, tensors and the number of threads."""
-        layout, pointers = (ctypes.c_int64 * len(sizes))(*sizes), (None if x is None else x.data_ptr() for x in tensors)
-        arguments = *map(ctypes.c_int64, numbers), *map(ctypes.c_void_p, pointers)
-        return getattr(self._kernel, f"foretoken_{name}")(layout, *arguments, ctypes.c_int(torch.get_num_threads()))
+    def run(self, name: str, sizes: Sequence[int], tensors: Iterable[Tensor | None]) -> int:
+        """Call a function of the kernel with a struct of sizes and pointers to tensors, and the number of threads."""
+        words = *sizes, *(0 if x is None else x.data_ptr() for x in tensors)
+        call = (ctypes.c_int64 * len(words))(*words)
+        return getattr(self._kernel, f"foretoken_{name}")(call, ctypes.c_int(torch.get_num_threads()))

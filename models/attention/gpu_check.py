@@ -6,10 +6,10 @@ from itertools import product
 import torch
 
 from models.attention.base import AttentionBackend
-from models.attention.check import BLOCKS, IN_4_BITS, REFERENCE, SHAPES, cases_of
+from models.attention.check import BLOCKS, IN_4_BITS, SHAPES, cases_of
+from models.attention.torch_backend import TorchAttention
 from models.kernels.check import Case
 
-__all__ = ["REFERENCE", "candidate", "cases"]
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -23,7 +23,7 @@ def candidate(name: str) -> AttentionBackend:
 
     flavour, why = find_flavour(DEVICE)
     assert flavour is not None, why
-    return FlashAttention(flavour, REFERENCE)
+    return FlashAttention(flavour, TorchAttention())
 
 
 def cases() -> Iterator[Case]:

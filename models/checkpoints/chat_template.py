@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import CheckpointError, ConfigError, refuse
+from common.errors import CheckpointError, ConfigError, refuse, refuse_checkpoint
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.loading import CONVERT
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
@@ -122,8 +122,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         template = None if named is None else _compiled(named)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, jinja2.TemplateError) as error:
         seen = f"line {error.lineno}: {error}" if isinstance(error, jinja2.TemplateSyntaxError) else error
-        fix = "download the checkpoint again (download.py)"
-        refuse(where, seen, "a Jinja template, as transformers renders it", fix=fix, error=CheckpointError)
+        refuse_checkpoint(where, seen, "a Jinja template, as transformers renders it")
     if template is None:
         seen, what = f"no such file, and no chat_template in {TOKENIZER_CONFIG}", "the checkpoint has no chat template"
         fix = f"copy the original model's {CHAT_TEMPLATE} there, or convert a GGUF that has one again ({CONVERT})"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from models.config import ModelConfig
 
 USE_PLAIN = "use a plain checkpoint of a supported family (docs/checkpoints.md) with its own config.json, whole"
@@ -124,11 +124,10 @@ def match_parts(
     required = dict(part for stacked in parts.values() for part in stacked)
     check_names(folder, tensors, required, fix)
     if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
-        what = "tensors that this model has no place for"
-        refuse(folder, f"{len(unknown)}, such as {unknown[0]}", "none", what, fix, CheckpointError)
+        refuse_checkpoint(folder, f"{len(unknown)}, such as {unknown[0]}", "none", "tensors of another model", fix=fix)
     for name, shape in required.items():
         if (found := tensors[name]).shape != shape:
-            refuse(found.file, f"{name} {found.shape}", shape, "a tensor has the wrong shape", fix, CheckpointError)
+            refuse_checkpoint(found.file, f"{name} {found.shape}", shape, "a tensor has the wrong shape", fix=fix)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
 
 
@@ -137,7 +136,7 @@ def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collec
     if missing := sorted(set(names) - tensors.keys()):
         files = {tensor.file for tensor in tensors.values()}
         where, seen = files.pop() if len(files) == 1 else folder, f"{len(missing)}, such as {missing[0]}"
-        refuse(where, seen, f"all {len(names)} of the config", "tensors are missing", fix, CheckpointError)
+        refuse_checkpoint(where, seen, f"all {len(names)} of the config", "tensors are missing", fix=fix)
 
 
 def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
@@ -152,7 +151,7 @@ def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:
         seen, required = f"{HEAD} unlike {EMBEDDING}", "equal weights, or none, with tie_word_embeddings true"
         fix = "set tie_word_embeddings to false in config.json, if the model was trained with another output layer"
         what = "the output layer is not the embedding that it is tied to"
-        refuse(head.file, seen, required, what, fix, CheckpointError)
+        refuse_checkpoint(head.file, seen, required, what, fix=fix)
 
 
 def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtype | None) -> Tensor:
@@ -163,7 +162,7 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
         try:
             tensors.append(source.read().to(target))
         except (RuntimeError, ValueError, OSError) as error:
-            refuse(source.file, error, "a whole file", fix=USE_PLAIN, error=CheckpointError)
+            refuse_checkpoint(source.file, error, "a whole file")
         require_finite(source.file, name, tensors[-1])
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).contiguous()
 
@@ -171,5 +170,5 @@ def read_stacked(name: str, stacked: tuple[SourceTensor, ...], dtype: torch.dtyp
 def require_finite(file: object, name: str, tensor: Tensor) -> None:
     """Raise CheckpointError if a value is NaN or infinite. Takes one pass and no further memory."""
     if not all(bool(bound.isfinite()) for bound in tensor.aminmax()):
-        what, fix = "NaN or infinite weights", "use weights without these, or a wider dtype"
-        refuse(file, f"{name} in {tensor.dtype}", "finite numbers", what, fix, CheckpointError)
+        fix = "use weights without these, or a wider dtype"
+        refuse_checkpoint(file, f"{name} in {tensor.dtype}", "finite numbers", "NaN or infinite weights", fix=fix)

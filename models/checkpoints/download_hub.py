@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from models.checkpoints.manifest import SIDE_FILES, WEIGHTS, describe, read_manifest, sha256_of, update_manifest
 
 WEIGHT_PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "*.gguf")  # with indices; the first format is used
@@ -29,19 +29,19 @@ def download_repo(repo_id: str, out_dir: Path, *, token: str | None = None) -> N
             )
     except Exception as error:  # the Hub's HTTP library, and so the class of errors, differs between releases
         seen = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        required = "a repository's name, access to it, a connection to the Hub, and room on the disk"
+        required = "a repository that can be downloaded, and room on the disk"
         fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
-        refuse(f"repository {repo_id}", seen, required, "the download did not work", fix, CheckpointError)
+        refuse_checkpoint(f"repository {repo_id}", seen, required, fix=fix)
     if not names:
         required = "a repository with model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
-        refuse(f"repository {repo_id}", ", ".join(sorted(siblings)[:6]) or "no files", required, error=CheckpointError)
+        refuse_checkpoint(f"repository {repo_id}", sorted(siblings)[:6], required, fix="choose another repository")
     if foreign:  # weights or a tokenizer of two checkpoints would be mixed
         seen, fix = f"{', '.join(foreign)}, which {repo_id} does not have", "choose another folder with --out_dir"
-        refuse(Path(out_dir), seen, "a folder without another checkpoint", fix=fix, error=CheckpointError)
+        refuse_checkpoint(out_dir, seen, "a folder without another checkpoint", fix=fix)
     for name in names:
         if (lfs := siblings[name].lfs) and lfs.sha256 != (found := sha256_of(out_dir / name)):
             fix = "delete that file and run download.py again"
-            refuse(out_dir / name, found, lfs.sha256, "a file is damaged", fix, CheckpointError)
+            refuse_checkpoint(out_dir / name, found, lfs.sha256, fix=fix)
     update_manifest(out_dir, describe(out_dir, names))
 
 

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 from torch import Tensor
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from models.checkpoints.convert import Source, SourceTensor, source_parts
 from models.checkpoints.hf_config import config_from_hf, read_config
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
@@ -44,7 +44,7 @@ _SPLIT = (
 OTHER_CONFIG = f"put the {CONFIG} of this very model next to the GGUF"
 OTHER_TOKENIZER = "put tokenizer.json or tokenizer.model of the original model next to the GGUF"
 OTHER_FILE = "use another GGUF of a supported family (docs/checkpoints.md), or the model's safetensors"
-refuse_gguf = partial(refuse, fix=OTHER_FILE, error=CheckpointError)
+refuse_gguf = partial(refuse_checkpoint, fix=OTHER_FILE)
 PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2")
 
 
@@ -150,8 +150,7 @@ def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rop
     for name in names:
         seen, required = getattr(config, name), getattr(described, name)
         if seen != required:
-            what = f"{CONFIG} is not of the GGUF's model"
-            refuse_gguf(beside, f"{name} {seen}", required, what, fix=f"{OTHER_CONFIG}, or none")
+            refuse_gguf(beside, f"{name} {seen}", f"{required}, as in the GGUF", fix=f"{OTHER_CONFIG}, or none")
     if rope_factors is not None:
         _check_rope_factors(rope_factors, config)
 
@@ -161,8 +160,7 @@ def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
     expected = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
     if tensor.shape != expected.shape or not torch.allclose(tensor.read(), expected, rtol=1e-3):
         required = f"the factors of rope_scaling {config.rope_scaling} ({CONFIG})"
-        what = "the GGUF was made with another rope scaling"
-        refuse_gguf(tensor.file, f"{ROPE_FACTORS} {tensor.shape}", required, what, fix=OTHER_CONFIG)
+        refuse_gguf(tensor.file, f"{ROPE_FACTORS} {tensor.shape}", required, fix=OTHER_CONFIG)
 
 
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
@@ -210,8 +208,7 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
             if keys[key] != NEUTRAL.get(key):
                 raise ValueError(f"{prefix}{key} {keys[key]} is not supported")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        what = "the GGUF metadata does not describe a supported model"
-        refuse_gguf(path, f"{type(error).__name__}: {error}", "sizes and settings that are supported", what)
+        refuse_gguf(path, f"{type(error).__name__}: {error}", "metadata of a supported model")
     return config
 
 

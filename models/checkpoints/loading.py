@@ -4,14 +4,13 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse, refuse_checkpoint
 from models.attention import select_backend
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import require_finite, source_parts
@@ -27,8 +26,6 @@ from models.llama import Transformer, attention_spec, logits_dtype
 from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
-refuse_weights = partial(refuse, fix=f"convert the checkpoint again ({CONVERT} --force)", error=CheckpointError)
-
 Value = TypeVar("Value")
 
 
@@ -76,7 +73,7 @@ def read_checkpoint(path: str | Path, *, config: ModelConfig | None = None) -> t
     path = path if path.suffix == ".pth" else path / files.WEIGHTS
     if not path.is_file():
         fix = f"run download.py, then {CONVERT} --checkpoint_dir FOLDER"
-        refuse_weights(path, "no such file", f"a {files.WEIGHTS}, or a folder with one", fix=fix)
+        refuse_checkpoint(path, "no such file", f"a {files.WEIGHTS}, or a folder with one", fix=fix)
     expected = config or config_from_json(path.parent / files.CONFIG)
     files.check_files(path.parent, (path.name, files.CONFIG, *TOKENIZER_FILES))
     _check_sources(path)
@@ -85,15 +82,15 @@ def read_checkpoint(path: str | Path, *, config: ModelConfig | None = None) -> t
         stored, state_dict = ModelConfig.from_dict(content["config"]), dict(content["state_dict"])
         shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        refuse_weights(path, f"{type(error).__name__}: {str(error)[:200]}", f"a {files.WEIGHTS} written by {CONVERT}")
+        refuse_checkpoint(path, repr(error)[:200], f"a {files.WEIGHTS} written by {CONVERT}")
     stored = replace(stored, eos_tokens=expected.eos_tokens)  # the weights are no other with other end tokens
     if config is None and stored != expected:
         differing = [name for name in asdict(stored) if getattr(stored, name) != getattr(expected, name)]
         seen, required = (", ".join(f"{name} {getattr(x, name)}" for name in differing) for x in (stored, expected))
-        refuse_weights(path, seen, f"{required} ({files.CONFIG})", "the weights belong to another config")
+        refuse_checkpoint(path, seen, f"{required} ({files.CONFIG})", "the weights belong to another config")
     if shapes != (required_shapes := expected_shapes(expected)):
         unknown, missing = sorted(shapes.items() - required_shapes.items()), required_shapes.items() - shapes.items()
-        refuse_weights(path, unknown[:4], sorted(missing)[:4], "the tensors are not the config's")
+        refuse_checkpoint(path, unknown[:4], sorted(missing)[:4], "the tensors are not the config's")
     return expected, state_dict
 
 
@@ -104,8 +101,7 @@ def _check_sources(path: Path) -> None:
         if name in files.SIDE_FILES or not source.is_file():
             continue
         if files.differing(source, entry):
-            what = "weights were saved again after their conversion"
-            refuse_weights(source, "other content", f"the weights that {path.name} has", what)
+            refuse_checkpoint(source, "other content, saved again after the conversion", f"the weights in {path.name}")
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from common.jsonl import parse_json
 from models.checkpoints.hf_config import GENERATION_CONFIG
 from models.checkpoints.tokenizer import TOKENIZER_FILES
@@ -47,8 +47,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(partial, path)
     except (OSError, RuntimeError, SafetensorError) as error:  # the last two: torch and safetensors, of a full disk
         seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        what, fix = "a file cannot be written", "free some space, or choose another folder"
-        refuse(path, seen, "a writable folder with enough free space", what, fix, CheckpointError)
+        fix = "free some space, or choose another folder"
+        refuse_checkpoint(path, seen, "a writable folder with enough free space", "a file cannot be written", fix=fix)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -84,8 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} has no size")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         required = '{"files": {name: {"size": ..., "sample": ...}}}'
-        fix = f"delete {MANIFEST}, then run download.py and convert_hf_checkpoint.py --force again"
-        refuse(path, repr(error), required, fix=fix, error=CheckpointError)
+        refuse_checkpoint(path, repr(error), required, fix=f"delete {MANIFEST}, and download the checkpoint again")
     return dict(manifest)
 
 
@@ -108,9 +107,8 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     entries = read_manifest(folder)["files"]
     for name in (name for name in names if name in entries):
         if found := differing(folder / name, entries[name]):
-            what = "a file is not the one that the manifest describes"
-            fix = "download or convert it again (--force, where it was changed on purpose)"
-            refuse(folder / name, found, f"{entries[name]} ({MANIFEST})", what, fix, CheckpointError)
+            what = "a file is not the one that the manifest describes (convert --force accepts what was changed)"
+            refuse_checkpoint(folder / name, found, f"{entries[name]} ({MANIFEST})", what)
 
 
 def differing(path: Path, entry: dict[str, Any]) -> str | None:

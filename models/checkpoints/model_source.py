@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, refuse
+from common.errors import CheckpointError, refuse, refuse_checkpoint
 from models.checkpoints import manifest as files
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
@@ -54,11 +54,6 @@ class ModelSource:
     def has_text(self) -> bool:
         """False for random weights, which have no tokenizer and no acceptance rate worth measuring, and for heads."""
         return self.load_format == "pth"
-
-    @property
-    def is_default(self) -> bool:
-        """True for the built-in model as it was fetched, false for models derived from it."""
-        return _folder(self.path).resolve() == DEFAULT_CHECKPOINT.resolve()
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
@@ -114,8 +109,7 @@ class ModelSource:
         largest, vocab_size = max(map(max, prompts)), self.config.vocab_size
         if largest >= vocab_size:
             what, required = "the tokenizer is not this model's", f"0 <= id < {vocab_size}, ids of {self.name}"
-            fix = "copy the model's tokenizer into this folder, or download and convert the model again"
-            refuse(_folder(self.path), f"token id {largest} in a prompt", required, what, fix, CheckpointError)
+            refuse_checkpoint(_folder(self.path), f"token id {largest} in a prompt", required, what)
 
     def load(self, **options: Any) -> Transformer:
         """Load the model. options: see `load_model`."""
@@ -142,7 +136,7 @@ def find_model(
             required = f"the {files.WEIGHTS} that {CONVERT} makes of a download, or its folder"
             steps = f"download.py --repo_id REPO_ID --out_dir {folder}, then {CONVERT} --checkpoint_dir {folder}"
             fix = "run `make demo`" if is_default else f"check the spelling, or run {steps}"
-            refuse(where, path, required, "there is no converted checkpoint", fix, CheckpointError)
+            refuse_checkpoint(where, path, required, "there is no converted checkpoint", fix=fix)
     in_file = str(folder / files.CONFIG)
     values = with_end_tokens(read_config(folder / files.CONFIG), folder)
     config = config_from_hf(changes.apply(values, in_file), where=in_file)

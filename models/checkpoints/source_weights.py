@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 from common.jsonl import parse_json
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
@@ -18,8 +18,6 @@ from models.checkpoints.gguf_source import open_gguf, read_gguf
 from models.checkpoints.hf_config import FUSED, config_from_hf, read_config, require_unquantized
 from models.checkpoints.manifest import CONFIG, downloaded_side_files
 
-DOWNLOAD_AGAIN = "download the checkpoint again (download.py resumes and replaces what is missing)"
-refuse_source = partial(refuse, fix=DOWNLOAD_AGAIN, error=CheckpointError)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
 MAPS = ("d2t", "t2d")  # maps of a trained head's vocabulary, which alone may be in dtypes other than DTYPES
 MAP_DTYPES = (*DTYPES, torch.int64, torch.bool)
@@ -30,7 +28,7 @@ def open_source(folder: Path) -> Source:
     """Open the safetensors, pytorch_model*.bin or GGUF weights of a folder, the first found in this order. Reads
     headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
     if not folder.is_dir():
-        refuse_source(folder, "no such folder", "the folder of a downloaded checkpoint")
+        refuse_checkpoint(folder, "no such folder", "the folder of a downloaded checkpoint")
     if (folder / CONFIG).is_file():  # first, since the dtypes of quantised weights say less
         require_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
     if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
@@ -46,7 +44,7 @@ def open_source(folder: Path) -> Source:
             read_gguf(path)  # refuses parts of a split file as such
         seen = ", ".join(path.name for path in ggufs) or "no model.safetensors, pytorch_model.bin, index or *.gguf"
         required = "model.safetensors or pytorch_model.bin, or an index with its shards, or exactly one *.gguf"
-        refuse_source(folder, seen, required, "no single set of weights in the folder")
+        refuse_checkpoint(folder, seen, required, "no single set of weights in the folder")
     return open_gguf(ggufs[0], downloaded_side_files(folder))
 
 
@@ -59,19 +57,19 @@ def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor
     file_of = _read_index(index) if index.is_file() else {}
     files = sorted({*file_of.values()}) or [single] * bool(there)
     if strays := sorted(there.difference(files)):
-        what, required = "a file of weights that no index lists", f"{single}, or the shards of {index.name} alone"
+        required = f"{single}, or the shards of {index.name} alone"
         fix = "delete the file if it is not this model's, or download the index that lists it"
-        refuse_source(folder / strays[0], ", ".join(strays[:4]), required, what, fix=fix)
+        refuse_checkpoint(folder / strays[0], ", ".join(strays[:4]), required, fix=fix)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         for name, tensor in _open_file(folder / file).items():
             if (listed := file_of.get(name, file)) != file:
                 required = f"{name} in {listed} ({index.name})"
-                refuse_source(folder / file, name, required, "a tensor is not where the index says")
+                refuse_checkpoint(folder / file, name, required, "a tensor is not where the index says")
             tensors[name] = tensor
     if absent := sorted(file_of.keys() - tensors.keys()):
         where = folder / file_of[absent[0]]
-        refuse_source(where, f"no {absent[0]}", f"all tensors of {index.name}", "a tensor is missing")
+        refuse_checkpoint(where, f"no {absent[0]}", f"all tensors of {index.name}", "a tensor is missing")
     return tensors
 
 
@@ -83,7 +81,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ValueError(f"{outside[0]} is not in this folder")
         return {name: file for name, file in file_of.items() if not name.endswith(IGNORED_SUFFIXES)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        refuse_source(index, repr(error), '{"weight_map": {tensor: shard}}')
+        refuse_checkpoint(index, repr(error), '{"weight_map": {tensor: shard}}')
 
 
 def _open_file(path: Path) -> dict[str, SourceTensor]:
@@ -91,12 +89,12 @@ def _open_file(path: Path) -> dict[str, SourceTensor]:
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        refuse_source(path, repr(error)[:200], f"a whole {path.suffix[1:]} file")
+        refuse_checkpoint(path, repr(error)[:200], f"a whole {path.suffix[1:]} file")
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
     for name, tensor in tensors.items():
         if tensor.dtype not in (MAP_DTYPES if name.endswith(MAPS) else DTYPES):
             fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-            refuse_source(f"{path}: {name}", tensor.dtype, "in float64, float32, float16 or bfloat16", fix=fix)
+            refuse_checkpoint(f"{path}: {name}", tensor.dtype, "in float64, float32, float16 or bfloat16", fix=fix)
     return tensors
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import CheckpointError, refuse
+from common.errors import refuse_checkpoint
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -93,13 +93,10 @@ def load_tokenizer(checkpoint_dir: str | Path, names: Collection[str] = TOKENIZE
     paths = (Path(checkpoint_dir) / name for name in TOKENIZER_FILES if name in names)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        fix = "download the checkpoint again (download.py), or copy its tokenizer into this folder"
-        required = f"a folder with {' or '.join(TOKENIZER_FILES)}"
-        refuse(Path(checkpoint_dir), "neither file", required, fix=fix, error=CheckpointError)
+        refuse_checkpoint(Path(checkpoint_dir), "no tokenizer", f"a folder with {' or '.join(TOKENIZER_FILES)}")
     backend = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
     try:
         return backend(path)
     except Exception as error:  # both libraries raise plain Exception or RuntimeError on bad files
         required = "a tokenizer.json of Hugging Face, or a SentencePiece tokenizer.model"
-        fix = "download it again (download.py); if it was made from a GGUF, delete it and convert again"
-        refuse(path, str(error)[:200], required, fix=fix, error=CheckpointError)
+        refuse_checkpoint(path, str(error)[:200], required)

@@ -12,20 +12,17 @@ TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
-
-    in_pytorch: do not use `models.kernels.linear_cpp`.
-    """
+    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         # oneDNN multiplies with a CPU's matrix tiles; the project's kernel does not.
-        in_pytorch |= weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported()
+        in_onednn = weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported()
         self.d_out = len(weight)
-        self._in_cpp = not in_pytorch and linear_cpp.takes(weight)
+        self._in_cpp = not in_onednn and linear_cpp.takes(weight)
         if self._in_cpp:
             packed, bias = linear_cpp.pack_bfloat16(weight.detach()), None if bias is None else bias.float()
         else:

@@ -38,11 +38,7 @@ FEWEST_CUDA_ROWS = 17  # cuBLAS does not multiply fewer rows in 8 bits
 
 
 class QuantizedLinear(nn.Module):
-    """`y = x W^T + b` with a quantised `W [d_out, d_in]`.
-
-    in_pytorch: do not use `models.kernels.linear_cpp`. result_dtype: of `y`, by the dtype and
-    the device of `x`.
-    """
+    """`y = x W^T + b` with a quantised `W [d_out, d_in]`. result_dtype: of `y`, by the dtype and the device of `x`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -50,11 +46,11 @@ class QuantizedLinear(nn.Module):
     scale: Tensor | None
     result_dtype: Callable[[torch.dtype, torch.device], torch.dtype]
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.result_dtype = lambda dtype, device: dtype
         self._on_cpu, self._d_out = runs_on_cpu(weight), len(weight)
-        self._in_cpp = self._on_cpu and not in_pytorch and linear_cpp.takes(weight)
+        self._in_cpp = self._on_cpu and linear_cpp.takes(weight)
         bias = bias.float() if bias is not None and self._in_cpp else bias
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.register_buffer("scale", None)
@@ -80,8 +76,8 @@ class Int8Linear(QuantizedLinear):
     scale: Tensor
     zero: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
-        super().__init__(weight, bias, in_pytorch)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
         q, self.scale = quantize(weight.detach(), torch.int8)
         if self._in_cpp:
             self.register_buffer("weight", linear_cpp.pack_int8(q))
@@ -109,8 +105,8 @@ class Int4Linear(QuantizedLinear):
     bits = 4
     scale_and_zero: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, in_pytorch: bool = False) -> None:
-        super().__init__(weight, bias, in_pytorch)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
         q, scale, low = quantize_groups(weight)
         if self._in_cpp:
             self.register_buffer("weight", linear_cpp.pack_int4(q, scale, low + 8 * scale))

@@ -1,4 +1,4 @@
-"""Batches of prompts: stretches of a text, conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
+"""Batches of prompts: those of a session, conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import bench
-from bench.prompt_sets import Prompt
-from common.errors import DataError, flag, refuse
+from bench.data import Prompt
+from common.errors import refuse
 from models.checkpoints.chat_template import ChatTemplate
 
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
@@ -71,20 +71,6 @@ def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[i
     empty = {"role": "assistant", "content": ""}
     ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
     return ids + ids[:1] * (READ_AGAIN * gen_len * (len(turns) - 1))
-
-
-def stretches(ids: Sequence[int], n: int, longest: int) -> Iterator[list[int]]:
-    """Yield `n` parts of a text at about even distances, whose first tokens all differ. Errors: DataError."""
-    seen: set[int] = set()
-    for index in range(n):
-        starts = range(index * max(0, len(ids) - longest) // n, len(ids) - longest + 1)
-        start = next((start for start in starts if ids[start] not in seen), None)
-        if start is None:
-            required = f"{n} stretches of {longest} that begin differently"
-            what, fix = "too little text for the prompts", "give more text, or shorten the prompts"
-            refuse(f"{flag('dataset')}, {flag('longest')}", f"{len(ids)} tokens", required, what, fix, DataError)
-        seen.add(ids[start])
-        yield list(ids[start : start + longest])
 
 
 def needles(

@@ -10,7 +10,7 @@ from typing import Any
 import bench
 from common.checkout import ROOT
 from common.tables import Column
-from engine.stats import acceptance_text
+from engine.stats import acceptance_text, with_error
 from reproduce.helpers import published
 from reproduce.helpers.records import Record, grouped
 
@@ -28,9 +28,16 @@ def first_of(names: Sequence[str], record: Record) -> object:
     return next((record[name] for name in names if record.get(name)), None)
 
 
-def drafter_text(record: Record) -> str:
-    """Return a drafter's name without the folders of checkpoints."""
-    return re.sub(r":[^@=+]*/[^@=+]*", "", record["drafter"])
+def drafter_text(record: Record) -> str | None:
+    """Return a drafter's name without the folders of checkpoints; of a benchmark, the policy or the draft."""
+    name = first_of(("drafter", "draft_policy", "draft"), record)
+    return None if name is None else re.sub(r":[^@=+]*/[^@=+]*", "", str(name))
+
+
+def paired_text(record: Record) -> str | None:
+    """Return the acceptance, with = after it if no difference from what it is compared with is shown."""
+    text, difference = acceptance_text(record), record.get("difference")
+    return f"{text} =" if text and difference and difference.low <= 0 <= difference.high else text
 
 
 def speedup_text(value: float) -> str:
@@ -67,7 +74,10 @@ def ratio_name(fact: Record) -> str:
 
 VALUES: dict[str, Callable[[Record], object]] = {
     "acceptance_text": acceptance_text,
+    "reads_text": bench.reads_text,
+    "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
     "drafter_text": drafter_text,
+    "paired_text": paired_text,
     "identical_text": identical_text,
     "gain": gain_text,
     "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
@@ -105,8 +115,8 @@ def of(names: str) -> list[Column]:
 
 
 def shown(columns: Sequence[Column], rows: Sequence[Record]) -> list[Column]:
-    """Return the columns in which something stands."""
-    return [column for column in columns if {column.cell(row) for row in rows} != {column.missing}]
+    """Return the columns in which something stands, if only a word for what is missing."""
+    return [column for column in columns if {column.cell(row) for row in rows} != {Column.missing}]
 
 
 def ranked(rows: Sequence[Record], names: str) -> list[Record]:

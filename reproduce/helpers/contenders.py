@@ -20,7 +20,7 @@ from reproduce.helpers.records import Record, grouped
 
 # Settings that differ between the rows of a record.
 SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget", "draft_dtype", "draft_weights", "draft_kv_dtype")
-SETTINGS += ("temperature", "verification", "seed")
+SETTINGS += ("draft_weights_share", "draft_entries_share", "draft_kv_share", "temperature", "verification", "seed")
 # Medians over repeats of what a contender and plain decoding in the same repeat measured.
 MEDIANS = (
     *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
@@ -57,9 +57,11 @@ class Contender:
     def settings(self) -> Record:
         """Return the drafter's name and options, and how its text is sampled."""
         known, config = bench.settings_record(self.session), bench.nested(self.session.plan.config)
+        options = bench.options_of({"config": config})
         settings = {name: known.get(name) for name in SETTINGS}
-        named = {"drafter": self.drafter, "text": self.text}
-        return named | bench.options_of({"config": config}) | settings
+        if "draft_budget" not in options:
+            settings["draft_budget"] = None  # all entries, however many
+        return {"drafter": self.drafter, "text": self.text} | options | settings
 
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.stats import LEAST_ROWS
-from reproduce.helpers.records import Record, selected
+from reproduce.helpers.records import Record, parse_condition
 
 # Each rate is a ratio of sums over rows.
 RATES = {"acceptance_rate": ("accepted", "verified"), "mean_accepted_length": ("emitted", "rounds")}
@@ -68,7 +68,8 @@ def _t(freedom: int) -> float:
 def with_differences(rows: Sequence[Record], against: Iterable[str]) -> list[Record]:
     """Return the rows with the `difference` of their acceptance from that of a row that decoded the same text and
     fulfils the conditions `against`, with the same budget and gamma if there is one."""
-    bases, found = selected(rows, against), []
+    conditions, found = [*map(parse_condition, against)], []
+    bases = [row for row in rows if all(row.get(name) in values for name, values in conditions)]
     for row in rows:
         pairs = [base for base in bases if row.get("tokens_sha256") and _text(base) == _text(row)]
         base = min(pairs, key=lambda base: _distance(base, row), default=None)

@@ -63,17 +63,21 @@ def parse_values(text: str) -> list[Any]:
     return values if isinstance(values, list) else [parse(part.strip()) for part in text.split(",")]
 
 
+def parse_condition(text: str) -> tuple[str, list[Any]]:
+    """Return the name and the values of `name=v1,v2`, in which `none` stands for what a row lacks."""
+    name, _, values = text.partition("=")
+    return name, [None if value == "none" else value for value in parse_values(values)]
+
+
 def selected(rows: Sequence[Record], conditions: Iterable[str]) -> list[Record]:
-    """Return the rows that fulfil every condition `name=v1,v2`, in which `none` stands for what a row lacks. Errors:
-    DataError for a name that no row has, or if no row is left."""
+    """Return the rows that fulfil every condition. Errors: DataError if none does."""
     for condition in conditions:
-        name, _, text = condition.partition("=")
-        values = [None if value == "none" else value for value in parse_values(text)]
+        name, values = parse_condition(condition)
         left = [row for row in rows if row.get(name) in values]
         if not left:
             found = sorted({str(row[name]) for row in rows if row.get(name) is not None})
             required = f"{name} of {', '.join(found[:12])}" if found else ", ".join(sorted({*rows[0]})[:60])
             what = "no row is as described" if found else "the rows have no such column"
-            refuse(f"where {name}", text, required, what, "choose among these", DataError)
+            refuse(f"the condition {condition}", name, required, what, "choose among these", DataError)
         rows = left
     return [*rows]

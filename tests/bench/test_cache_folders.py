@@ -50,7 +50,7 @@ def test_a_prompt_without_a_file_runs_again(kind: str, tmp_path: Path) -> None:
 
 @KINDS
 def test_the_choice_of_a_build_without_a_file_is_made_again(kind: str, tmp_path: Path) -> None:
-    choice, memory = BuildChoice("plain", [], {}), tmp_path / "choice.json"
+    choice, memory = BuildChoice("plain", []), tmp_path / "choice.json"
     for suffix in (".json", ".lock", ".partial"):
         in_place_of(memory.with_suffix(suffix), kind)
     assert remembered(memory, "choosing", lambda: choice) == choice

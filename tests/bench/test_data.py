@@ -68,22 +68,21 @@ def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("wanted", "folder", "load_format", "resolved"),
+    ("wanted", "load_format", "n_tokens", "resolved"),
     [
-        ("auto", "built-in", "pth", "default"),
-        ("auto", "converted", "pth", "pg19"),
-        ("pg19", "built-in", "pth", "pg19"),
-        ("books.txt", "built-in", "pth", "books.txt"),
-        ("auto", "org/name", "dummy", None),
+        ("auto", "pth", 100, "default"),
+        ("auto", "pth", 101, "pg19"),
+        ("pg19", "pth", 1, "pg19"),
+        ("books.txt", "pth", 1000, "books.txt"),
+        ("auto", "dummy", 1, None),
     ],
 )
-def test_the_target_decides_what_auto_reads(tmp_path, monkeypatch, wanted, folder, load_format, resolved):
-    """The built-in model is where it was fetched; what was converted from it elsewhere is another."""
-    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "built-in")
-    for name in ("built-in", "converted", "org/name"):
-        (tmp_path / name).mkdir(parents=True)
-    source = ModelSource(str(tmp_path / folder), load_format, TINY, "its name")
-    assert resolve_dataset(wanted, source) == resolved
+def test_any_model_reads_the_built_in_book_unless_it_is_short(
+    tmp_path, monkeypatch, wanted, load_format, n_tokens, resolved
+):
+    monkeypatch.setattr(data, "DEFAULT_BOOK", tmp_path / "book.txt")
+    (tmp_path / "book.txt").write_text("one" * 100)
+    assert resolve_dataset(wanted, ModelSource(str(tmp_path), load_format, TINY, "its name"), n_tokens) == resolved
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.config import Target
 from tests.support.programs import run
 
 BASELINE, SELFSPEC = "tests/baseline_benchmark.py", "tests/selfspec_benchmark.py"
@@ -39,3 +40,17 @@ def test_prompts_are_taken_whole_from_every_kind_of_file(kind: str, checkpoint: 
     asked = {"dataset": None, "B": 3, "sequences": 3, "identical_sequences": 3}
     asked |= {"prefix_len": 1 + max(map(len, TEXTS)), "tokens_generated": 3 * 12}
     assert {name: record[name] for name in asked} == asked
+
+
+def test_chat_puts_prompts_into_the_models_template(chat_checkpoint: Path, tmp_path: Path) -> None:
+    prompts, source = written(tmp_path / "own", "turns"), Target(str(chat_checkpoint)).source()
+    ended = run(BASELINE, f"--model {chat_checkpoint} --prompts {prompts} --chat {SIZES} --printoutput".split())
+    template, tokenizer = source.chat_template(), source.tokenizer()
+    ids = [template.encode([{"role": "user", "content": text}]) for text in TEXTS]
+    ends = [line.partition(": ")[2] for line in ended.lines if line.startswith("prompt ")]
+    assert [ast.literal_eval(end) for end in ends] == [tokenizer.decode(prompt[-32:]) for prompt in ids]
+    assert ended.record["prefix_len"] == max(map(len, ids))
+    unused = run(
+        BASELINE, f"--model {chat_checkpoint} --dataset {prompts.parent} --chat {SIZES} --prefix_len 9".split()
+    )
+    assert "--chat" in unused.err

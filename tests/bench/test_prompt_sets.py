@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bench import prompt_sets
-from bench.prompt_sets import SPEED_BENCH, Prompt, by_category, load_prompts
+from bench import data
+from bench.data import SPEED_BENCH, Prompt, by_category, load_prompts
 from common.errors import ConfigError, DataError
 from tests.support.programs import ROOT
 
@@ -97,15 +97,15 @@ def test_spec_bench_is_fetched_once_and_verified(tmp_path: Path, monkeypatch: py
             raise URLError("no route")
         return BytesIO(content)
 
-    monkeypatch.setattr(prompt_sets, "urlopen", answer)
-    monkeypatch.setattr(prompt_sets, "SPEC_BENCH_FILE", tmp_path / "data" / "question.jsonl")
+    monkeypatch.setattr(data, "urlopen", answer)
+    monkeypatch.setattr(data, "SPEC_BENCH_FILE", tmp_path / "data" / "question.jsonl")
     for said in ("no route", "sha256 [0-9a-f]{64}\n"):
         with pytest.raises(DataError, match=rf"spec-bench could not be fetched[\s\S]*{said}"):
             load_prompts("spec-bench")
-        assert not prompt_sets.SPEC_BENCH_FILE.exists()
-    monkeypatch.setattr(prompt_sets, "SPEC_BENCH_SHA256", hashlib.sha256(content).hexdigest())
+        assert not data.SPEC_BENCH_FILE.exists()
+    monkeypatch.setattr(data, "SPEC_BENCH_SHA256", hashlib.sha256(content).hexdigest())
     assert [load_prompts("spec-bench")[i].id for i in (0, 1)] == ["81", "241"]
-    assert len(asked) == 3 and prompt_sets.SPEC_BENCH_REVISION in asked[0]
+    assert len(asked) == 3 and data.SPEC_BENCH_REVISION in asked[0]
 
 
 def test_categories_are_chosen_and_cut() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.drafters.saved_text import SavedText
+from engine.drafters.oracle import Oracle
 from engine.requests import Progress
 from engine.runner import finite_rows
 from kv_cache import FullKVCache, StreamingKVCache
@@ -78,7 +78,7 @@ def test_a_rejected_draft_that_overflows_harms_nobody(prompts, answers):
     """Row after row, drafts are a token with infinite KV: the target never takes it, nor notices it."""
     poison = never_seen(prompts, answers)
     runner = runner_broken_by(poison, "inf")
-    drafter = SavedText(runner, dict.fromkeys(range(len(prompts)), [poison] * (N_NEW + 8)), 3)
+    drafter = Oracle(runner, dict.fromkeys(range(len(prompts)), [poison] * (N_NEW + 8)), 3)
     out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter)
     assert out.tokens == expected(answers) and out.errors == [None] * len(prompts)
 

@@ -19,14 +19,13 @@ from engine.graphs import CudaGraphs
 from engine.sampling.noise import Stream, gumbel, uniform
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.entries import KV, SCORE_CHUNK, Packed, quantize
-from kv_cache.quantized import QuantizedKVCache
 from kv_cache.refreshed import SelectionOps
 from kv_cache.verify_topk import VerifyTopK
 from models import ModelConfig, Transformer, load_model
 from models.attention import AttentionSpec, TorchAttention, select_backend
 from models.kernels.pointwise import EAGER, compiled, use_pointwise
 from models.kernels.quantize import GROUP, SCHEMES, quantize_groups, quantized_linear
-from tests.support.attention_cases import Case, make_case, packed_case
+from tests.support.attention_cases import Case, make_case, packed_case, packed_in_turns
 from tests.support.recorded_graph import RecordedGraphs
 from tests.support.tiny import random_prompts, tiny_model
 
@@ -158,23 +157,10 @@ def test_selection_kernel(dtype, n_slot):
 @pytest.mark.parametrize("group", [16, 64])
 def test_packing_kernel(stored, group, monkeypatch):
     """Bits in 4-bit entries equal PyTorch's, for rows that go on in blocks."""
-    config, generator = ModelConfig(8, 1, 64, 8, 2, 128, 8, 9999), torch.Generator().manual_seed(group)
-    full = FullKVCache(config, 4, 6 * group + 99, DEVICE, stored)
-    new = (torch.randn(4, full.capacity, 2, 2, 128, generator=generator) * 4 + 1).to(DEVICE)
-    full.write(0, torch.arange(full.capacity, device=DEVICE).expand(4, -1), new)
     found = []
     for kernel in (None, triton_packing):
         monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, DEVICE, stored)
-        for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
-            cache.fill_row(row, full, length)
-        view = cache.view(torch.tensor([3, 0, 1], device=DEVICE))
-        starts = torch.tensor([3 * group + 9, 4 * group + 5, 3], device=DEVICE)
-        for n_token in (1, 3, group, 5, 7):
-            at = starts[:, None] + torch.arange(n_token, device=DEVICE)
-            view.write(0, view.begin(at), new[view.rows[:, None], at])
-            starts += n_token
-        found.append([x.clone() for x in cache.tensors])
+        found.append(packed_in_turns(stored, group, 128, DEVICE))
     assert all(map(torch.equal, *found))
 
 
@@ -247,20 +233,3 @@ def test_identity_eager(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_identity_compiled(mode):
     assert are_identical(mode, pointwise=compiled())
-
-
-@torch.inference_mode()
-def test_owners_of_graphs_go_apart():
-    """A runner's graphs give the same tokens after another runner's graphs and memory are gone."""
-    model, prompts = model_and_prompts()
-
-    def owner():
-        runner = new_runner(model, new_graphs=GRAPHS)
-        drafter = SelfSpeculation(runner, draft_cache(model), gamma=3)
-        return lambda: generate(runner, prompts, max_new_tokens=LIMITS, drafter=drafter).tokens
-
-    stays, goes = owner(), owner()
-    before = [stays(), goes()]
-    del goes
-    rubbish = torch.full((2**26 if ON_CUDA else 16,), float("nan"), device=DEVICE)
-    assert before[0] == before[1] == stays() and rubbish.isnan().all()

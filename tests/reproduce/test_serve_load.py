@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import DataError
-from reproduce.helpers.batches import stretches
-from reproduce.serve_load import Answer, Endpoint, Phase, against_plain, failed, load, spread, summary
+from reproduce.serve_load import Answer, Endpoint, Phase, against_plain, failed, load, summary
 from tests.support.programs import Ended, run
 from tests.support.serving_cases import FLAGS, Served
 
@@ -26,7 +23,6 @@ def counts(prompt_n: int, cache_n: int, predicted_n: int, rounds: int, drafted: 
 
 COUNTERS = {
     "foretoken_decode_tokens_total": 14.0,
-    "foretoken_rounds_total": 5.0,
     "foretoken_round_seconds_total": 2.0,
     "foretoken_between_seconds_total": 0.5,
 }
@@ -39,21 +35,21 @@ LOST = Answer(2.0, [3.0], 0, "", {}, "ReadError: gone")
 def test_rates_and_percentiles_are_of_all_phases_requests():
     found = summary([Phase([LONG, BRIEF], 6.0, COUNTERS), Phase([LATE, LOST], 2.0, {})])
     assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (4, 1, 14, 8.0)
-    assert found["output_tokens_per_second"] == 14 / 8 and found["requests_per_second"] == 3 / 8
+    assert found["output_tokens_per_second"] == 14 / 8
     assert found["ttft_ms_p50"] == 1000 and found["ttft_ms_p99"] == pytest.approx(3940)  # of 1, 1 and 4 s
     assert found["tpot_ms_p50"] == pytest.approx(1e3 * (3 / 9 + 0.5 / 2) / 2)  # the brief one has none
     assert (found["prompt_tokens"], found["reused_prompt_tokens"]) == (22, 11)
     assert found["accepted_share"] == 6 / 15 and found["tokens_per_round"] == 11 / 5
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
-    assert found["round_ms"] == 400 and found["between_share"] == 0.2
+    assert found["between_share"] == 0.2
 
 
 def test_a_server_that_says_nothing_of_rounds_has_times_alone():
     silent = summary([Phase([answer(0.0, [1.0, 3.0], 5)], 4.0, {})])
     assert silent["tpot_ms_p50"] == 500 and silent["output_tokens_per_second"] == 1.25
     unknown = ("prompt_tokens", "reused_prompt_tokens", "accepted_share", "tokens_per_round", "between_share")
-    assert {silent[name] for name in (*unknown, "decode_tokens_per_second", "round_ms")} == {None}
+    assert {silent[name] for name in (*unknown, "decode_tokens_per_second")} == {None}
     assert against_plain([Phase([LONG], 4.0, COUNTERS)], [Phase([BRIEF], 4.0, {})])["decode_speedup"] is None
 
 
@@ -67,22 +63,9 @@ def test_what_is_beside_plain_rounds_is_of_the_same_requests():
     assert against_plain(plain, plain)["speedup"] == 1 and against_plain(plain, plain)["identical_answers"] == 4
 
 
-def test_stretches_begin_differently_and_lengths_are_spread():
-    ids = [*range(20)] * 5
-    found = list(stretches(ids, 8, 10))
-    assert [len(one) for one in found] == [10] * 8 and len({one[0] for one in found}) == 8
-    assert all(one == [(one[0] + i) % 20 for i in range(10)] for one in found)
-    with pytest.raises(DataError, match="21 stretches of 10"):
-        list(stretches(ids, 21, 10))
-    with pytest.raises(DataError, match="100 tokens"):
-        list(stretches(ids, 1, 101))
-    lengths = list(islice(spread(1000, 4000), 8))
-    assert 1000 <= min(lengths) < 1400 and 3600 < max(lengths) <= 4000 and len(set(lengths)) == 8
-
-
 @pytest.fixture
 def measured(chat_checkpoint: Path, tmp_path: Path):
-    """Runs the program on a text whose stretches begin in many ways, with a server of its own."""
+    """Runs the program on a text whose stretches are unlike each other, with a server of its own."""
     (tmp_path / "book.txt").write_text("".join(chr(33 + (7 * i + i // 90) % 90) for i in range(1200)))
 
     def call(flags: str) -> Ended:
@@ -106,7 +89,7 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
         assert row["requests"] == row["identical_answers"] == max(3, n) and row["errors"] == 0
         assert row["output_tokens"] == rows[n, "plain"]["output_tokens"] > 3
         assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"]
-        assert row["reused_prompt_tokens"] <= row["requests"]  # no more than the BOS of each
+        assert row["reused_prompt_tokens"] <= 3 * row["requests"]  # little more than the BOS of each
         if mode == "plain":
             assert row["tokens_per_round"] == 1 and row["accepted_share"] is None and row["speedup"] == 1
     spoken = rows[5, "speculation"]

@@ -234,23 +234,6 @@ def test_stopping_closes_the_connection(fake, page, way):
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
 
 
-def test_side_by_side_of_the_same_tokens(fake, page):
-    fake.answers = [list(events(PLAIN, 6800.0, drafted=0)), list(events(ANSWER, 5200.0))]
-    page.check("#beside")
-    page.fill("#temperature", "1")
-    page.click("#send")
-    expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
-    expect(page, "#verdict").to_contain_text(
-        "server's clock, one run each. Prefilling is left out: the second pass found 3 tokens of its prompt in"
-    )
-    before, after = (body["parameters"] for body in fake.bodies)
-    assert before == after | {"speculate": False} and after["speculate"]
-    assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
-    assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
-    assert page.locator(".text").first.locator(".draft, .target, .prefill").count() == 0
-    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.67"
-
-
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_a_model_says_the_same_with_and_without_speculation(served, tab, temperature):
     tab.goto(served.url)

@@ -19,7 +19,7 @@ from engine.drafters.markov import Markov, NGramTable
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
 from engine.drafters.ngram_cache import NGramCache
-from engine.drafters.saved_text import SavedText
+from engine.drafters.oracle import Oracle
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
 from engine.sampling.noise import Stream, uniform
@@ -33,7 +33,7 @@ from tests.support.published_heads import WIDTH, random_medusa
 GUESSES = ("oracle", "reject", "upto", "ragged", "random")
 
 
-class Guesses(SavedText):
+class Guesses(Oracle):
     """An oracle that errs in a controlled way: it knows each request's future and proposes a part of it, by `kind`.
 
     All of it ("oracle"), nothing but errors ("reject"), a right beginning of random length and errors after it
@@ -121,7 +121,7 @@ class Drafters:
         if name in TEXT_DRAFTERS:
             return TEXT_DRAFTERS[name](runner, gamma)
         if name == "saved":
-            return SavedText(runner, self.texts, gamma)
+            return Oracle(runner, self.texts, gamma)
         if name in GUESSES:
             return Guesses(runner, self.texts, gamma, name)
         if name == "medusa":

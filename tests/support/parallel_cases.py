@@ -3,14 +3,20 @@
 import json
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import pytest
 import torch
 
+from common.errors import RankError
 from engine import ModelRunner, SamplingParams, SelfSpeculation
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
@@ -37,6 +43,7 @@ DRAFTS = (
     *("combined, standalone, streaming", "changing", "speculated, ngram", "speculated, streaming", "speculated, model"),
 )
 SCRIPT = (RoundChoice(0, 3), PLAIN, RoundChoice(1, 2), PLAIN, RoundChoice(0, 1), RoundChoice(2, 3))
+APART = "streaming"  # the draft of the case whose ranks round apart, and disagree
 N_ROWS, GAMMA = 3, 3
 SIZE = Size(N_ROWS, longest=80, n_kept=4, window=8, dtype=torch.float64)
 # 5 KV heads, 61 ids and 50 units do not divide by 2 or 4; the draft's vocabulary is padded, its heads are 4.
@@ -167,12 +174,45 @@ def main() -> None:
     checked = replace(ranks, check=True)
     here = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
     by_rank = ranks.all_gather_object(here)
+    apart = next(case for case in cases if case.draft == APART)
+    with on_last_rank(ranks, ModelRanks, "all_reduce", skewed):
+        rounding_apart = ranks.all_gather_object(run_case(apart, folder, checked))
+    with on_last_rank(ranks, Ranks, "broadcast", changed), pytest.raises(RankError) as disagree:
+        run_case(apart, folder, checked)
     results = {
         "cases": {name: [theirs[name] for theirs in by_rank] for name in here},
+        "apart": (apart.name, rounding_apart),
+        "disagree": ranks.all_gather_object(str(disagree.value)),
         "logits": {size: packed_logits(size, folder, model_ranks(ranks, range(ranks.size))) for size in GROUP_SIZES},
     }
     if ranks.leads:
         output.write_text(json.dumps(results))
+
+
+@contextmanager
+def on_last_rank(ranks: Ranks, owner: type, name: str, replace: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method by `replace(method)` on the last rank."""
+    method = getattr(owner, name)
+    with patch.object(owner, name, replace(method) if ranks.rank == ranks.size - 1 else method):
+        yield
+
+
+def skewed(exact: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return sums that are one unit in the last place too large, as other hardware may give."""
+    return lambda ranks, x: (total := exact(ranks, x)).nextafter(torch.full_like(total, torch.inf))
+
+
+def changed(broadcast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return decisions of which one changes a row's next token."""
+    rounds = count()
+
+    def broadcast_otherwise(ranks: Ranks, decide: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
+        tensor = broadcast(ranks, decide, *shape)
+        if len(shape) == 2 and next(rounds) == 3:
+            tensor[:, 2] += 1
+        return tensor
+
+    return broadcast_otherwise
 
 
 def packed_logits(group_size: int, folder: Path, holders: ModelRanks | None) -> list:

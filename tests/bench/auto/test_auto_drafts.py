@@ -130,7 +130,7 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     drafters = session.drafters()
     assert [type(drafter) for drafter in drafters] == [Eagle, SelfSpeculation, Suffix]
     eagle = drafters[EAGLE]
-    assert 2 * alone[EAGLE].per_row["draft KV"] == eagle.cache.n_bytes + eagle.observed._states.nbytes
+    assert 2 * alone[EAGLE].per_row["draft KV"] == eagle.cache.n_bytes + eagle.hidden_buffer._states.nbytes
     costs = costs_of(session, drafters)
     assert costs is not None and [cost.at for cost in costs.by_rows[2]] == [(1, 3, 6)] * 3
     kept = costs_of(session, drafters)

@@ -12,7 +12,7 @@ from bench.auto.measure import (
     FEWEST_TIMED,
     MEASURING_SECONDS,
     MOST_TIMED,
-    Rehearsal,
+    CostProfiler,
     costs_of_rounds,
     measure_costs,
 )
@@ -21,7 +21,7 @@ from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.controller import PLAIN
 from engine.controller import RoundChoice as Choice
 from engine.decoding import Decoder
-from engine.drafters.saved_text import SavedText
+from engine.drafters.oracle import Oracle
 from engine.stats import AcceptanceRate, RoundStats
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import Transformer
@@ -62,7 +62,7 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
     prompts, other = random_prompts([30, 30]), tiny_model(seed=5)
     own = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)
     foreign = StandaloneDraft(ModelRunner(other, full_cache(other, 2)), gamma=4)
-    rounds = Rehearsal(runner, [own, foreign], prompts, gamma=4, max_new_tokens=max_new_tokens)
+    rounds = CostProfiler(runner, [own, foreign], prompts, gamma=4, max_new_tokens=max_new_tokens)
     both = measure_costs(rounds, [1, 2, 4])[2]
     assert [one.at for one in both] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in both)
@@ -79,15 +79,15 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)]
     runner.model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        measure_costs(Rehearsal(runner, drafters, prompts, gamma=2, max_new_tokens=9), [1, 2])
+        measure_costs(CostProfiler(runner, drafters, prompts, gamma=2, max_new_tokens=9), [1, 2])
 
 
 def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes):
     """A row accepts everything, another nothing: rounds of the slow row alone measure nothing."""
     prompts = random_prompts([30, 11])
     quick, slow = recomputed(runner.model, prompts, 30)
-    drafter = SavedText(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
-    rounds = Rehearsal(runner, [drafter], prompts, gamma=4, max_new_tokens=20)
+    drafter = Oracle(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
+    rounds = CostProfiler(runner, [drafter], prompts, gamma=4, max_new_tokens=20)
     ((measured,),) = measure_costs(rounds, [2, 4], n_steps=0).values()
     assert len(decodes) > 1 and all(round_.busy == 2 for decode in decodes for round_ in decode)
     assert sum(map(len, decodes)) == 3 * (1 + FEWEST_TIMED)
@@ -102,7 +102,7 @@ def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
 
 
 def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], sizes: list[int]) -> Any:
-    """A rehearsal of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
+    """A profiler of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
     pairs = zip(refresh, sizes, strict=True)
     drafters = [
         SimpleNamespace(refresh_every=n, without_texts=None, cache=SimpleNamespace(capacity=size)) for n, size in pairs
@@ -154,7 +154,7 @@ def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkey
     monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))
     for module in ("engine.timing", "engine.decoding", "bench.auto.measure"):
         monkeypatch.setattr(f"{module}.time", clock)
-    rounds = Rehearsal(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
+    rounds = CostProfiler(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
     monkeypatch.setattr("bench.auto.measure.MEASURING_SECONDS", 1e6)
     found = measure_costs(rounds, [3])
     assert [*found] == [4, 2]
@@ -169,7 +169,7 @@ def measured() -> dict[int, Sequence[Costs]]:
     """A measurement for a long decode, by two drafters of four rows."""
     runner = tiny_runner(4)
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 4), gamma=6) for _ in range(2)]
-    rounds = Rehearsal(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
+    rounds = CostProfiler(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
     return measure_costs(rounds, GAMMAS)
 
 

@@ -97,7 +97,7 @@ def test_a_controller_cannot_ask_for_more_than_its_drafter_has():
 
 
 def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
-    monkeypatch.setattr("engine.drafters.observed.LONGEST_BLOCK", 4)
+    monkeypatch.setattr("engine.drafters.hidden_states.LONGEST_BLOCK", 4)
     runner, prompts = two_rows(30, 11)
     *_, lookup, head = drafters_of(runner)
     longer = NGram(runner, gamma=6)

@@ -10,7 +10,7 @@ from engine import ModelRunner, generate
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram, find_ngram
-from engine.drafters.saved_text import SavedText
+from engine.drafters.oracle import Oracle
 from engine.modes import Greedy
 from kv_cache import FullKVCache
 from tests.support.controllers import Scripted
@@ -85,9 +85,9 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
     assert out.stats.drafted < 4 * out.stats.counts.rounds
 
 
-def test_saved_text_goes_by_position_and_ends_with_its_text():
+def test_an_oracle_goes_by_position_and_ends_with_its_text():
     runner = tiny_runner(3)
-    drafter = SavedText(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
+    drafter = Oracle(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
     rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
     # The first token of each text (from the prefill) sits at the prompt's length.
     drafter.follow([RowUpdate(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
@@ -106,6 +106,6 @@ def test_saved_text_goes_by_position_and_ends_with_its_text():
 def test_a_drafter_of_another_runner_is_refused():
     model = tiny_model()
     runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
-    for drafter in (NGram(runner, 2), SavedText(runner, {}, 2)):
+    for drafter in (NGram(runner, 2), Oracle(runner, {}, 2)):
         with pytest.raises(ConfigError, match="another runner"):
             generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=drafter)

@@ -14,8 +14,8 @@ from engine.controller import PLAIN, RoundChoice
 from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
+from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.medusa import Medusa
-from engine.drafters.observed import ObservedStates
 from engine.drafters.suffix import Suffix
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.quantized import QuantizedKVCache
@@ -50,8 +50,8 @@ CHANGING += [RoundChoice(HEAD, 3), RoundChoice(HEAD, 0), RoundChoice(OTHER, 2), 
 @pytest.fixture(autouse=True)
 def few_states_are_kept(monkeypatch):
     """The target recomputes some states of missed rounds, but not all."""
-    monkeypatch.setattr("engine.drafters.observed.KEPT", 3)
-    monkeypatch.setattr("engine.drafters.observed.LONGEST_BLOCK", MOST + 1)
+    monkeypatch.setattr("engine.drafters.hidden_states.KEPT", 3)
+    monkeypatch.setattr("engine.drafters.hidden_states.LONGEST_BLOCK", MOST + 1)
 
 
 def states_of(text: list[int], layers: tuple[int, ...] = ()) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cach
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     drafter, seen = watched(Eagle, runner, head, CACHES[cache](head.body.config), GAMMA)
     texts = run(drafter, changing)
-    layers = drafter.observed.layers
+    layers = drafter.hidden_buffer.layers
     assert layers == (() if version == 1 else (2, 3, 4))
     plain = []  # of each text, the head and its state after every token
     for text in texts:
@@ -214,7 +214,7 @@ def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, optio
 
 
 def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
-    monkeypatch.setattr("engine.drafters.observed.KEPT", 64)
+    monkeypatch.setattr("engine.drafters.hidden_states.KEPT", 64)
     recompute, prompts, ran = ModelRunner.recompute, random_prompts(LENGTHS), []
 
     def watched_recompute(runner, row, text, at, layers):
@@ -230,13 +230,13 @@ def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
 
 def test_a_prompt_that_is_prefilled_in_parts_is_begun_once(monkeypatch):
     """Its last token runs again for its state; the last tokens of its parts do not."""
-    begin, begun = ObservedStates.begin, list[int]()
+    begin, begun = HiddenStateBuffer.begin, list[int]()
 
-    def watched_begin(observed, row, text):
+    def watched_begin(hidden_buffer, row, text):
         begun.append(len(text))
-        begin(observed, row, text)
+        begin(hidden_buffer, row, text)
 
-    monkeypatch.setattr(ObservedStates, "begin", watched_begin)
+    monkeypatch.setattr(HiddenStateBuffer, "begin", watched_begin)
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
     head = random_eagle(DEEP)
     decoder = Decoder(runner, drafter=Eagle(runner, head, CACHES["full"](head.body.config), GAMMA), prefill_tokens=8)

@@ -1,4 +1,4 @@
-"""The CPU kernel against the reference, and where it does not run. Its check (test_kernel_check.py) has more cases."""
+"""What the CPU kernel chooses and copies, and where it does not run. test_kernel_check.py is of its attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_
 from models.attention.cpp_backend import ENTRIES, CppAttention
 from models.attention.selection import CppSelectionOps
 from models.kernels.build import load_library
-from tests.support.attention_cases import make_case
 from tests.support.machine import needs_cpp_compiler
 
 pytestmark = needs_cpp_compiler
@@ -23,16 +22,6 @@ SPEC = AttentionSpec(6, 2, 64, None, torch.float32)
 @pytest.fixture(scope="module")
 def backend() -> CppAttention:
     return CppAttention()
-
-
-@pytest.mark.parametrize("n_token", [1, 2, 5, 70])
-@pytest.mark.parametrize("group,head_dim", [(1, 64), (3, 64), (4, 128), (7, 64)])
-@pytest.mark.parametrize("ring,sliding_window", [(False, None), (True, None), (False, 37)])
-def test_equals_the_reference(backend, n_token, group, head_dim, ring, sliding_window):
-    settings = {"group": group, "head_dim": head_dim, "ring": ring, "sliding_window": sliding_window}
-    case = make_case([1, 17, 64, 128, 200], n_token, capacity=203, **settings)
-    torch.testing.assert_close(case.run(backend).double(), case.reference(), rtol=0, atol=5e-6)
-    assert torch.equal(case.among_other_rows().run(backend), case.run(backend))
 
 
 @pytest.mark.parametrize("source", ENTRIES)
@@ -61,18 +50,6 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     ours.entries[:, :, 0] = 0
     ops.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
     assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
-
-
-@pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])
-def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
-    """A text may end inside a chunk that is among the best, or be too short for a choice."""
-    share, ops = torch.rand(5, 3, 640).pow(9)[..., :600], CppSelectionOps(backend)
-    ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
-    share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0
-    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (ops, SelectionOps()))
-    assert torch.equal(found[:3].sort(dim=-1).values, wanted[:3].sort(dim=-1).values)
-    assert (found[0].sort(dim=-1).values[:, :n_first] == torch.arange(n_first)).all()
-    assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()
 
 
 def test_a_model_that_the_kernel_does_not_take_runs_on_torch(backend):

@@ -1,4 +1,4 @@
-"""SavedText: an oracle that proposes a known text; drafting costs nothing, so it shows the highest speedup."""
+"""Oracle: proposes a known text; drafting costs nothing, so it shows the highest speedup."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from common.errors import flag, refuse
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import DraftPlan, Parts, Trait
+from engine.drafters.config import BuildInputs, DraftPlan, Trait
 from engine.drafters.stored import PlannedTarget
 from engine.drafters.text_drafter import Guess, HostDrafter, TextConfig
 from engine.runner import ModelRunner
 
 
-class SavedText(HostDrafter):
+class Oracle(HostDrafter):
     """Proposes the next tokens of `texts[request id]`, the tokens expected after that request's prompt.
 
     It goes by position alone, even where the target has left the text. After the end of a text, and for a request
@@ -49,8 +49,8 @@ class OracleConfig(TextConfig):
             refuse(f"{flag('draft')} {self.name}", seen, required, what, fix)
         return super().plan(target)
 
-    def build(self, parts: Parts, gamma: int) -> SavedText:
-        if parts.texts is None:
+    def build(self, inputs: BuildInputs, gamma: int) -> Oracle:
+        if inputs.texts is None:
             required, fix = "the texts of plain decoding", "decode plainly first, and give its tokens"
             refuse("Session.drafter: texts", None, required, "an oracle drafts known texts", fix)
-        return SavedText(parts.runner, dict(enumerate(parts.texts)), gamma)
+        return Oracle(inputs.runner, dict(enumerate(inputs.texts)), gamma)

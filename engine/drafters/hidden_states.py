@@ -1,4 +1,4 @@
-"""ObservedStates: the target's hidden states at each row's last tokens, which trained heads continue."""
+"""HiddenStateBuffer: the target's hidden states at each row's last tokens, which trained heads continue."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ def n_slots(gamma: int) -> int:
     return KEPT + max(LONGEST_BLOCK, gamma + 1)
 
 
-class ObservedStates:
+class HiddenStateBuffer:
     """Target states `[width]` of each row's last KEPT tokens, and the token that follows each.
 
     Every verification of a decode writes those of its block, whoever drafted it: position p has slot p modulo

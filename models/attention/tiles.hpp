@@ -1,0 +1,261 @@
+// Entries of a row and head as they are stored, and their products with a block of queries, tile by tile.
+#pragma once
+
+#include "models/attention/products.hpp"
+
+namespace {
+
+constexpr int BLOCK = 48;  // the most query rows of a task: their state fits the cache beside a tile
+
+// The arguments of a call. rows: the row of entries that each row of queries attends to; null: the row of the same number.
+struct Call {
+    int64_t head_dim, entries;  // entries: 0 float, 1 bfloat16, 2 int8, 3 float8; those in 8 bits have scales
+    int64_t batch, n_kv_head, n_slot, n_token, group;  // group: query heads of a KV head
+    int64_t q_row, q_token, q_head, q_is_bfloat16;  // strides in elements, here and below
+    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, scale_row, scale_head, scale_slot;
+    int64_t part, window;  // slots per task, a multiple of TILE; the most positions that a query sees, 0: all
+    int64_t scores_row, scores_token, scores_head;
+    // The numbers of tokens in 4 bits, of tokens that share a key's grid, and of a value's grids; strides of Packed.
+    int64_t n_packed, packed_group, n_value_grid, key_code_row, key_code_head, value_code_row, value_code_head;
+    int64_t key_grid_both, key_grid_row, key_grid_head, value_grid_both, value_grid_row, value_grid_head, value_grid_part;
+    const void* q;  // float, or bfloat16; also the output
+    const int64_t* rows;
+    const void *keys, *values;
+    const float *key_scales, *value_scales;
+    const int64_t *slots, *newest;  // positions of slots [batch, n_slot], and of queries [batch, n_token]
+    // The fields of Packed, and the positions of its slots, or null; with them, `slots` are those of the recent tokens.
+    const uint8_t *key_codes, *value_codes;
+    const bfloat16 *key_grids, *value_grids;
+    const int64_t* packed_slots;
+    float* workspace;
+    void* out;  // [batch, tokens, heads, head_dim]
+    float* chunk_scores;  // `KV.chunk_scores`, or null
+};
+
+// Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
+// fill the queue of misses, and memory and arithmetic would take turns.
+struct Ahead {
+    const char* at;
+    int step;  // bytes per call
+    void ask(int i) const {
+        for (int line = 0; line < step; line += 64) __builtin_prefetch(at + i * step + line, 0, 2);
+    }
+};
+
+// Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
+template <int N, int D, typename P>
+inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
+                        const Ahead* ahead, float* scores) {
+    constexpr int WORDS = D / P::PACK;
+    typename P::Sum acc[N][2] = {};
+#pragma GCC unroll 2
+    for (int plane = 0; plane < P::PLANES; ++plane) {
+        if (plane)
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
+        for (int d = 0; d < WORDS; ++d) {
+            const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
+            if (ahead && !plane) ahead->ask(d);
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m) {
+                const float word = q[(m * P::PLANES + plane) * WORDS + d];
+                acc[m][0] = P::times_query(acc[m][0], k0, word);
+                acc[m][1] = P::times_query(acc[m][1], k1, word);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < N; ++m)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            vec x;
+            if constexpr (P::PLANES > 1)
+                x = __builtin_convertvector(acc[m][half] - taken_off[m], vec);
+            else
+                x = acc[m][half];
+            store(scores + m * TILE + half * W, x * broadcast(steps[m]));
+        }
+}
+
+// out += weights * values, for N query rows and 4 vectors of the head dimension at a time.
+template <int N, int D, typename P>
+inline void tile_values(const float* weights, const float* values, const float* steps, const Ahead* ahead, float* out) {
+    constexpr int V = D / W < 4 ? D / W : 4, WORDS = TILE / P::PACK;
+    for (int at = 0; at < D; at += V * W) {
+        typename P::Sum acc[N][V] = {};
+        if constexpr (P::PLANES == 1) {
+#pragma GCC unroll 8
+            for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) acc[m][v] = load(out + m * D + at + v * W);
+        }
+#pragma GCC unroll 2
+        for (int plane = 0; plane < P::PLANES; ++plane) {
+            if (plane)
+#pragma GCC unroll 8
+                for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) acc[m][v] = (typename P::Sum)((ivec)acc[m][v] << P::VALUE_SHIFT);
+            for (int s = 0; s < WORDS; ++s) {
+                vec x[V];
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) x[v] = load(values + s * D + at + v * W);
+                if (ahead && !plane && !at) ahead->ask(s);
+#pragma GCC unroll 8
+                for (int m = 0; m < N; ++m) {
+                    const float word = weights[(m * P::PLANES + plane) * WORDS + s];
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) acc[m][v] = P::times_weight(acc[m][v], x[v], word);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < N; ++m)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+                float* to = out + m * D + at + v * W;
+                if constexpr (P::PLANES > 1)
+                    store(to, load(to) + __builtin_convertvector(acc[m][v], vec) * broadcast(steps[m]));
+                else
+                    store(to, acc[m][v]);
+            }
+    }
+}
+
+// Calls `pass(row, size)` over all rows, in passes of ROWS and then of fewer.
+template <int N = ROWS, typename Pass>
+inline void in_passes(int row, int n_row, const Pass& pass) {
+    for (; row + N <= n_row; row += N) pass(row, std::integral_constant<int, N>{});
+    if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
+}
+
+// The entries of a row and head as they are stored. scales: those of entries in 8 bits, else null.
+template <int D, typename Entry, typename P>
+struct Stored {
+    const Entry *keys, *values;
+    int64_t key_stride, value_stride;
+    const float *key_scales, *value_scales;
+    int64_t scale_stride;
+    // The words and factors of the block's queries, then buffers for a tile.
+    alignas(64) float q[BLOCK * P::PLANES * D / P::PACK], steps[BLOCK], weight_steps[BLOCK];
+    int32_t taken_off[BLOCK];
+    alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK], scales[TILE];
+
+    Stored(const Call& at, int64_t row, int64_t head)
+        : keys((const Entry*)at.keys + row * at.key_row + head * at.key_head),
+          values((const Entry*)at.values + row * at.value_row + head * at.value_head), key_stride(at.key_slot),
+          value_stride(at.value_slot), key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
+        if (key_scales) key_scales += row * at.scale_row + head * at.scale_head;
+        if (value_scales) value_scales += row * at.scale_row + head * at.scale_head;
+    }
+    // queries: [n_row, D] float32, as stored; scale: turns their products with keys into multiples of log2(e).
+    void take(const float* queries, int n_row, float scale) {
+        for (int m = 0; m < n_row; ++m) {
+            P::template pack_query<D>(queries + m * D, q + m * P::PLANES * D / P::PACK, steps[m], taken_off[m]);
+            steps[m] *= scale;
+        }
+    }
+    void multiply(const float* by, int64_t start, int n, int n_row, float* weights) {
+        for (int s = 0; s < TILE; ++s) scales[s] = s < n ? by[(start + s) * scale_stride] : 0;
+        for (int m = 0; m < n_row; ++m)
+            for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
+    }
+    void score_tile(int n_row, const Ahead* next, float* weights) {
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : next,
+                                    weights + m * TILE);
+        });
+    }
+    void add_tile(const float* weights, int n_row, const Ahead* next, float* out) {
+        constexpr int WORDS = P::PLANES * TILE / P::PACK;
+        for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
+        in_passes(0, n_row, [&](int m, auto size) {
+            tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : next, out + m * D);
+        });
+    }
+    // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
+    void scores(int n_row, int64_t start, int n, float* weights) {
+        const Entry* from = keys + start * key_stride;
+        P::template transpose<D>(from, key_stride, n, tile);
+        const Ahead next{(const char*)(from + TILE * key_stride), TILE * P::PACK * (int)sizeof(Entry)};
+        score_tile(n_row, &next, weights);
+        if (key_scales) multiply(key_scales, start, n, n_row, weights);
+    }
+    void add(float* weights, int n_row, int64_t start, int n, float* out) {
+        const Entry* from = values + start * value_stride;
+        if (value_scales) multiply(value_scales, start, n, n_row, weights);
+        P::template interleave<D>(from, value_stride, n, tile);
+        const Ahead next{(const char*)(from + TILE * value_stride), D * P::PACK * (int)sizeof(Entry)};
+        add_tile(weights, n_row, &next, out);
+    }
+    void finish(int n_row, float* out) {
+        if (P::PACK == 1) return;
+        for (int m = 0; m < n_row; ++m, out += D) {
+            float sums[D];
+            std::memcpy(sums, out, sizeof sums);
+            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P::PACK>(d)];
+        }
+    }
+};
+
+// Entries in 4 bits, code * step + low, which are unpacked to tiles of float32. A byte has a code of each half of the
+// head dimension, the first in the lower bits. In a group of keys, slots are the last dimension: [D / 2, group].
+template <int D>
+struct In4Bits : Stored<D, float, Float32Products> {
+    static constexpr int HALF = D / 2;
+    using Stored<D, float, Float32Products>::tile;
+    const uint8_t *key_codes, *value_codes;
+    const bfloat16 *key_low, *key_step, *value_low, *value_step;
+    int64_t group, n_value_grid, value_grid_part;
+
+    In4Bits(const Call& at, int64_t row, int64_t head)
+        : Stored<D, float, Float32Products>(at, row, head),
+          key_codes(at.key_codes + row * at.key_code_row + head * at.key_code_head),
+          value_codes(at.value_codes + row * at.value_code_row + head * at.value_code_head),
+          key_low(at.key_grids + row * at.key_grid_row + head * at.key_grid_head), key_step(key_low + at.key_grid_both),
+          value_low(at.value_grids + row * at.value_grid_row + head * at.value_grid_head),
+          value_step(value_low + at.value_grid_both), group(at.packed_group), n_value_grid(at.n_value_grid),
+          value_grid_part(at.value_grid_part) {}
+
+    static void unpack(const uint8_t* codes, vec (&halves)[2]) {
+        ubvec bytes;
+        std::memcpy(&bytes, codes, sizeof bytes);
+        halves[0] = __builtin_convertvector(__builtin_convertvector(bytes & 15, ivec), vec);
+        halves[1] = __builtin_convertvector(__builtin_convertvector(bytes >> 4, ivec), vec);
+    }
+    void scores(int n_row, int64_t start, int n, float* weights) {
+        vec halves[2];
+        alignas(64) float low[D], step[D];
+        for (int block = 0; block < n; block += W) {
+            const int64_t in = (start + block) / group;
+            for (int d = 0; d < D; d += W) store(low + d, load(key_low + in * D + d)), store(step + d, load(key_step + in * D + d));
+            const uint8_t* codes = key_codes + in * HALF * group + (start + block) % group;
+            for (int d = 0; d < HALF; ++d, codes += group) {
+                __builtin_prefetch(codes + TILE * HALF, 0, 2);
+                unpack(codes, halves);
+                for (int half = 0, at = d; half < 2; ++half, at += HALF)
+                    store(tile + at * TILE + block, halves[half] * broadcast(step[at]) + broadcast(low[at]));
+            }
+        }
+        this->score_tile(n_row, nullptr, weights);
+    }
+    void add(const float* weights, int n_row, int64_t start, int n, float* out) {
+        vec halves[2];
+        std::memset(tile + n * D, 0, (TILE - n) * D * sizeof(float));
+        for (int s = 0; s < n; ++s)
+            for (int d = 0; d < HALF; d += W) {
+                const uint8_t* codes = value_codes + (start + s) * HALF + d;
+                __builtin_prefetch(codes + TILE * HALF, 0, 2);
+                unpack(codes, halves);
+                for (int half = 0, at = d; half < 2; ++half, at += HALF) {
+                    const int64_t grid = at * n_value_grid / D * value_grid_part + start + s;
+                    store(tile + s * D + at, halves[half] * broadcast(value_step[grid]) + broadcast(value_low[grid]));
+                }
+            }
+        this->add_tile(weights, n_row, nullptr, out);
+    }
+};
+
+}  // namespace

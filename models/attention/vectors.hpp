@@ -1,0 +1,112 @@
+// Vectors of the attention kernel: lanes, storage formats, and functions of whole vectors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 6;  // lanes of a vector; query rows per pass, whose accumulators fill the registers
+#elif defined(__AVX__)
+constexpr int W = 8, ROWS = 3;
+#else
+constexpr int W = 4, ROWS = 3;
+#endif
+constexpr int64_t EMPTY = -1;  // the position of an empty slot; also a slot that does not exist
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int8_t bvec __attribute__((vector_size(W)));
+typedef uint8_t ubvec __attribute__((vector_size(W)));
+typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+struct bfloat16 {
+    uint16_t bits;
+    bfloat16() = default;
+    explicit bfloat16(float x) {  // to the nearest, ties to even; only the quiet NaN stays NaN
+        uint32_t all;
+        std::memcpy(&all, &x, sizeof all);
+        bits = (all + 0x7fff + (all >> 16 & 1)) >> 16;
+    }
+};
+struct float8 { uint8_t bits; };  // e4m3fn
+
+inline vec broadcast(float x) { return x - vec{}; }
+inline vec broadcast(bfloat16 x) { return (vec)((uint32_t)x.bits << 16 | uvec{}); }
+inline vec load(const float* p) { return *reinterpret_cast<const unaligned_vec*>(p); }
+inline void store(float* p, vec x) { *reinterpret_cast<unaligned_vec*>(p) = x; }
+inline vec load(const bfloat16* p) {
+    hvec bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+}
+inline vec load(const int8_t* p) {
+    bvec bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+}
+// Moves exponent and mantissa to their places in float32, also of subnormals; 2^120 corrects the bias (127, not 7).
+inline vec load(const float8* p) {
+    ubvec bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    const uvec bits = __builtin_convertvector(bytes, uvec);
+    return (vec)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * broadcast(0x1p120f);
+}
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+// A vector's lanes, folded in halves: S lanes are left to fold.
+template <int S = W / 2, typename Fold>
+inline float across(vec x, const Fold& fold) {
+    ivec other;
+    for (int lane = 0; lane < W; ++lane) other[lane] = lane ^ S;
+    x = fold(x, __builtin_shuffle(x, other));
+    if constexpr (S > 1) return across<S / 2>(x, fold);
+    return x[0];
+}
+inline float largest_lane(vec x) { return across(x, [](vec a, vec b) { return larger(a, b); }); }
+inline float sum_of_lanes(vec x) { return across(x, [](vec a, vec b) { return a + b; }); }
+
+// 2^x for x <= 0: exact powers for the whole part, a polynomial on [-1/2, 1/2] for the rest (error below 2e-7).
+inline vec exp2_of(vec x) {
+    x = larger(x, broadcast(-127.0f));
+    const vec shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23: rounds to whole numbers
+    const vec f = x - (shifted - broadcast(12582912.0f));
+    vec p = broadcast(1.5403530393381609e-4f);
+    p = p * f + broadcast(1.3333558146428443e-3f);
+    p = p * f + broadcast(9.618129107628477e-3f);
+    p = p * f + broadcast(5.550410866482158e-2f);
+    p = p * f + broadcast(2.402265069591007e-1f);
+    p = p * f + broadcast(6.931471805599453e-1f);
+    p = p * f + broadcast(1.0f);
+    const uvec whole = (uvec)shifted << 23;
+    const vec result = (vec)((uvec)p + whole);
+    return x > broadcast(-126.0f) ? result : vec{};
+}
+
+// In-place transpose of W vectors: at each of log2(W) steps, halves of pairs are exchanged.
+template <int S>
+inline void exchange(vec* r) {
+    ivec low, high;
+    for (int lane = 0; lane < W; ++lane) {
+        low[lane] = lane & S ? W + lane - S : lane;
+        high[lane] = lane & S ? W + lane : lane + S;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+        if (!(i & S)) {
+            const vec a = r[i], b = r[i | S];
+            r[i] = __builtin_shuffle(a, b, low);
+            r[i | S] = __builtin_shuffle(a, b, high);
+        }
+    if constexpr (S > 1) exchange<S / 2>(r);
+}
+
+}  // namespace

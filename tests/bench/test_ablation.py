@@ -1,0 +1,93 @@
+"""What a draft reads of a plain step, and `--ablate`, which takes a draft's gain apart."""
+
+from typing import Any
+
+import pytest
+
+from bench.record import speedup_standard_error
+from bench.table import attribution
+from engine.generation import GenerateOutput
+from engine.stats import PLAIN, Counts, RoundStats, Stats
+
+SELFSPEC = "tests/selfspec_benchmark.py"
+SIZES = "--B 4 --prefix_len 60 --gen_len 20 --dtype float64 --device cpu"
+SHARES = ("draft_weights_share", "draft_entries_share", "draft_kv_share")
+
+
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [
+        ("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)),
+        ("--draft_policy full --draft_dtype float32", (0.5, 1, 0.5)),
+        ("--draft_policy full --draft_dtype same", (1, 1, 1)),
+        ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125)),
+        ("--draft ngram", (None,) * 3),
+    ],
+)
+def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[float | None, ...]) -> None:
+    ended = call(SELFSPEC, f"{SIZES} --no_baseline {flags}")
+    assert tuple(ended.record.get(name) for name in SHARES) == shares
+    assert ("a draft step reads" in ended.out) == (shares[0] is not None)
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ((0.3, 1, 1), ["weights alone", "no entry"]),
+        ((1, 0.1, 0.1), ["entries alone"]),
+        ((1, 1, 0.3), ["smaller entries alone", "no entry"]),
+        ((1, 1, 1), ["cannot gain"]),
+        ((0.3, 0.1, 0.1), ["weights", "entries", "--ablate"]),
+    ],
+)
+def test_a_sentence_attributes_the_gain(shares: tuple[float, ...], words: list[str]) -> None:
+    (sentence,) = attribution(dict(zip(SHARES, shares, strict=True)))
+    assert all(word in sentence for word in words) and ("alone" in sentence) == ("alone" in " ".join(words))
+    assert attribution({}) == attribution(dict(zip(SHARES, shares, strict=True)) | {"rows": []}) == []
+
+
+def test_a_draft_is_taken_apart_in_one_session(call) -> None:
+    """Float32 stands for cheap weights. With all entries and the target's weights, everything is accepted."""
+    flags = "--draft_budget 20 --draft_dtype float32 --temperature 0.9 --verification coupled --seed 3"
+    ended = call(SELFSPEC, f"{SIZES} {flags} --ablate")
+    record, rows = ended.record, ended.record["rows"]
+    reads = [(row["draft_dtype"], row["draft_budget"], row["draft_policy"]) for row in rows]
+    whole = 60 + 20 + 3 + 1
+    assert reads == [
+        *(("float32", 20, "streaming"), ("float32", whole, "full")),
+        *(("float64", 20, "streaming"), ("float64", whole, "full")),
+    ]
+    assert all(row["identical_sequences"] == 4 for row in rows)
+    names = "acceptance_rate", "acceptance_standard_error", "speedup", "speedup_standard_error", "verified"
+    assert {name: record[name] for name in names} == {name: rows[0][name] for name in names}
+    assert rows[3]["acceptance_rate"] == 1 > rows[2]["acceptance_rate"]
+    assert all(row["speedup_standard_error"] > 0 for row in rows)
+    assert ended.out.count("entries (") == 1 + len(rows)
+
+
+def test_what_repeats_another_is_left_out_and_what_cannot_be_taken_apart_is_refused(call) -> None:
+    rows = call(SELFSPEC, f"{SIZES} --draft_budget 20 --draft_dtype same --ablate").record["rows"]
+    assert [row["draft_policy"] for row in rows] == ["streaming", "full"]
+    for flags in ("--draft ngram", "--gamma auto", "--draft_policy full --draft_dtype same"):
+        assert "--ablate" in call(SELFSPEC, f"{SIZES} {flags} --ablate").refusal
+
+
+def passed(emitted: list[int], seconds: list[float]) -> GenerateOutput:
+    """Return an output of rows that emitted so much in their rounds, which took so long."""
+    rows = tuple(Counts(rounds=len(seconds), emitted=n) for n in emitted)
+    rounds = tuple(RoundStats(time, len(rows), sum(emitted) // len(seconds), PLAIN) for time in seconds)
+    return GenerateOutput([], [], [], Stats(rows, (rounds,), 0.0))
+
+
+def error_of(drafted: GenerateOutput) -> Any:
+    return speedup_standard_error(passed([4] * 4, [1.0] * 4), drafted)
+
+
+def test_a_speedups_error_is_that_of_rows_and_of_times() -> None:
+    assert error_of(passed([8] * 4, [1.0] * 4)) == 0
+    rows = error_of(passed([4, 12, 8, 8], [1.0] * 4))
+    assert rows == pytest.approx(2 * (2 * 4**2 * 4 / 3) ** 0.5 / 4 / 8)
+    times = error_of(passed([8] * 4, [0.5, 1.5, 1.0, 1.0]))
+    assert times == pytest.approx(2 * (2 * 0.5**2 * 4 / 3) ** 0.5 / 4)
+    assert error_of(passed([4, 12, 8, 8], [0.5, 1.5, 1.0, 1.0])) == pytest.approx((rows**2 + times**2) ** 0.5)
+    assert error_of(passed([4, 12, 8], [1.0] * 4)) is None
