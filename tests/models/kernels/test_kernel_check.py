@@ -71,4 +71,4 @@ def test_a_kernel_of_a_gpu_is_checked_once_on_each_if_it_is_right(monkeypatch, t
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: next(gpus))
     monkeypatch.setattr(cpp_build, "check", lambda *given: checked.append(given) or next(problems))
     assert [refusal("triton") for _ in range(4)] == [None, None, "triton: it crashes (SIGABRT)", None]
-    assert checked == [("models.attention.gpu_check", "triton")] * 3
+    assert checked == [("models.attention.check", "triton")] * 3
