@@ -172,8 +172,8 @@ class VerifiedRow:
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
     rows; before these, for each row, a round's outcome and how many tokens of its block were kept; after them, the
-    round's times; and every request that ends by itself. If it `observes`, also, on the rank that decides, each row's
-    verified drafts; rounds are then not captured."""
+    round's times; and every request that ends by itself. If it `observes`, alike on all ranks, each row's verified
+    drafts, too, on the rank that decides; rounds are then not captured."""
 
     observes = False
 
@@ -206,13 +206,8 @@ def make_requests(
     }
     for name, values in columns.items():
         if len(values) != n_prompts:
-            refuse(
-                f"generate(): {name}",
-                len(values),
-                n_prompts,
-                f"{name} given per prompt does not match the prompts",
-                FIX,
-            )
+            what = f"{name} given per prompt does not match the prompts"
+            refuse(f"generate(): {name}", len(values), n_prompts, what, FIX)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
     each = zip(prompts, *columns.values(), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from common.errors import RankError, flag, refuse, require_at_least
 from common.process import LEADER, rank, world_size
-from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
 
 Value = TypeVar("Value")
@@ -116,7 +116,7 @@ class ModelRanks:
 
     ranks: tuple[int, ...]
     own_rank: int
-    all_reduce: AllReduce
+    group: dist.ProcessGroup | None
     gather_group: dist.ProcessGroup | None
 
     @property
@@ -127,6 +127,18 @@ class ModelRanks:
     @property
     def shard(self) -> Shard:
         return Shard(self.ranks.index(self.own_rank), len(self.ranks))
+
+    @property
+    def backend(self) -> str:
+        """What sums: NCCL, within a node also PyTorch's symmetric memory, or gloo; "none" on a single rank."""
+        name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
+        is_within_node = name == "nccl" and os.environ.get("ENABLE_INTRA_NODE_COMM") == "1"
+        return "nccl, within a node symmetric memory" if is_within_node else name
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
         if self.gather_group is None:
@@ -147,8 +159,8 @@ def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     members = sorted({LEADER, *holders})
     with_leader = ranks.new_group(members)
     holding = with_leader if LEADER in holders else ranks.new_group(sorted(holders))
-    all_reduce = choose_all_reduce(holding if ranks.rank in holders else None, ranks.device)
-    return ModelRanks(tuple(holders), ranks.rank, all_reduce, with_leader if ranks.rank in members else None)
+    group, gather_group = (holding if ranks.rank in holders else None), (with_leader if ranks.rank in members else None)
+    return ModelRanks(tuple(holders), ranks.rank, group, gather_group)
 
 
 def require_single_process() -> None:
