@@ -34,7 +34,7 @@ def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixSto
     machine = [origin[name] for name in ("machine", "gpu", "threads", "torch_version")]
     storage = [str(plan.dtype), str(plan.kv_dtype), target.quantize, target.compile]
     kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.device))]
-    shard = [ranks.shard.index, ranks.shard.count, ranks.all_reduce.name]
+    shard = [ranks.shard.index, ranks.shard.count, ranks.backend]
     parts = [plan.target.digest(whole=False), asdict(plan.target.config), storage, kernels, shard, machine]
     key = json.dumps([*parts, builds(), code_sha256()])
     digest = hashlib.sha256(key.encode()).hexdigest()

@@ -78,7 +78,8 @@ def log_of_pass(session: Session, name: str) -> Iterator[Progress]:
     """Display a pass, and append its verified draft tokens to the file of `--log_verification`."""
     with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
         yield (log := VerificationLog(bar))
+    path = session.plan.config.passes.log_verification if log.lines else None  # other ranks have no lines
     try:
-        append_record(session.plan.config.passes.log_verification, *({"run": session.run} | line for line in log.lines))
+        append_record(path, *({"run": session.run} | line for line in log.lines))
     except UserError as error:
         session.put_off.append(error)

@@ -136,7 +136,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "data_parallel": plan.config.n_replicas,
         "rank_group": session.models.target_ranks.ranks,
         "draft_ranks": next((draft.group for draft in plan.candidates if draft.source), None),
-        "all_reduce": session.models.target_ranks.all_reduce.name,
+        "all_reduce": session.models.target_ranks.backend,
         "prefill_taken_over": session.runner.prefixes.n_taken_over if session.runner.prefixes else 0,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **gains(plan, baseline, speculative),

@@ -58,19 +58,16 @@ class Inputs:
         self.prediction = self._integers("prediction", self.prediction)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if self.grammar is not None and not self.stop_tokens:
-            what = "an answer ends where its grammar does"
-            refuse(f"prompt {self.index}: stop_tokens", "none", "at least one", what, FIX)
+            refuse(f"prompt {self.index}: stop_tokens", "none", "at least one, to end what its grammar ends")
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
-            what = "a request id is out of range"
-            refuse(f"prompt {self.index}: id", self.id, "0 <= id < 2**32", what, FIX)
+            refuse(f"prompt {self.index}: id", self.id, "0 <= id < 2**32", "a request id is out of range", FIX)
 
     def _integers(self, name: str, values: Iterable[Any]) -> list[int]:
         """Return integers of Python for integers of any library."""
         try:
             return [*map(as_integer, values)]
         except TypeError:
-            what = f"the {name} of a request has to be integers"
-            refuse(f"prompt {self.index}: {name}", values, "integers", what, FIX)
+            refuse(f"prompt {self.index}: {name}", values, "integers")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -172,8 +169,8 @@ class VerifiedRow:
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
     rows; before these, for each row, a round's outcome and how many tokens of its block were kept; after them, the
-    round's times; and every request that ends by itself. If it `observes`, also, on the rank that decides, each row's
-    verified drafts; rounds are then not captured."""
+    round's times; and every request that ends by itself. If it `observes`, alike on all ranks, each row's verified
+    drafts, too, on the rank that decides; rounds are then not captured."""
 
     observes = False
 
@@ -206,13 +203,8 @@ def make_requests(
     }
     for name, values in columns.items():
         if len(values) != n_prompts:
-            refuse(
-                f"generate(): {name}",
-                len(values),
-                n_prompts,
-                f"{name} given per prompt does not match the prompts",
-                FIX,
-            )
+            what = f"{name} given per prompt does not match the prompts"
+            refuse(f"generate(): {name}", len(values), n_prompts, what, FIX)
     requests: list[Request] = []
     owner: dict[tuple[int, int], int] = {}
     each = zip(prompts, *columns.values(), strict=True)

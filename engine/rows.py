@@ -1,7 +1,6 @@
 """Rows: the request that each row of a cache decodes, and the batch of rows that a round computes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -10,15 +9,6 @@ from engine.requests import Request
 from engine.runner import ModelRunner
 
 IDLE = Request(prompt=(), limit=0)
-
-
-class RowState(NamedTuple):
-    """A row's length, which is the number of its entries, and the last two tokens of its text. The cache has no entry
-    for `current` yet."""
-
-    length: int = 0
-    previous: int = 0
-    current: int = 0
 
 
 class Rows:
@@ -30,7 +20,7 @@ class Rows:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.requests: list[Request | None] = [None] * runner.max_batch
-        self._state = [RowState() for _ in self.requests]
+        self._idle_at = [0] * runner.max_batch
         self._by_leaving = [*range(runner.max_batch)]  # the row that was left longest ago comes first
         self.computed: list[tuple[int, Request | None]] = []
         self._batch: Batch | None = None
@@ -55,7 +45,7 @@ class Rows:
         """Free a row, which still holds the request's text."""
         self.requests[row] = None
         if request.tokens:
-            self._state[row] = _state_of(request)
+            self._idle_at[row] = request.length
         self._by_leaving = [*filter(row.__ne__, self._by_leaving), row]
         if request.error is None:
             self._runner.keep_answer(row, request.tokens[:-1])
@@ -70,20 +60,20 @@ class Rows:
 
     def begin(self, row: int, n_held: int) -> None:
         """Start another prompt in a row that holds its first `n_held` tokens."""
-        self._state[row], self.computed = RowState(n_held), []
+        self._idle_at[row], self.computed = n_held, []
 
     def gather(self, whole: Batch) -> Batch:
         """Return a batch of the busy rows, and of idle rows up to a number that rounds are made for."""
         n_busy = len(self.busy())
         # The shortest idle rows: a round reads as far as its longest row.
-        idle = sorted((row for row, r in enumerate(self.requests) if r is None), key=self._state.__getitem__)
+        idle = sorted((row for row, r in enumerate(self.requests) if r is None), key=self._idle_at.__getitem__)
         filling = idle[: self._runner.n_computed(n_busy) - n_busy]
         computed = [(row, request) for row, request in enumerate(self.requests) if request or row in filling]
         batch = whole.first(len(computed))
         if computed != self.computed or batch is not self._batch:
             self.computed, self._batch = computed, batch
             for row in filling:
-                if self._state[row].length == 0:  # it idles at position 0, and overwrites the entry there
+                if self._idle_at[row] == 0:  # it idles at position 0, and overwrites the entry there
                     self._runner.cache.prefilled.pop(row, None)
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
@@ -93,12 +83,10 @@ class Rows:
         return batch
 
     def set_state(self, batch: Batch) -> None:
-        """Set the lengths and last tokens of the computed rows in their batch."""
-        for row, request in self.busy():
-            self._state[row] = _state_of(request)
-        lengths, previous, current = zip(*(self._state[row] for row, _ in self.computed), strict=True)
+        """Set the lengths and last two tokens of the computed rows in their batch."""
+        states = [
+            (request.length, *request.text[-2:]) if request else (self._idle_at[row], 0, 0)
+            for row, request in self.computed
+        ]
+        lengths, previous, current = zip(*states, strict=True)
         batch.set_state(lengths, previous, current, [request or IDLE for _, request in self.computed])
-
-
-def _state_of(request: Request) -> RowState:
-    return RowState(request.length, *request.text[-2:])

@@ -249,7 +249,6 @@ class Prefill:
         reuses: bool = False,
         tap: Tap = None,
     ) -> None:
-        assert not runner.cache.selects, "caches that select are filled by `extend_row`"
         self._runner, self._row, self._prompt, self._tap = runner, row, prompt, tap
         n_shared, before = runner.shared_prefix(row, prompt), runner.cache.prefilled.pop(row, None)
         is_whole = before and before.model is runner.model and before.prompt == tuple(prompt)

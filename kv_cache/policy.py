@@ -57,10 +57,6 @@ class Policy(ABC):
         """True if keys are rotated as they are read, by their slot."""
         return False
 
-    def holds_all(self, length: int) -> bool:
-        """True if the cache keeps every entry of a text of `length` tokens as it is."""
-        return False
-
     def check(self) -> None:
         """Raise ConfigError if its cache cannot be made, or misbehaves in a dry run. Not for `auto` entries."""
         self.new_cache(TINY, 1, 1, "meta", torch.float32)
@@ -129,9 +125,6 @@ class BudgetedPolicy(Policy):
 
     def entries(self, length: int) -> int:
         return self.budget
-
-    def holds_all(self, length: int) -> bool:
-        return self.budget >= length
 
 
 def policies() -> dict[str, type[Policy]]:

@@ -234,8 +234,5 @@ class Quantized(Full):
     def room(self) -> int:
         return self.quant_group
 
-    def holds_all(self, length: int) -> bool:
-        return self.quant_window >= length
-
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)

@@ -214,6 +214,8 @@ def main(flags: Flags) -> None:
         seen = f"no {', no '.join(lacking)}" if lacking else f"a single {x}"
         required, fix = f"numbers over values of {x} that differ", f"give --x and --y among {', '.join(known)}"
         refuse(", ".join(flags.records), seen, required, "there is nothing to draw", fix, DataError)
+    if lacking := [y for y in flags.y if y not in panels]:
+        print(f"  there is nothing to draw of {', '.join(lacking)}")
     to = Path(flags.figures)
     files = [to] if to.suffix[1:] in FORMATS else [to / f"{Path(flags.records[0]).stem}.{kind}" for kind in FORMATS]
     save(panels, x, flags.facet, files)

@@ -103,7 +103,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
-    """`rank_jobs.Models`: a target whose heads do not divide by two, a draft, a draft with more ids."""
+    """`rank_jobs.Models`: a target whose heads do not divide by two, and a draft."""
     from tests.support.rank_jobs import make_models
 
     return make_models(tmp_path_factory.mktemp("models"), books)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from common.errors import RankError, flag, refuse, require_at_least
 from common.process import LEADER, rank, world_size
-from engine.parallel.all_reduce import AllReduce, choose_all_reduce
 from models.tensor_parallel import Shard
 
 Value = TypeVar("Value")
@@ -116,7 +116,7 @@ class ModelRanks:
 
     ranks: tuple[int, ...]
     own_rank: int
-    all_reduce: AllReduce
+    group: dist.ProcessGroup | None
     gather_group: dist.ProcessGroup | None
 
     @property
@@ -127,6 +127,18 @@ class ModelRanks:
     @property
     def shard(self) -> Shard:
         return Shard(self.ranks.index(self.own_rank), len(self.ranks))
+
+    @property
+    def backend(self) -> str:
+        """What sums: NCCL, within a node also PyTorch's symmetric memory, or gloo; "none" on a single rank."""
+        name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
+        is_within_node = name == "nccl" and os.environ.get("ENABLE_INTRA_NODE_COMM") == "1"
+        return "nccl, within a node symmetric memory" if is_within_node else name
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
         if self.gather_group is None:
@@ -147,8 +159,8 @@ def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:
     members = sorted({LEADER, *holders})
     with_leader = ranks.new_group(members)
     holding = with_leader if LEADER in holders else ranks.new_group(sorted(holders))
-    all_reduce = choose_all_reduce(holding if ranks.rank in holders else None, ranks.device)
-    return ModelRanks(tuple(holders), ranks.rank, all_reduce, with_leader if ranks.rank in members else None)
+    group, gather_group = (holding if ranks.rank in holders else None), (with_leader if ranks.rank in members else None)
+    return ModelRanks(tuple(holders), ranks.rank, group, gather_group)
 
 
 def require_single_process() -> None:
@@ -228,9 +240,7 @@ def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        what, required = "the rank group is not the ranks that run", f"each rank of a replica once: {[*range(size)]}"
-        fix = f"leave out {flag('rank_group')}, or start other ranks with torchrun --nproc_per_node"
-        refuse("rank_group", [*group], required, what, fix)
+        refuse("rank_group", [*group], f"each rank that runs once: {[*range(size)]}", fix="leave it out")
     return tuple(group)
 
 
@@ -239,6 +249,5 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
-        what, fix = "the draft's ranks are not ranks of the target", f"name ranks of {flag('rank_group')}, none twice"
-        refuse("draft_ranks", [*draft_ranks], f"some of {[*group]}, each once", what, fix)
+        refuse("draft_ranks", [*draft_ranks], f"some of the target's ranks, each once: {[*group]}")
     return tuple(draft_ranks)

@@ -1,5 +1,6 @@
 """Cases that compare the attention kernels with PyTorch in float64: ragged rows in every storage."""
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -12,8 +13,9 @@ from common.say import dtype_name
 from kv_cache import FullKVCache, KVCache
 from kv_cache.entries import KV, SCORE_CHUNK
 from kv_cache.quantized import QuantizedKVCache
-from models.attention.base import MAX_BLOCK, AttentionSpec
+from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
+from models.attention.flash_backend import FlashAttention, find_flavour
 from models.attention.torch_backend import TorchAttention
 from models.config import ModelConfig
 from models.kernels.check import Case, Results
@@ -28,13 +30,30 @@ SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
 BLOCKS = (1, 5, 40)  # tokens; the last is a chunk, with more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
-candidate = CppAttention
+
+def candidate(library: ctypes.CDLL | str) -> AttentionBackend:
+    """Return the backend of a built library, or of the name "triton" or "flash", whose fallback is PyTorch here."""
+    if library == "triton":
+        from models.attention.triton_backend import TritonAttention
+
+        return TritonAttention()
+    if isinstance(library, ctypes.CDLL):
+        return CppAttention(library)
+    flavour, why = find_flavour("cuda")
+    assert flavour is not None, why
+    return FlashAttention(flavour, TorchAttention())
 
 
 def cases() -> Iterator[Case]:
     """Yield cases of queries in every dtype over entries in every storage: a token, a block and a chunk."""
     for dtype, storage, shape, n_token in product(DTYPES, (*ENTRIES, IN_4_BITS), SHAPES, BLOCKS):
         yield from cases_of(dtype, storage, shape, n_token)
+
+
+def gpu_cases() -> Iterator[Case]:
+    """Yield cases of queries in bfloat16 on a GPU, over entries in each storage: a token, and a block."""
+    for storage, shape, n_token in product((torch.bfloat16, torch.int8, IN_4_BITS), SHAPES, BLOCKS[:2]):
+        yield cases_of(torch.bfloat16, storage, shape, n_token, "cuda")[0]
 
 
 def cases_of(dtype: torch.dtype, storage: Any, shape: Shape, n_token: int, device: str = "cpu") -> tuple[Case, Case]:

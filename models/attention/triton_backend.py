@@ -167,9 +167,8 @@ def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor
     if kv.chunk_scores is not None:
         names = ["maxima", "log_sums", "stored_rows", "queries", "GROUP", "SCORED", "MAPPED", "WINDOWED", "n_slot"]
         arguments = {name: launches[0].arguments[name] for name in (*names, *numbers)}
-        row, token, head, _ = kv.chunk_scores.stride()
-        arguments |= {"chunk_scores": kv.chunk_scores, "scores_row": row, "scores_token": token, "scores_head": head}
-        arguments |= {"SCORES": SCORED_CHUNKS, "CHUNKS": MERGED_CHUNKS}
+        arguments |= {"chunk_scores": kv.chunk_scores, "SCORES": SCORED_CHUNKS, "CHUNKS": MERGED_CHUNKS}
+        arguments |= strides_of("row token head", scores=kv.chunk_scores)
         blocks = batch * n_token * n_kv_head, triton.cdiv(n_slot, SCORED_CHUNKS * SCORE_CHUNK)
         launches.append(Launch(score_chunks, blocks, arguments, SCORE_WARPS, num_stages=1))
     return launches, out
@@ -192,11 +191,7 @@ def _packed(packed: Packed) -> dict[str, Any]:
     """Return the arguments of `split_kv` for tokens in 4 bits."""
     keys, values, key_grids, value_grids = packed[:4]
     codes_and_grids = {"keys": keys, "values": values, "key_scales": key_grids, "value_scales": value_grids}
-    strides: dict[str, int] = {}
-    for name, codes in (("k", keys), ("v", values)):
-        strides |= {f"{name}_row": codes.stride(0), f"{name}_head": codes.stride(1)}
-    for name, grids in (("ks", key_grids), ("vs", value_grids)):
-        strides |= {f"{name}_row": grids.stride(1), f"{name}_head": grids.stride(2), f"{name}_slot": grids.stride(0)}
+    strides = strides_of("row head", k=keys, v=values) | strides_of("slot row head", ks=key_grids, vs=value_grids)
     strides |= {"k_slot": 0, "v_slot": value_grids.stride(3)}
     of_slots = {"n_slot": packed.n_token, "positions": packed.recent, "positions_row": packed.recent.stride(0)}
     variant = {"PACKED": packed.group, "PARTS": packed.value_grids.shape[3], "IN_ORDER": True, "QUANTIZED": False}

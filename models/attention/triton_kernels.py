@@ -53,6 +53,16 @@ def _unpacked_tile(
 
 
 @triton.jit
+def _loaded(at, exists, MASKED: tl.constexpr):
+    """Return the numbers at `at`, 0 where they do not exist. Without MASKED, all exist."""
+    if MASKED:
+        numbers = tl.load(at, mask=exists, other=0.0)
+    else:
+        numbers = tl.load(at)
+    return numbers
+
+
+@triton.jit
 def _attend_tile(
     state, slot, q, query, stop, pointers, strides, n_ring, scale, window, maxima,
     HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, SCORED: tl.constexpr,
@@ -71,30 +81,19 @@ def _attend_tile(
     offsets = tl.arange(0, SLOTS)
     dims = tl.arange(0, HEAD_DIM)
     first = tl.cast(slot, tl.int64)
+    exists = slot + offsets < stop
     if PACKED:
-        exists = slot + offsets < stop
         k, v = _unpacked_tile(slot, stop, pointers, strides, HEAD_DIM, SLOTS, PACKED, RUN, PARTS)
     else:
         key_at = keys + first * k_slot + (offsets[:, None] * k_slot + dims[None, :])
         value_at = values + first * v_slot + (offsets[:, None] * v_slot + dims[None, :])
-        if MASKED:
-            exists = slot + offsets < stop
-            k = tl.load(key_at, mask=exists[:, None], other=0.0)
-            v = tl.load(value_at, mask=exists[:, None], other=0.0)
-        else:
-            k = tl.load(key_at)
-            v = tl.load(value_at)
+        k = _loaded(key_at, exists[:, None], MASKED)
+        v = _loaded(value_at, exists[:, None], MASKED)
 
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if QUANTIZED:
-        key_scale_at = key_scales + first * ks_slot + offsets * ks_slot
-        value_scale_at = value_scales + first * vs_slot + offsets * vs_slot
-        if MASKED:
-            key_scale = tl.load(key_scale_at, mask=exists, other=0.0)
-            value_scale = tl.load(value_scale_at, mask=exists, other=0.0)
-        else:
-            key_scale = tl.load(key_scale_at)
-            value_scale = tl.load(value_scale_at)
+        key_scale = _loaded(key_scales + first * ks_slot + offsets * ks_slot, exists, MASKED)
+        value_scale = _loaded(value_scales + first * vs_slot + offsets * vs_slot, exists, MASKED)
         scores *= (key_scale * scale)[None, :]
     else:
         scores *= scale

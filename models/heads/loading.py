@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import flag
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
@@ -26,9 +25,6 @@ from models.kernels.quantize import quantize_linears
 # that training leaves next to the head.
 NO_WEIGHTS = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 KINDS = {"medusa": MEDUSA, "eagle": EAGLE, "dflash": DFLASH}
-# Keys of a config.json that only heads of a kind have, and kinds by `speculators_model_type`.
-MARKS = {"dflash_config": "dflash", "eagle_config": "eagle"}
-TYPES = {"dflash": "dflash", "eagle3": "eagle", "peagle": "eagle"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +66,6 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
     Raises CheckpointError for files that are missing or damaged, another layout, and whatever does not fit `target`;
     ConfigError for a config.json that is not understood."""
     files, known = open_head(Path(path), changes), KINDS[kind]
-    marks = MARKS | {"speculators_model_type": TYPES.get(str(files.values.get("speculators_model_type")), kind)}
-    for key, marked in marks.items():
-        if files.values.get(key) is not None and marked != kind:
-            fix = f"use {flag('draft')} {marked}, or name a head of {kind}"
-            unfit(f"{files.where}: {key}", repr(files.values[key])[:80], f"a head of {kind}", fix=fix)
     if not any(re.fullmatch(known.names, name) for name in files.tensors):
         unfit(Path(path), f"tensors such as {min(files.tensors)}", f"in the layout of {kind}")
     shape, config = known.shape(files, target), target

@@ -44,8 +44,8 @@ KERNELS = {
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
     "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp"),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
-    "triton": Kernel("models.attention.gpu_check"),
-    "flash": Kernel("models.attention.gpu_check"),
+    "triton": Kernel("models.attention.check"),
+    "flash": Kernel("models.attention.check"),
 }
 # Packages with kernels for GPUs: after a change of version, kernels are checked anew.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")

@@ -1,8 +1,8 @@
 """Compare a kernel with exact results on small cases: python -m models.kernels.check MODULE LIBRARY
 
-MODULE has `cases()`, and `candidate(library)`, which wraps the kernel for the cases. LIBRARY is a file, or a name that
-MODULE knows. Ends with a message at the first case with an error that is not allowed. `models.kernels.build` runs this
-in a separate process, because a wrong kernel may crash.
+MODULE has `cases()`, and `candidate(library)`, which wraps the kernel for the cases. LIBRARY is a file, or the name of
+a GPU kernel, whose cases are `gpu_cases()`. Ends with a message at the first case with an error that is not allowed.
+`models.kernels.build` runs this in a separate process, because a wrong kernel may crash.
 """
 
 import ctypes
@@ -37,9 +37,9 @@ class Case(NamedTuple):
 
 @torch.inference_mode()
 def main(module: str, library: str) -> None:
-    suite = import_module(module)
-    candidate = suite.candidate(ctypes.CDLL(library) if Path(library).exists() else library)
-    for case in suite.cases():
+    suite, is_built = import_module(module), Path(library).exists()
+    candidate = suite.candidate(ctypes.CDLL(library) if is_built else library)
+    for case in suite.cases() if is_built else suite.gpu_cases():
         if not (error := case.error(candidate)) <= case.allowed:
             sys.exit(f"wrong results ({case.what}: an error of {error:.1g}, allowed {case.allowed:.1g})")
 

@@ -37,17 +37,6 @@ def test_usage_is_what_was_counted_in_between(monkeypatch, tmp_path):
     assert contention([between]) == pytest.approx(expected)
 
 
-def test_a_system_without_such_counters_gives_no_verdict(monkeypatch, tmp_path):
-    waiting = module._waits
-    monkeypatch.setattr(module, "_waits", lambda: waiting(tmp_path))
-    monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(user=1.0))
-    before = usage_so_far()
-    assert (before.waiting, before.stolen) == (None, 0.0)
-    seen = contention([replace(CALM, waits={})])
-    assert seen["threads_waiting"] is None and seen["contended"] is None
-    assert contention([CALM, replace(CALM, waits={})])["contended"] is None
-
-
 @pytest.mark.parametrize("what", [{"waits": {"7": 10 * QUIET + 1}}, {"stolen": 10 * QUIET + 1}])
 def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
     assert contention([CALM])["contended"] is False

@@ -1,5 +1,6 @@
 """docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program."""
 
+import json
 import os
 import re
 import shutil
@@ -13,12 +14,20 @@ FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
 FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
 NAMED = "again+self=key_norm"
-SERVES = """from common import cli
+OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
+# Runs programs one after another in a process of the copy, and opens a server's session.
+PROGRAMS = """
+import json, sys
+from dataclasses import asdict
+from common import cli
 from serving.scheduler import open_session
 from serving.serve import Serve
-flags = cli.read(Serve)
-assert open_session(flags.config(), flags.batch)[1].drafters"""
-OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
+from tests.support.programs import run
+*commands, serves = json.loads(sys.argv[1])
+ended = [asdict(run(program, words)) | {"error": None} for program, words in commands]
+flags = cli.read(Serve, serves, "serving")
+assert open_session(flags.config(), flags.batch)[1].drafters
+print(json.dumps(ended))"""
 
 
 @pytest.fixture(scope="module")
@@ -40,49 +49,40 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    """A folder of three prompts of unlike lengths."""
+def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path, tmp_path: Path) -> None:
+    """Next to a policy that cannot be imported. Benchmarks run in two rows of three prompts of unlike lengths."""
     texts = ["so long " * 12, "and thanks for " * 9, "all the fish, all the fish, " * 2]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "draft", ["again", "self=key_norm", "self=value_norm", "self=late_key_norm", NAMED, "self=key_norm@auto"]
-)
-def test_they_draft_from_the_command_line(draft: str, extended: Path, checkpoint: Path, prompts: Path) -> None:
-    """In two rows, next to a policy that cannot be imported; all are identical to plain decoding."""
-    flags = f"--model {checkpoint}/model.pth --prompts {prompts} --B 2 --gen_len 40 --dtype float64 --draft_dtype same"
-    more = ["--auto_drafts", "again"] if draft.endswith("auto") else []
-    words = [*flags.split(), "--draft", draft, "--draft_budget", "24", *OPTIONS, *more]
-    ended = python("tests/selfspec_benchmark.py", *words, cwd=extended)
-    record = ended.record
-    assert ended.err.count("kv_cache/broken.py") == 1
-    assert record["identical_sequences"] == record["sequences"] == 3
-    if not more:
-        assert 0 < record["acceptance_rate"] < 1
-    if "=key_norm" in draft:
-        assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
-
-
-def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path, prompts: Path) -> None:
-    model, sizes = f"{checkpoint}/model.pth", ["--gen_len", "12", "--draft_budget", "24", *OPTIONS]
-    text = ["--dataset", str(books)]
-
-    def run(program: str, *words: str) -> Ended:
-        ended = python(*program.split(maxsplit=1), *words, cwd=extended)
-        assert ended.code == 0, ended.err
-        return ended
-
-    drafted = ["--drafters", NAMED, "self=key_norm", "--texts", "greedy", "book", *sizes]
-    rows = run("-m reproduce.compare", "--model", model, *text, "--contexts", "60", "--B", "2", *drafted).record["rows"]
+    model, prompts, sizes = f"{checkpoint}/model.pth", ["--prompts", str(tmp_path)], ["--draft_budget", "24", *OPTIONS]
+    exact = ["--B", "2", "--gen_len", "40", "--dtype", "float64", "--draft_dtype", "same"]
+    drafts = ("again", "self=key_norm", "self=value_norm", "self=late_key_norm", NAMED, "self=key_norm@auto")
+    auto = {drafts[-1]: ["--auto_drafts", "again"]}
+    commands = [
+        ("tests/selfspec_benchmark.py", ["--model", model, "--draft", draft, *prompts, *exact, *auto.get(draft, [])])
+        for draft in drafts
+    ]
+    text, drafters = ["--dataset", str(books), "--gen_len", "12"], ["--drafters", NAMED, "self=key_norm"]
+    contexts = ["--texts", "greedy", "book", "--contexts", "60", "--B", "2"]
+    commands.append(("reproduce/compare.py", ["--model", model, *text, *drafters, *contexts]))
+    commands.append(("foretoken.py latency", [model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2"]))
+    commands.append(("foretoken.py compare", [model, NAMED, *prompts, "--gen_len", "12"]))
+    serves = ["--model", model, "--draft", NAMED, "--max_length", "200", "--gamma", "2", *sizes]
+    given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves])
+    said = python("-c", PROGRAMS, given, cwd=extended)
+    assert said.code == 0, said.err
+    ended = [Ended(**each) for each in json.loads(said.out.splitlines()[-1])]
+    assert all(each.code == 0 for each in ended), ended
+    assert sum(each.err.count("kv_cache/broken.py") for each in (said, *ended)) == 1
+    for draft, each in zip(drafts, ended, strict=False):
+        record = each.record
+        assert record["identical_sequences"] == record["sequences"] == 3
+        assert draft in auto or 0 < record["acceptance_rate"] < 1
+        if "=key_norm" in draft:
+            assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
+    rows = ended[len(drafts)].record["rows"]
     assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
     assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)
-    run("foretoken.py latency", model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2", *sizes)
-    run("foretoken.py compare", model, NAMED, "--prompts", str(prompts), *sizes)
-    run(f"-c {SERVES}", "--model", model, "--draft", NAMED, "--max_length", "200", *sizes[2:], "--gamma", "2")
 
 
 def test_its_row_of_the_test_matrix_passes(extended: Path) -> None:

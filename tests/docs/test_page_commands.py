@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from bench.config import DEFAULT_MODEL
 from common import cli
 from common.exit import exit_on_user_error
 from models.checkpoints import model_source
-from tests.support.pages import FENCED, commands
 from tests.support.programs import COST_MODEL, ROOT, run
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
@@ -20,6 +20,23 @@ OF_PAGES = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative
 ROOMS = "common|kv_cache|models|engine|bench|cost_model|terminal|serving|tests|reproduce|docs"
 OWN_MODULES = ("cost_model", "reproduce", "serving")
 MADE_BY_READERS = {"key_norm": "streaming"}  # a policy that is in its place here
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A command within a sentence.
+INLINE = re.compile(r"`((?:python|torchrun) [^`]+)`")
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each command of a page that starts Python, with 1 in the place of a shell's variables."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [block for language, block in FENCED.findall(text) if language in ("", "bash")]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines += [" ".join(command.split()) for command in INLINE.findall(FENCED.sub("", text))]
+    found = []
+    for line in lines:
+        words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in shlex.split(line, comments=True)]
+        starts = [i for i, word in enumerate(words) if Path(word).name in ("python", "torchrun")]
+        found += [[Path(words[starts[0]]).name, *words[starts[0] + 1 :]]] if starts else []
+    return found
 
 
 @OF_PAGES

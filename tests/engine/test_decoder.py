@@ -144,26 +144,6 @@ def test_a_round_computes_the_rows_that_decode(captured):
     assert all(one.tokens == continue_by_recomputing(model, one.prompt, one.limit) for one in requests)
 
 
-def test_a_cancelled_row_is_free_before_the_next_round():
-    runner = witness_runner(2)
-    decoder = Decoder(runner)
-    first, second, third, fourth = (Request([5, n, 7], 9) for n in range(4))
-    for request in (first, second, third, fourth):
-        decoder.submit(request)
-    assert decoder.step().busy == 2
-    decoder.cancel(third)  # it waits, and never starts
-    decoder.cancel(first)
-    assert first.tokens == continue_plainly(first.prompt, 2) and decoder.step().busy == 2
-    assert (first.finish_reason, third.finish_reason) == ("cancelled", "cancelled")
-    assert len(fourth.tokens) == 2 and not third.tokens
-    decoder.cancel(fourth)
-    decoder.cancel(fourth)
-    assert decoder.step().busy == 1 and len(fourth.tokens) == 2
-    decode(decoder)
-    decoder.cancel(second)
-    assert second.finish_reason == "length" and second.tokens == continue_plainly(second.prompt, 9)
-
-
 def test_a_request_that_was_submitted_or_has_other_types_is_refused():
     decoder, request = Decoder(witness_runner(2)), Request([5, 1, 7], 4)
     decoder.submit(request)

@@ -7,7 +7,7 @@ import pytest
 from kv_cache.entries import LARGEST
 from tests.support.scenarios import SHAPES, LlamaWorld, run_scenarios
 
-SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "40"))
+SCENARIOS = int(os.environ.get("LLAMA_SCENARIOS", "36"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

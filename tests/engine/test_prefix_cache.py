@@ -1,15 +1,13 @@
 """Prefilled prompts that later runs take over bit by bit."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine import ModelRunner, SelfSpeculation, generate
+from engine import ModelRunner
 from engine.prefix_store import PrefixStore
-from kv_cache.snapkv import SnapKV
 from models import Transformer
 from tests.support.programs import benchmark
 from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
@@ -40,17 +38,6 @@ def test_a_row_that_is_taken_over_has_the_bits_of_one_that_ran(tmp_path: Path, k
             a, b = (x[:, :, row, :, : len(prompt)].view(torch.uint8) for x in (a, b))
             assert torch.equal(a, b)
     assert (first.prefixes.n_taken_over, second.prefixes.n_taken_over) == (0, 3)
-
-
-def test_a_draft_that_selects_by_the_prompt_decodes_the_same_tokens(tmp_path: Path) -> None:
-    outputs = []
-    for prefixes in (None, store(tmp_path), store(tmp_path)):
-        runner = runner_over(prefixes)
-        cache = SnapKV(12, 4).new_cache(runner.model.config, 3, 128, "cpu", torch.float64)
-        drafter = SelfSpeculation(runner, cache, gamma=3)
-        outputs.append(generate(runner, [*PROMPTS, PROMPTS[1][:30]], max_new_tokens=20, drafter=drafter))
-    assert outputs[0].tokens == outputs[1].tokens == outputs[2].tokens
-    assert len({output.stats.accepted for output in outputs}) == 1
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:-9] + b"x" + data[-8:]])
@@ -92,15 +79,6 @@ def test_another_key_or_prompt_or_a_folder_that_cannot_be_written_is_a_miss(tmp_
         assert torch.equal(runner.prefill(0, prompt).logits, tiny_runner(3, prefill_chunk=8).prefill(0, prompt).logits)
         assert runner.prefixes.n_taken_over == 0
     assert "not kept" in capfd.readouterr().err
-
-
-def test_writers_and_readers_at_once_find_whole_files(tmp_path: Path) -> None:
-    def prefill(turn: int) -> torch.Tensor:
-        return runner_over(store(tmp_path, max_bytes=100_000)).prefill(0, PROMPTS[turn % 3]).logits
-
-    with ThreadPoolExecutor(4) as pool:
-        logits = [*pool.map(prefill, range(24))]
-    assert all(torch.equal(logits[turn], logits[turn % 3]) for turn in range(24))
 
 
 def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.scenarios import REFERENCED, WitnessWorld, run_scenario, run_scenarios
 
-SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "240"))
+SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "160"))
 BATCHES = 8
 
 

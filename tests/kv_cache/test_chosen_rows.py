@@ -21,7 +21,7 @@ from kv_cache.retrieval import Retrieval, RetrievalKVCache
 from kv_cache.snapkv import POOL, SnapKV
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import select_layers
-from tests.support.tiny import TINY, full_cache, random_prompts, self_draft, tiny_model, tiny_runner, weights_by_lists
+from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model, tiny_runner, weights_by_lists
 
 GAMMA, WINDOW, BUDGET, N_FIRST, CHUNK = 3, 6, 16, 2, 3
 CHOSEN, LONGEST = BUDGET - WINDOW, 100
@@ -84,10 +84,9 @@ def means(rows: Rows) -> torch.Tensor:
 
 
 @of_both_policies
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_entries_of_8_bits_are_chosen_by_their_values(new_cache, stored):
+def test_entries_of_8_bits_are_chosen_by_their_values(new_cache):
     """Entries are copied as they are between equal storages, and converted between others."""
-    model = tiny_model(dtype=torch.float32)
+    model, stored = tiny_model(dtype=torch.float32), torch.float8_e4m3fn
     same, wide = (Rows(new_cache(dtype=dtype), model, stored) for dtype in (stored, torch.float32))
     narrow, plain = (Rows(new_cache(dtype=dtype), model) for dtype in (stored, torch.float32))
     for rows in (same, wide, narrow, plain):
@@ -119,24 +118,28 @@ def test_a_text_beyond_the_longest_is_refused():
         generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)
 
 
-def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
-    """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
+def queries_and_keys(rows: Rows, row: int, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return for each KV head the queries `[group, n, D]` and the keys `[n, D]` of a row's text, computed anew."""
     text, model = rows.texts[row], rows.model
     again = ModelRunner(model, full_cache(model, 1))
     again.prefill(0, text)
-    queries = again.last_queries(0, text, len(text))[layer]
-    keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
-    chosen = []
-    for head, head_keys in enumerate(keys):
-        received = [0.0] * -(-len(text) // SCORE_CHUNK)
+    keys = again.cache.keys[layer, 0, :, : len(text)]
+    return [*zip(again.last_queries(0, text, len(text))[layer].unflatten(0, (len(keys), -1)), keys, strict=True)]
+
+
+def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[set[int]]:
+    """Return for each KV head the first chunk and the chunks that the queries at `which` attend to most."""
+    n, chosen = len(rows.texts[row]), []
+    for queries, keys in queries_and_keys(rows, row, layer):
+        received = [0.0] * -(-n // SCORE_CHUNK)
         for i in which:
-            for query in queries[head * group : (head + 1) * group, i]:
-                weights = weights_by_lists(query, head_keys[: i + 1])
+            for query in queries[:, i]:
+                weights = weights_by_lists(query, keys[: i + 1])
                 for first in range(0, i + 1, SCORE_CHUNK):
                     received[first // SCORE_CHUNK] += max(weights[first : first + SCORE_CHUNK])
         best = [0, *sorted(range(1, len(received)), key=lambda chunk: -received[chunk])]
         entries = [SCORE_CHUNK * chunk + i for chunk in best for i in range(SCORE_CHUNK)]
-        chosen.append({*[entry for entry in entries if entry < len(text) - WINDOW][:CHOSEN]})
+        chosen.append({*[entry for entry in entries if entry < n - WINDOW][:CHOSEN]})
     return chosen
 
 
@@ -225,18 +228,12 @@ ROUNDS = (
 
 def attended_chunks(rows: Rows, row: int, layer: int) -> list[list[range]]:
     """Return for each KV head the chunks before the window: sinks, then by the last query's attention."""
-    text, model = rows.texts[row], rows.model
-    again = ModelRunner(model, full_cache(model, 1))
-    again.prefill(0, text)
-    queries = again.last_queries(0, text, 1)[layer][:, 0]
-    keys, group = again.cache.keys[layer, 0], model.config.n_head // model.config.n_kv_head
-    starts, ordered = range(0, len(text) - WINDOW, CHUNK), []
-    for head, head_keys in enumerate(keys):
-        means = [sum(head_keys[start + i] for i in range(CHUNK)) / CHUNK for start in starts]
-        heads = (weights_by_lists(query, means) for query in queries[head * group : (head + 1) * group])
-        received = [sum(weights) for weights in zip(*heads, strict=True)]
+    end, ordered = len(rows.texts[row]) - WINDOW, []
+    for queries, keys in queries_and_keys(rows, row, layer):
+        means = [sum(keys[start + i] for i in range(CHUNK)) / CHUNK for start in range(0, end, CHUNK)]
+        received = [sum(weights) for weights in zip(*(weights_by_lists(q, means) for q in queries[:, -1]), strict=True)]
         order = sorted(range(len(means)), key=lambda i: -math.inf if i * CHUNK < N_FIRST else -received[i])
-        ordered.append([range(starts[i], min(starts[i] + CHUNK, len(text) - WINDOW)) for i in order])
+        ordered.append([range(i * CHUNK, min((i + 1) * CHUNK, end)) for i in order])
     return ordered
 
 
@@ -275,70 +272,34 @@ def test_rounds_retrieve_what_lists_do(config):
     assert len(rows.texts[1]) > rows.cache.capacity
 
 
-def test_chunks_are_averaged_before_a_text_outgrows_the_budget():
-    rows = Rows(retrieval_cache())
-    rows.texts[1] = [5]
-    rows.fill(1)
-    while len(rows.texts[1]) <= rows.cache.capacity:
-        rows.round([0], rows=[1], gamma=1)
-    grown = rows.cache.means.clone()
-    rows.fill(1)
-    torch.testing.assert_close(grown, rows.cache.means)
-
-
-def received_by_lists(queries, keys):
-    """Return the attention that entries receive from the last queries, averaged over the heads of a group."""
-    n_query, n_token, group = queries.shape[1], keys.shape[1], len(queries) // len(keys)
-    received = [[0.0] * n_token for _ in keys]
-    for head, i in product(range(len(queries)), range(n_query)):
-        visible = keys[head // group, : n_token - n_query + i + 1]
-        for j, weight in enumerate(weights_by_lists(queries[head, i], visible)):
-            received[head // group][j] += weight / group
-    return received
-
-
-def selected_by_lists(received, n_selected: int, window: int, pool: int) -> list[list[int]]:
-    """Return the best entries before the window by the mean over their neighbours (zeros beyond the ends)."""
-    chosen = []
-    for head in received:
-        votes = head[: len(head) - window]
-        padded = [0.0] * (pool // 2) + votes + [0.0] * (pool // 2)
-        pooled = [sum(padded[i : i + pool]) / pool for i in range(len(votes))]
-        best = sorted(range(len(votes)), key=lambda i: -pooled[i])[:n_selected]
-        chosen.append(sorted(best))
-    return chosen
+def selected_by_lists(queries: torch.Tensor, keys: torch.Tensor) -> list[int]:
+    """Return the best entries before the window: by the attention of the window's queries, averaged over neighbours."""
+    n_token, padded = len(keys), [0.0] * (len(keys) + 2 * (POOL // 2))
+    for i in range(n_token - WINDOW, n_token):
+        for query in queries[:, i]:
+            for j, weight in enumerate(weights_by_lists(query, keys[: i + 1])[: n_token - WINDOW]):
+                padded[j + POOL // 2] += weight
+    best = sorted(range(n_token - WINDOW), key=lambda j: -sum(padded[j : j + POOL]))
+    return sorted(best[:CHOSEN])
 
 
 @over_group_sizes
 def test_snapkv_selects_what_lists_do(config):
     """In every layer and head of ragged rows, the cache holds the target's entries of selected tokens and window."""
-    model = tiny_model(config)
-    prompts = random_prompts([40, 11, 29])
-    runner = ModelRunner(model, full_cache(model, 3), prefill_chunk=7)
-    drafter = self_draft(runner, SnapKV(BUDGET, WINDOW), gamma=2)
-    cache = drafter.cache
-    heads_differ = False
-    for row, prompt in enumerate(prompts):
-        runner.prefill(row, prompt)
-        before = runner.cache.keys.clone()
-        drafter.follow([RowUpdate(row, row, prompt, 0)])
-        assert torch.equal(runner.cache.keys, before), "looking must not store anything"
-        n_token = len(prompt)
-        if n_token <= BUDGET:
-            assert cache.positions[row, :n_token].tolist() == list(range(n_token))
-            assert torch.equal(cache.keys[:, row, :, :n_token], runner.cache.keys[:, row, :, :n_token])
+    rows = Rows(SnapKV(BUDGET, WINDOW).new_cache(config, len(LENGTHS), 0, "cpu", torch.float64), tiny_model(config))
+    cache, source, heads_differ = rows.cache, rows.runner.cache, False
+    for (row, n), layer in product(enumerate(LENGTHS), range(config.n_layer)):
+        if n <= BUDGET:
+            assert cache.positions[row, :n].tolist() == list(range(n))
+            assert torch.equal(cache.keys[layer, row, :, :n], source.keys[layer, row, :, :n])
             continue
-        queries = runner.last_queries(row, prompt, WINDOW)
-        ring = cache.slots(torch.arange(n_token - WINDOW, n_token))
-        for layer in range(model.config.n_layer):
-            keys, values = runner.cache.keys[layer, row, :, :n_token], runner.cache.entries[layer, 1, row, :, :n_token]
-            chosen = selected_by_lists(received_by_lists(queries[layer], keys), CHOSEN, WINDOW, POOL)
-            heads_differ |= len({tuple(head) for head in chosen}) > 1
-            for head, positions in enumerate(chosen):
-                kept_keys, kept_values = (x[layer, row, head] for x in (cache.keys, cache.entries[:, 1]))
-                assert torch.equal(kept_keys[:CHOSEN], keys[head, positions])
-                assert torch.equal(kept_values[:CHOSEN], values[head, positions])
-                assert torch.equal(kept_keys[ring], keys[head, n_token - WINDOW :])
+        window, selected = torch.arange(n - WINDOW, n), []
+        slots = torch.cat([torch.arange(CHOSEN), cache.slots(window)])
+        for head, (queries, keys) in enumerate(queries_and_keys(rows, row, layer)):
+            selected.append(selected_by_lists(queries, keys))
+            at = torch.cat([torch.tensor(selected[-1]), window])
+            assert torch.equal(cache.entries[layer, :, row, head, slots], source.entries[layer, :, row, head, at])
+        heads_differ |= selected[0] != selected[-1]
     assert heads_differ or config.n_kv_head == 1
 
 

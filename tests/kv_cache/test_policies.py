@@ -187,20 +187,3 @@ def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
     for policy in found:
         policy.check()
     assert 1 < len(found) < len(kind.AUTO_BUDGETS)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rolling_back_forgets_later_positions_in_each_row(policy):
-    cache = POLICIES[policy].make(TINY, SIZE)
-    starts = torch.tensor([30, 2, 17])
-    for row, length in enumerate(starts.tolist()):
-        cache.positions[row, cache.slots(cache.retained_positions(length))] = cache.retained_positions(length)
-    cache.begin(starts[:, None] + torch.arange(GAMMA + 1))
-    lengths = starts + torch.tensor([0, 4, 2])
-    cache.rollback(lengths)
-    for row, length in enumerate(lengths.tolist()):
-        left = sorted(p for p in cache.positions[row].tolist() if p != EMPTY)
-        assert left[-1] == length - 1 and len(left) == len(set(left))
-        kept = set(cache.retained_positions(length).tolist())
-        # Entries that the rolled-back block evicted do not come back.
-        assert set(left) <= kept and len(kept - set(left)) <= GAMMA + 1

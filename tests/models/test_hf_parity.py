@@ -40,17 +40,13 @@ LONG_FACTOR = [1.0, 1.5, 2.0, 4.0, 7.0]
 
 
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama-2": LlamaConfig(**SHAPE | MHA | rope(10000.0)),
-    "llama-3": LlamaConfig(**SHAPE | rope(500000.0) | {"rms_norm_eps": 1e-5}),
     "llama-3.1": LlamaConfig(**SHAPE | llama3_rope(8.0)),
     "llama-3.2": LlamaConfig(**SHAPE | llama3_rope(32.0) | {"tie_word_embeddings": True}),
-    "llama-2-7b-32k": LlamaConfig(**SHAPE | MHA | rope(10000.0, "linear", factor=8.0)),
     "llama-68m": LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"hidden_size": 32, "rms_norm_eps": 0.1}),
     "smollm2": LlamaConfig(
         **SHAPE | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3} | rope(100000.0)
     ),
     "mistral-0.1": MistralConfig(**SHAPE | {"sliding_window": 11} | rope(10000.0)),
-    "mistral-0.3": MistralConfig(**SHAPE | {"sliding_window": None, "head_dim": 24} | rope(1000000.0)),
     "qwen2.5": Qwen2Config(**SHAPE | rope(1000000.0)),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 22, "num_attention_heads": 10} | rope(1000000.0)),
     "qwen3 tied, extended": Qwen3Config(
@@ -64,17 +60,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(
         **SHAPE | MOE | rope(1000000.0), num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
     ),
-    "qwen3-moe, one expert each": Qwen3MoeConfig(
-        **SHAPE | MOE | rope(1000000.0), num_experts=5, num_experts_per_tok=1, attention_bias=True
-    ),
-    "phi-3": Phi3Config(**SHAPE | NO_SPECIAL_TOKENS | {"sliding_window": 11} | rope(10000.0)),
     "phi-4": Phi3Config(  # 10 of 20 elements of a head are rotated
         **SHAPE | NO_SPECIAL_TOKENS | {"hidden_size": 80, "original_max_position_embeddings": 16},
         **rope(10000.0, "longrope", partial_rotary_factor=0.5, short_factor=[1.0] * 5, long_factor=LONG_FACTOR),
-    ),
-    "yarn to the letter": LlamaConfig(
-        **SHAPE,
-        **rope(5000.0, "yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=2.0),
     ),
     "dynamic": LlamaConfig(**SHAPE, **rope(10000.0, "dynamic", factor=4.0)),
 }
@@ -107,7 +95,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 # Prefilled whole, or in chunks: 18 is beyond a packed block. 20 tokens that are left divide into blocks.
-@pytest.mark.parametrize("prepack, chunk, block", [(True, 48, 1), (False, 18, 4), (True, 5, 20)])
+@pytest.mark.parametrize("prepack, chunk, block", [(True, 48, 1), (False, 18, 4)])
 def test_prefill_and_cached_decoding_have_the_logits_of_transformers(
     case: Case, prepack: bool, chunk: int, block: int
 ) -> None:

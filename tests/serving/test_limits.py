@@ -78,20 +78,13 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (of_tgi(temperature=-1), "parameters.temperature"),
         (of_tgi(temperature=float("nan")), "parameters.temperature"),
         (of_tgi(top_p=1.01), "parameters.top_p"),
-        (of_tgi(typical_p=0.0), "parameters.typical_p"),
-        (of_tgi(min_p=-0.1), "parameters.min_p"),
-        (of_tgi(repetition_penalty=0.0), "parameters.repetition_penalty"),
-        (of_tgi(frequency_penalty=2.1), "parameters.frequency_penalty"),
         (of_tgi(min_tokens=9, max_new_tokens=8), "parameters.min_tokens"),
         (of_tgi(logit_bias={"5": 101}), "parameters.logit_bias.5"),
         (of_tgi(logit_bias={"5000000": 1}), "parameters.logit_bias"),
-        (of_tgi(bad_words=["a" * 99]), "parameters.bad_words"),
         (of_tgi(bad_words=[""]), "parameters.bad_words.0"),
         (of_tgi(top_k=True), "parameters.top_k"),
-        (of_tgi(seed=2**63), "parameters.seed"),
         (of_tgi(max_new_tokens=9), "parameters.max_new_tokens"),
         (of_tgi(stop=["a", "b", "c"]), "parameters.stop"),
         (of_tgi(speculate=False), "parameters.speculate"),
@@ -100,36 +93,27 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ((TGI, []), "body"),
         (of_tgi(best_of=6), "parameters.best_of"),
         (of_tgi(top_n_tokens=21), "parameters.top_n_tokens"),
-        (("/generate_stream", of_tgi(best_of=2)[1]), "parameters.best_of"),
         (("/generate_stream", of_tgi(decoder_input_details=True)[1]), "parameters.decoder_input_details"),
         ((V1, {"prompt": "a", "logprobs": 21}), "logprobs"),
-        ((V1, {"prompt": "a", "max_tokens": 0}), "max_tokens"),
         ((V1, {"prompt": "a", "n": 3, "best_of": 2}), "best_of"),
         ((V1, {"prompt": "a", "n": 2, "best_of": 3, "stream": True}), "best_of"),
-        ((V1, {"prompt": ["a", "b"], "n": 3}), "n"),
         ((V1, {"prompt": ["a"] * 6}), "prompt"),
-        ((V1, {"prompt": ["a", ""]}), "prompt"),
-        ((V1, {"prompt": []}), "prompt"),
         ((V1, {"prompt": ["a", [1, "b"]]}), "prompt.1.1"),
         ((V1, {"prompt": [1, 10**6]}), "prompt"),
         ((CHATS, CHAT | {"top_logprobs": 3}), "top_logprobs"),
         ((V1, {"prompt": "a", "stop": ["a", ""]}), "stop.1"),
-        ((V1, {"prompt": "a", "stop": "a" * 257}), "stop.0"),
         ((CHATS, {"messages": [{"role": "user", "content": None}]}), "messages.0"),
         ((CHATS, {"messages": [{"role": "wizard", "content": "a"}]}), "messages.0.role"),
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
         ((CHATS, CHAT | {"tools": [TOOL]}), "tools"),  # the template reads none
-        ((CHATS, CHAT | {"tool_choice": "required"}), "tool_choice"),
         (
             (CHATS, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
             "tool_choice",
         ),
-        ((CHATS, CHAT | {"tools": [{"type": "function", "function": {}}]}), "tools.0.function.name"),
         ((CHATS, CHAT | {"chat_template_kwargs": {"a": "\ud800"}}), "chat_template_kwargs"),
-        ((CHATS, {"messages": [{"role": "tool"}]}), "messages.0"),
+        ((CHATS, CHAT | {"chat_template_kwargs": "thinking"}), "chat_template_kwargs"),
         ((CHATS, {"messages": [{"role": "assistant", "tool_calls": [called("f", "[1]")]}]}), CALLED),
-        ((CHATS, {"messages": [{"role": "assistant", "tool_calls": [called("f", '{"a')]}]}), CALLED),
         ((CHATS, {"messages": MESSAGES, "max_tokens": 9}), "max_completion_tokens"),
     ],
 )
@@ -150,7 +134,7 @@ def test_a_row_has_an_end(served: Served):
     assert served.generate("a" * 400, truncate=9, max_new_tokens=1)["details"]["input_length"] == 9
 
 
-@pytest.mark.parametrize("path", [TGI, V1, "/", "/info", "/v1/models", "/health", "/nowhere", "/v1/nowhere"])
+@pytest.mark.parametrize("path", [TGI, V1, "/", "/v1/models", "/nowhere"])
 def test_bodies_are_bounded(strict: Served, path):
     """A length in the headers is refused on every path; a body in pieces, where it is read."""
 
@@ -172,19 +156,13 @@ def message_of(body: Any, path: str) -> str:
     return body["error"]["message"] if path.startswith("/v1") else body["error"]
 
 
-@pytest.mark.parametrize("data", [b"{", b'{"inputs": "\xff\xfe"}', b"[" * 3000, b"", b"nul", b'{"inputs": "\\ud800"}'])
+@pytest.mark.parametrize("data", [b"{", b'{"inputs": "\xff\xfe"}', b"[" * 3000, b"", b'{"inputs": "\\ud800"}'])
 @pytest.mark.parametrize("path", ["/", V1])
 def test_bodies_that_are_no_json(strict: Served, path, data):
     answer = strict.ask(path, data)
     assert answer.status in (400, 422) and answer.json["error"]
     answer = strict.ask(path, b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
     assert answer.status == (400 if path == V1 else 422) and "application/json" in str(answer.json["error"])
-
-
-@pytest.mark.parametrize(("value", "why"), [(b"9" * 5000, "digits"), (b"[" * 10**5 + b"]" * 10**5, "deeply")])
-def test_json_beyond_limits_is_not_called_none(served: Served, value, why):
-    answer = served.ask(V1, b'{"prompt": "a", "n": ' + value + b"}")
-    assert answer.status == 400 and why in str(answer.json["error"]) and "no JSON" not in str(answer.json["error"])
 
 
 def test_a_chat_template_that_refuses(served: Served, monkeypatch):
@@ -196,58 +174,35 @@ def test_a_chat_template_that_refuses(served: Served, monkeypatch):
     served.until_idle()
 
 
-def test_variables_of_the_chat_template(served: Served, monkeypatch):
-    template = served.server.service.template
-    brief = _compiled("{{ messages[0].content }}{% if enable_thinking is false %}!!{% endif %}")
-    monkeypatch.setattr(served.server.service, "template", type(template)(template.path, brief, {}, template.tokenizer))
-    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
-    lengths = []
-    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
-        answer = served.ask(CHATS, body | {"chat_template_kwargs": variables})
-        assert answer.status == 200
-        lengths.append(answer.json["usage"]["prompt_tokens"])
-    assert lengths[0] == lengths[1] == lengths[2] - 2
-    assert refused_field(served, CHATS, body | {"chat_template_kwargs": "thinking"}) == "chat_template_kwargs"
-    served.until_idle()
-
-
-@pytest.mark.parametrize("key", ["secret\nb", "secret\n", "a\rsecret", "secret\0", "\x7fsecret", "secret\udc80", " "])
+@pytest.mark.parametrize("key", ["secret\nb", "a\rsecret", "secret\0", "secret\udc80", " "])
 def test_a_key_that_no_header_carries_is_refused(key):
     with pytest.raises(ConfigError) as refused:
         Http(api_key=key).key()
     assert "secret" not in str(refused.value)
 
 
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "get", "BREW")
+METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS", "get", "BREW")
 OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health")}
 
 
 KEY = "sécret à"
 
 
-@pytest.mark.parametrize("key", [None, KEY])
-def test_the_page_and_health_alone_need_no_key(chat_checkpoint, key, monkeypatch):
+def test_the_page_and_health_alone_need_no_key(chat_checkpoint, monkeypatch):
     """Every method of every path, routes or not; what needs no key is not for pages that lead here by another name."""
-    monkeypatch.setenv(API_KEY, key) if key else monkeypatch.delenv(API_KEY, raising=False)
-    right, *wrong = (bearer(each) for each in (KEY, f"{KEY}2", "", "x"))
+    monkeypatch.setenv(API_KEY, KEY)
     with serving(chat_checkpoint, "--max_new_tokens 1") as server:
-        paths = {*paths_of(make_app(server.server.service, key, []).routes)}
+        paths = {*paths_of(make_app(server.server.service, KEY, []).routes)}
         assert {"/", "/health", "/generate", "/v1/chat/completions", "/v1/models/name", "/openapi.json"} <= paths
         for method, path in product(METHODS, [*paths, "/nowhere", "//", "/health/", "/v1/../health", "*"]):
-            bodies = [b"{}", b'{"inputs": "a", "prompt": "a"}'] if method == "POST" else [b""]
-            for body, foreign in product(bodies, [False, True]):
-                named = {"Host": "rebound.example"} if foreign else {}
-                by_key = [
-                    server.ask(path, body, named | headers, method) for headers in ({}, right, *wrong[: 1 + foreign])
-                ]
-                without, with_key, *with_wrong = (answer.status for answer in by_key)
-                assert {*with_wrong} == {without}
-                if key is None:
-                    assert with_key == without and (without == 400 or not foreign)
-                elif (method, path) in OPEN:
-                    assert with_key == 200 and without == (400 if foreign else 200), (method, path)
+            body = b'{"inputs": "a", "prompt": "a"}' if method == "POST" else b""
+            for named in ({}, {"Host": "rebound.example"}):
+                keys = [{}, *map(bearer, ("", f"{KEY}2", KEY))]
+                *without, with_key = (server.ask(path, body, named | key, method).status for key in keys)
+                if (method, path) in OPEN:
+                    assert with_key == 200 and {*without} == {400 if named else 200}, (method, path)
                 else:
-                    assert without == 401 != with_key, (method, path, body)
+                    assert {*without} == {401} and with_key != 401, (method, path)
 
 
 def paths_of(routes: Iterable[Any]) -> Iterator[str]:
@@ -276,12 +231,9 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         "--api_key=",
         "--port 99999",
         "--prefill_tokens 0",
-        "--drain_seconds inf",
         "--request_seconds nan",
-        "--load_format dummy",
         "--data_parallel 2",
         "--draft oracle",
-        "--gamma=-1",
         "--text_match 2 --text_drafts cache --no_prefix_reuse",
     ],
 )

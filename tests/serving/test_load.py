@@ -2,7 +2,6 @@
 
 import errno
 import json
-import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,7 @@ import pytest
 from engine.requests import Request
 from serving.answers import Answer
 from serving.scheduler import Update
-from tests.support.machine import needs_cpp_compiler
-from tests.support.serving_cases import STREAM, TGI, V1, Alone, Served, make_checkpoint, serving, slow
+from tests.support.serving_cases import STREAM, TGI, V1, Alone, Served, serving, slow
 
 LONG = {"max_new_tokens": 200}
 
@@ -26,26 +24,6 @@ def n_rows(served: Served) -> int:
 
 def n_rounds(served: Served) -> float:
     return served.server.service.scheduler.n_rounds
-
-
-@needs_cpp_compiler
-@pytest.mark.parametrize("flags", ["--gamma auto", "--gamma 6 --quantize int4 --kv_dtype int8"])
-def test_speculation_under_load_changes_no_answer_in_bfloat16(tmp_path, flags):
-    """Requests come in another order, next to others, and find rows with other texts."""
-    folder, rng = make_checkpoint(tmp_path, hidden_size=128, intermediate_size=192, head_dim=64), random.Random(2)
-    prompts = [" ".join(rng.choices(["tea", "x", "0123456789", "the"], k=rng.randint(1, 16))) for _ in range(24)]
-    usual = "--max_batch 6 --max_length 320 --dtype bfloat16 --draft_budget 16 --n_sink 2 --draft_dtype same"
-
-    def tokens(i: int, speculate: bool) -> tuple[list[int], int]:
-        how = {"max_new_tokens": 8 + i, "seed": i, "temperature": 0.7 * (i % 3), "speculate": speculate}
-        details = served.generate(prompts[i], **how)["details"]
-        return [token["id"] for token in details["tokens"]], details["speculation"]["accepted"]
-
-    with serving(folder, flags, usual) as served, ThreadPoolExecutor(8) as pool:
-        plain = [*pool.map(lambda i: tokens(i, False), range(24))]
-        fast = [*pool.map(lambda i: tokens(i, True), reversed(range(24)))][::-1]
-    assert [ids for ids, _ in fast] == [ids for ids, _ in plain]
-    assert "auto" in flags or sum(accepted for _, accepted in fast) > 0 == sum(accepted for _, accepted in plain)
 
 
 @pytest.mark.parametrize("path", [TGI, STREAM, V1])

@@ -28,7 +28,6 @@ DRAFTS = {"draft": "self", "gamma": 3, "auto": True}
 INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256, "speculation": DRAFTS}
 # Text, whether it is an accepted draft, and round: the halves of a character are two tokens.
 ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1), ("🙂", True, 2), ("\n", False, 2)]
-PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
 
 
 def events(tokens: Sequence[tuple[str, bool, int]], predicted_ms: float = 50.0, drafted: int = 6) -> Iterator[bytes]:
@@ -232,23 +231,6 @@ def test_stopping_closes_the_connection(fake, page, way):
     expect(page, "#columns > div:last-child > p").to_have_text("not decoded")
     assert fake.gone.wait(PATIENCE / 1000)
     assert len(fake.bodies) == 1 and page.inner_text("#verdict") == ""
-
-
-def test_side_by_side_of_the_same_tokens(fake, page):
-    fake.answers = [list(events(PLAIN, 6800.0, drafted=0)), list(events(ANSWER, 5200.0))]
-    page.check("#beside")
-    page.fill("#temperature", "1")
-    page.click("#send")
-    expect(page, "#verdict").to_contain_text("The same 6 tokens, 1.31 times as fast: 5.20 s instead of 6.80 s.")
-    expect(page, "#verdict").to_contain_text(
-        "server's clock, one run each. Prefilling is left out: the second pass found 3 tokens of its prompt in"
-    )
-    before, after = (body["parameters"] for body in fake.bodies)
-    assert before == after | {"speculate": False} and after["speculate"]
-    assert f"seed {after['seed']} (drawn)" in page.inner_text("#sampling")
-    assert page.locator("h2").all_inner_texts() == ["plain decoding", "speculation"]
-    assert page.locator(".text").first.locator(".draft, .target, .prefill").count() == 0
-    assert "acceptance rate" not in figures(page, 0) and figures(page, 1)["acceptance rate"] == "0.67"
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.9"])

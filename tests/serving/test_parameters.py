@@ -6,7 +6,7 @@ reasons. With rejection, samples depend on the load; tests of the joint law chec
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.util import find_spec
@@ -61,7 +61,7 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "top_p": on(top_p=0.5),
     "seed": on(seed=2**40),
     "filters": on(temperature=1.3, top_k=40, top_p=0.8, seed=3),
-    "do_sample": on(*GENERATE, do_sample=True, temperature=1.0),
+    "do_sample": on(*GENERATE, do_sample=True, temperature=2.0),
     "stop": on(stop=["e", "q", "(", "7"]),
     "max_tokens": on(*OPENAI, max_tokens=5) | on(*GENERATE, max_new_tokens=5),
     "max_completion_tokens": on(*CHATS, max_tokens=None, max_completion_tokens=3),
@@ -122,6 +122,9 @@ if find_spec("llguidance"):
         ),
         "regex": on(*GENERATE, grammar={"type": "regex", "value": "[0-9]{3}-[a-z]{4,8}"}),
     }
+# Request fields that are fields of `SamplingParams`, too.
+OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "repetition_penalty", "presence_penalty"}
+OF_SAMPLING |= {"frequency_penalty", "logit_bias"}
 WITHOUT_EFFECT = ("neutral", "prediction")
 
 
@@ -229,10 +232,10 @@ def leave(served: Served, cell: Cell, fields: Fields) -> None:
             connection.getresponse().readline()
 
 
-def answers(served: Served, parameter: dict[str, Fields]) -> dict[Cell, tuple[Any, Any]]:
-    """Return the answers of a parameter's cells, with drafts and in plain rounds. Every fourth client
+def answers(served: Served, parameter: dict[str, Fields], cells: Sequence[Cell]) -> dict[Cell, tuple[Any, Any]]:
+    """Return the answers of those cells that have the parameter, with drafts and in plain rounds. Every fourth client
     leaves; at most 16 requests are in flight."""
-    fields = {cell: parameter[cell[0]] for cell in CELLS if cell[0] in parameter}
+    fields = {cell: parameter[cell[0]] for cell in cells if cell[0] in parameter}
     with ThreadPoolExecutor(16) as pool:
         futures, leaving = [], []
         for place, cell in enumerate(fields):
@@ -248,7 +251,7 @@ def answers(served: Served, parameter: dict[str, Fields]) -> dict[Cell, tuple[An
 @pytest.fixture(scope="module")
 def usual(loaded: Served) -> dict[Cell, tuple[Any, Any]]:
     """Answers without parameters."""
-    return answers(loaded, on())
+    return answers(loaded, on(), CELLS)
 
 
 def check(given: dict[Cell, tuple[Any, Any]]) -> None:
@@ -256,22 +259,34 @@ def check(given: dict[Cell, tuple[Any, Any]]) -> None:
     assert not wrong, f"not those of plain rounds: {[*wrong]}, such as {next(iter(wrong.values()))}"
 
 
+def by_plain_decoding(alone: Alone, cell: Cell, fields: Fields) -> str:
+    """Return the text of a cell's answer with fields of `SamplingParams`, decoded without a server."""
+    prompt, is_chat = prompt_of(cell), ROUTES[cell[0]][0] == V1_CHATS
+    how = MODES[cell[1]] | fields | ({"temperature": 0} if cell[1] == "greedy" else {})
+    how |= {"logit_bias": {int(id_): bias for id_, bias in how.get("logit_bias", {}).items()}}
+    ids = alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False) if is_chat else prompt
+    return alone.text(ids, 16, SamplingParams(**how))
+
+
 def test_answers_without_parameters_are_those_of_plain_decoding(usual, alone: Alone):
     check(usual)
     for cell, (drafted, _) in usual.items():
-        prompt, (path, _) = prompt_of(cell), ROUTES[cell[0]]
-        ids = alone.tokenizer.encode(f"[user]{prompt}\n[a]", add_bos=False) if path == V1_CHATS else prompt
-        how = {"temperature": 0.9, "seed": 5} if cell[1] == "coupled" else {}
-        assert text_of(drafted) == alone.text(ids, 16, SamplingParams(**how)), cell
+        assert text_of(drafted) == by_plain_decoding(alone, cell, {}), cell
     for drafted, plain in usual.values():
         assert total(drafted, "drafted") > total(drafted, "accepted") and total(plain, "drafted") == 0
     assert sum(total(drafted, "accepted") for drafted, _ in usual.values()) > len(usual)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_answers_are_those_of_plain_rounds(loaded: Served, usual, name, record_property):
-    given = answers(loaded, PARAMETERS[name])
+def test_answers_are_those_of_plain_rounds(loaded: Served, alone: Alone, usual, name, record_property):
+    """Those with parameters of sampling alone are those of plain decoding without a server, too."""
+    turn = [*PARAMETERS].index(name)
+    cells = [cell for place, cell in enumerate(CELLS) if (place + place // 2 + turn) % 2]  # each route in a mode
+    given = answers(loaded, PARAMETERS[name], cells)
     check(given)
     record_property("count: served answers equal to those of plain rounds", len(given))
+    if {field for fields in PARAMETERS[name].values() for field in fields} <= OF_SAMPLING:
+        for cell, (drafted, _) in given.items():
+            assert text_of(drafted) == by_plain_decoding(alone, cell, PARAMETERS[name][cell[0]]), cell
     changed = [cell for cell, (_, plain) in given.items() if not alike(steady(plain), steady(usual[cell][1]))]
     assert changed or name in WITHOUT_EFFECT

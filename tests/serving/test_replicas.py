@@ -98,20 +98,13 @@ def of_user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-LONG = 'a "long" text\n' * 9000  # longer than the proxy's buffer
-# A path, and the bodies of two requests that belong together.
+# A path, and the bodies of two requests that belong together, of which one is longer than the proxy's buffer.
 KEYS: dict[str, tuple[str, Any, Any]] = {
-    "inputs": (TGI, lambda i: {"inputs": f"{i}" * 100}, lambda i: {"inputs": f"{i}" * 100 + "more"}),
-    "prompt": (V1, lambda i: {"prompt": f"{i}é" * 50}, lambda i: {"n": 1, "prompt": f"{i}é" * 50 + LONG}),
-    "messages": (
-        CHATS,
-        lambda i: {"messages": of_user(f"\\{i}€\n")},
-        lambda i: {"model": "m", "messages": [*of_user(f"\\{i}€\n"), *of_user(LONG)]},
-    ),
+    "inputs": (TGI, lambda i: {"inputs": f"{i}" * 100}, lambda i: {"inputs": f"{i}" * 100 + 'a "long" text\n' * 9000}),
     "parts": (
         CHATS,
-        lambda i: {"messages": of_user([{"type": "text", "text": f"{i}{LONG}"}])},
-        lambda i: {"messages": [*of_user([{"text": f"{i}{LONG}", "type": "text"}]), *of_user("and")]},
+        lambda i: {"messages": of_user([{"type": "text", "text": f"\\{i}€\n" * 20}])},
+        lambda i: {"messages": [*of_user([{"text": f"\\{i}€\n" * 20, "type": "text"}]), *of_user("and")]},
     ),
     "prompt_cache_key": (
         V1,

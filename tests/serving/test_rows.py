@@ -1,9 +1,6 @@
 """A server's rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 from functools import partial
-from itertools import pairwise
-
-import torch
 
 from bench.auto.adaptive import Adaptive
 from bench.session import Session
@@ -15,7 +12,7 @@ from engine.sampling.distribution import SamplingParams
 from serving.scheduler import Scheduler, open_session
 from serving.serve import Serve
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
-from tests.support.serving_cases import FLAGS, PLAIN, Alone, Served, serving
+from tests.support.serving_cases import FLAGS, PLAIN, serving
 from tests.support.tiny import decode
 
 
@@ -54,44 +51,6 @@ def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
     with serving(chat_checkpoint, "--gamma 0 --max_length 4000", PLAIN) as server:
         assert server.get("/info").json["max_total_tokens"] == 399
     assert "--max_length 400" in capsys.readouterr().err
-
-
-def test_the_next_turn_runs_only_what_is_new(served: Served):
-    first = [{"role": "user", "content": "how long is the coast of"}]
-    turns = [*first, {"role": "assistant", "content": "a"}, {"role": "user", "content": "Norway"}]
-    for messages in (first, turns):
-        before = served.metrics()
-        timings = served.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 12}).json["timings"]
-    assert timings["cache_n"] >= len("[user]how long is the coast of\n[a") - 1 and timings["prompt_n"] < 40
-    after = served.metrics()
-    for kind, n in {"prefill": timings["prompt_n"], "reused_prompt": timings["cache_n"]}.items():
-        assert after[f"foretoken_{kind}_tokens_total"] - before[f"foretoken_{kind}_tokens_total"] == n
-
-
-def forwards(served: Served) -> list[tuple[int, int]]:
-    """Return a list that grows by the rows and tokens of each forward of the target."""
-    model, ran = served.server.service.session.runner.model, []
-    hidden = model.hidden
-
-    def noted(tokens: torch.Tensor, *given: object) -> torch.Tensor:
-        ran.append(tuple(tokens.shape))
-        return hidden(tokens, *given)
-
-    model.hidden = noted
-    return ran
-
-
-def test_a_stream_waits_for_no_more_than_a_chunk(chat_checkpoint, alone: Alone):
-    with serving(chat_checkpoint, "--prefill_tokens 16") as server:
-        ran = forwards(server)
-        stream = server.begin("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 100}}).getresponse()
-        stream.readline()
-        answer = server.generate("b" * 200, max_new_tokens=5)
-        assert [token["id"] for token in answer["details"]["tokens"]] == alone.tokens("b" * 200, 5)
-        assert stream.read().count(b"data: ") == 99
-    chunks = [place for place, (rows, n) in enumerate(ran) if rows == 1 and n == 16]
-    assert len(chunks) == 12 and max(n for _, n in ran) == 16
-    assert all(later - earlier > 1 for earlier, later in pairwise(chunks))  # rounds in between
 
 
 def test_rejection_accepts_drafts(chat_checkpoint):

@@ -40,16 +40,6 @@ def test_samples_of_several_prompts(served: Served, alone: Alone):
     assert len({choice["text"] for choice in answer["choices"]}) == 9 and answer["seed"] == WARM["seed"]
 
 
-@pytest.mark.parametrize("flags", ["", "--no_prefix_reuse"])
-def test_samples_run_their_prompt_once(chat_checkpoint, flags):
-    with serving(chat_checkpoint, flags) as server:
-        body = {"prompt": PROMPTS[2], "n": 4, "max_tokens": 60, **WARM}
-        answer = server.ask(V1, body).json
-        n_prompt = answer["usage"]["prompt_tokens"]
-        assert (answer["timings"]["prompt_n"], answer["timings"]["cache_n"]) == (n_prompt, 3 * n_prompt)
-        assert server.metrics()["foretoken_prefill_tokens_total"] == n_prompt > 60
-
-
 def test_streams_of_samples(served: Served, alone: Alone):
     how = {"model": "m", "max_tokens": 24, "stream_options": {"include_usage": True}, "stream": True}
     *chunks, usage = served.openai.completions.create(prompt=PROMPTS[:2], n=2, logprobs=1, extra_body=WARM, **how)

@@ -145,7 +145,7 @@ def packed_case(
     generator = torch.Generator().manual_seed(0)
     normal = partial(torch.randn, generator=generator)
     config = ModelConfig(8, 2, 64, 2 * group, 2, head_dim, 8, 9999)
-    cache = QuantizedKVCache(config, 4, capacity, quant_group, max(48, quant_group), dtype=storage)
+    cache = QuantizedKVCache(config, 4, capacity, quant_group, max(16, quant_group), dtype=storage)
     assert n_token <= cache.max_block, "a longer block overwrites its entries"
     full = FullKVCache(config, 4, capacity, dtype=storage)
     lengths, rows = torch.tensor([capacity - 40, 30, capacity - 89]), torch.tensor([3, 0, 1])
@@ -160,3 +160,38 @@ def packed_case(
     spec = AttentionSpec(2 * group, 2, head_dim, sliding_window, dtype)
     q = normal(3, n_token, 2 * group, head_dim)
     return Case(spec, q.to(dtype), view.read(1), queries, FakeSlots(view.positions, view.in_order, view.rows))
+
+
+def packed_in_turns(stored: torch.dtype, group: int, head_dim: int, device: str = "cpu") -> list[Tensor]:
+    """Return the tensors of a cache in 4 bits whose rows were filled, and went on by name in blocks, with rollbacks."""
+    config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
+    full = FullKVCache(config, 4, 6 * group + 99, device, stored)
+    new = (torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1).to(device)
+    for layer in range(2):
+        full.write(layer, torch.arange(full.capacity, device=device).expand(4, -1), new[layer])
+    cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, device, stored)
+    for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
+        cache.fill_row(row, full, length)
+    view, starts = cache.view(torch.tensor([3, 0, 1], device=device)), torch.tensor([3 * group + 9, 4 * group + 5, 3])
+    starts = starts.to(device)
+    for step, n_token in enumerate((1, 3, group, 5, 7, group, 2)):
+        at = starts[:, None] + torch.arange(n_token, device=device)
+        slots = view.begin(at)
+        for layer in range(2):
+            view.write(layer, slots, new[layer][view.rows[:, None], at])
+        starts += n_token if step % 2 else n_token // 2
+        if step == 4:
+            starts[0] -= group  # further back than what is not in 4 bits
+        cache.rollback(starts[[1, 2, 2, 0]])
+    return [x.clone() for x in cache.tensors]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return attention `[B, T, H, D]` by hand, KV expanded to every head; 0 for queries that see nothing.
+
+    visible: `[B, T, S]`, or what broadcasts to it.
+    """
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("bhts,bshd->bthd", weights, v)

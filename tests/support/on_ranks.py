@@ -2,8 +2,7 @@
 
 run FILE                      benchmarks one after another, a command a line
 open FILE                     sessions of ranks that were started unlike, a JSON list of `open_cases`
-FAULT SCRIPT ARGUMENTS...     a benchmark with a fault in rank 1: a function of FAULTS, or another value for a flag,
-                              such as "--gamma 4"
+SCRIPT ARGUMENTS...           a benchmark whose first prompt fails on rank 1
 """
 
 import json
@@ -11,7 +10,6 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,7 @@ from common import cli
 from common.errors import UserError
 from common.process import rank
 from common.provenance import package_version
-from engine.parallel.all_reduce import AllReduce
 from engine.parallel.launch import run_on_ranks
-from engine.parallel.ranks import Ranks
 from engine.runner import ModelRunner
 from serving.scheduler import open_session
 from serving.serve import Serve
@@ -69,30 +65,6 @@ def open_cases(path: str) -> None:
     Path(f"said.{rank()}").write_text(json.dumps(said))
 
 
-def change_a_decision() -> None:
-    """Change a row's next token in one round."""
-    decided, rounds = Ranks.broadcast, count()
-
-    def changed(self: Ranks, decide: Callable[[], Tensor], *shape: int) -> Tensor:
-        tensor = decided(self, decide, *shape)
-        if len(shape) == 2 and next(rounds) == 3:
-            tensor[:, 2] += 1
-        return tensor
-
-    Ranks.broadcast = changed
-
-
-def skew_sums() -> None:
-    """Make sums one unit in the last place too large, as other hardware may."""
-    exact = AllReduce.__call__
-
-    def skewed(self: AllReduce, x: Tensor) -> Tensor:
-        total = exact(self, x)
-        return torch.nextafter(total, torch.full_like(total, torch.inf))
-
-    AllReduce.__call__ = skewed
-
-
 def spoil_a_prompt() -> None:
     """Make the state in the middle of the first prompt not finite."""
     run_chunk, prompts = ModelRunner.run_chunk, count(-1)  # the first forward measures memory
@@ -106,16 +78,11 @@ def spoil_a_prompt() -> None:
     ModelRunner.run_chunk = spoiled
 
 
-FAULTS = {made.__name__: made for made in (change_a_decision, skew_sums, spoil_a_prompt)}
-
 if __name__ == "__main__":
-    _, task, *sys.argv = sys.argv
-    if task in (tasks := {"run": run_commands, "open": open_cases}):
-        run_on_ranks(lambda: tasks[task](sys.argv[0]))
+    del sys.argv[0]
+    if sys.argv[0] in (tasks := {"run": run_commands, "open": open_cases}):
+        run_on_ranks(lambda: tasks[sys.argv[0]](sys.argv[1]))
     else:
-        if int(os.environ["RANK"]) == BROKEN_RANK and task.startswith("--"):
-            name, value = task.split()
-            sys.argv[sys.argv.index(name) + 1] = value
-        elif int(os.environ["RANK"]) == BROKEN_RANK:
-            FAULTS[task]()
+        if int(os.environ["RANK"]) == BROKEN_RANK:
+            spoil_a_prompt()
         runpy.run_path(sys.argv[0], run_name="__main__")

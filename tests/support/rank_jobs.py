@@ -11,23 +11,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
-from models.checkpoints.loading import read_checkpoint, save_checkpoint
-from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from tests.support.hf_tiny import SHAPE, random_model, save_folder
 from tests.support.programs import ROOT, Ended, overriding
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 ON_RANKS = str(ROOT / "tests/support/on_ranks.py")
 JOB = "FORETOKEN_TEST_JOB"
 LIMIT_SECONDS = 300  # of any command
-N_PADDED = N_TOKENS + 7
 N_PROMPTS = 3
 SIZES = f"--B 2 --num_prompts {N_PROMPTS} --prefix_len 60 --gen_len 12 --dtype float64"
 DRAFT = "--gamma 3 --streamingllm_budget 16 --n_sink 4 --draft_dtype same"
@@ -40,19 +37,17 @@ CONFIG = LlamaConfig(
 
 @dataclass(frozen=True)
 class Models:
-    """Converted checkpoints with one tokenizer, and books. `draft` is `target` without a layer that matters little;
-    `padded` is `draft` with more ids, which have the largest logits."""
+    """Converted checkpoints with one tokenizer, and books. `draft` is `target` without a layer that matters little."""
 
     target: Path
     draft: Path
-    padded: Path
     books: Path
 
-    def arguments(self, script: str, more: str = "", draft: str = "draft") -> list[str]:
+    def arguments(self, script: str, more: str = "") -> list[str]:
         """Return arguments with which the script runs, and more."""
         paths = [f"--model={self.target / 'model.pth'}"]
         if script == "longspec":
-            paths = [f"--target={self.target}", f"--model={getattr(self, draft)}"]
+            paths = [f"--target={self.target}", f"--model={self.draft}"]
         flags = SIZES if script == "baseline" else f"{SIZES} {DRAFT}"
         return [*paths, f"--dataset={self.books}", *overriding(flags, more)]
 
@@ -68,7 +63,7 @@ def results(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_models(root: Path, books: Path) -> Models:
-    made = Models(*(root / name for name in ("target", "draft", "padded")), books)
+    made = Models(*(root / name for name in ("target", "draft")), books)
     made.target.mkdir()
     model = random_model(CONFIG)
     for name, parameter in model.named_parameters():
@@ -77,12 +72,6 @@ def make_models(root: Path, books: Path) -> Models:
     save_folder(model, made.target)
     convert(made.target, made.target)
     convert(made.target, made.draft, layers_to_drop=(1,))
-    copy_edited(made.draft, made.padded, "config.json", lambda config: config | {"vocab_size": N_PADDED})
-    small, state_dict = read_checkpoint(made.draft)
-    for name in ("tok_embeddings.weight", "output.weight"):
-        more = 2 * torch.randn(N_PADDED - N_TOKENS, small.dim, generator=torch.Generator().manual_seed(0))
-        state_dict[name] = torch.cat([state_dict[name], more])
-    save_checkpoint(made.padded / "model.pth", replace(small, vocab_size=N_PADDED), state_dict)
     return made
 
 
@@ -156,11 +145,11 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> Iterator[Job]:
-    """Start a benchmark on two ranks, and kill its processes at the end."""
+def started(folder: Path, script: str, arguments: list[str], spoiled: bool = False) -> Iterator[Job]:
+    """Start a benchmark on two ranks, and kill its processes at the end. spoiled: its first prompt fails on rank 1."""
     path = str(ROOT / "tests" / f"{script}_benchmark.py")
-    command = [path] if fault is None else [ON_RANKS, fault, path]
-    with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if fault else {}) as job:
+    command = [ON_RANKS, path] if spoiled else [path]
+    with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if spoiled else {}) as job:
         yield job
 
 
@@ -182,8 +171,8 @@ def launched(folder: Path, command: list[str], environment: dict[str, str]) -> I
         launcher.wait()
 
 
-def on_two_ranks(folder: Path, script: str, arguments: list[str], fault: str | None = None) -> EndedOnRanks:
-    with started(folder, script, arguments, fault) as job:
+def on_two_ranks(folder: Path, script: str, arguments: list[str], spoiled: bool = False) -> EndedOnRanks:
+    with started(folder, script, arguments, spoiled) as job:
         return job.end()
 
 

@@ -17,6 +17,7 @@ from engine.drafters import Drafter
 from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
 from kv_cache import FullKVCache
+from models.config import RopeScaling
 from tests.support.block_heads import HEADS
 from tests.support.controllers import SCHEDULES
 from tests.support.drafters import GUESSES, TEXT_DRAFTERS, Drafters
@@ -63,6 +64,10 @@ SHAPES = {
     "one KV head": replace(TINY, n_kv_head=1),
     "three queries a group, tied": replace(TINY, n_head=6, n_kv_head=2, tie_embeddings=True),
     "sliding window": replace(TINY, n_kv_head=4, sliding_window=9),
+    "experts": replace(TINY, n_expert=4, n_expert_per_token=2, normalise_experts=True, qk_norm=True),
+    "biases, layers without rope": replace(
+        TINY, qkv_bias=True, wo_bias=True, mlp_bias=True, unrotated_layers=(0,), rope_scaling=RopeScaling("linear", 4.0)
+    ),
 }
 
 

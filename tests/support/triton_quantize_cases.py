@@ -13,8 +13,9 @@ from tests.support.fake_cuda_linear import cuda_linears
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n_row,n_in", [(1, 24), (5, 136), (20, 24)])
+@pytest.mark.parametrize(
+    "dtype,n_row,n_in", [(torch.float32, 1, 24), (torch.float16, 5, 136), (torch.bfloat16, 20, 24)]
+)
 def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
     """Ties, zeros, rows of a wider tensor; padding rows are zero, and a row that is not finite disturbs no other."""
     x = (torch.randn(n_row, n_in + 8, generator=GENERATOR) * torch.logspace(3, -3, n_row)[:, None]).to(dtype)[:, :n_in]
@@ -31,9 +32,9 @@ def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
         assert torch.equal(again[1:], rows[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("n_row,d_out", [(3, OUTPUTS + 8), (20, 16)])
+@pytest.mark.parametrize(
+    "dtype,with_bias,n_row,d_out", [(torch.float32, False, 3, OUTPUTS + 8), (torch.float16, True, 20, 16)]
+)
 def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_row, d_out):
     x, weight = (torch.randn(n, 192, generator=GENERATOR) for n in (n_row, d_out))
     bias = torch.randn(d_out, generator=GENERATOR).to(dtype) if with_bias else None
@@ -47,7 +48,7 @@ def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_
         assert torch.equal(got, layer(x.to(dtype))) and got.dtype == dtype and len(planned) == 2
 
 
-@pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8), (8448, 8)])
+@pytest.mark.parametrize("d_in,tiles", [(96, 2), (8448, 8)])
 def test_weights_in_4_bits_are_those_of_pytorch(d_in, tiles):
     """bfloat16 holds the numbers of these grids: the interpreter cuts off bits where a GPU rounds."""
     packed = torch.randint(-(2**31), 2**31, (2, d_in // (16 * tiles), 32, tiles // 2), generator=GENERATOR)

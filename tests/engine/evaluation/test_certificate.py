@@ -12,7 +12,6 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
 from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
 from engine.sampling.noise import Stream, gumbel
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.entries import LARGEST
 from models import Transformer
 from tests.support.faulty import Faulty, noise_like
 from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model
@@ -152,39 +151,3 @@ def test_a_bound_that_measured_a_bug_is_not_trusted(dtype):
     assert calibration_of(model).trusted
     model.__class__ = Reversed
     assert not calibration_of(model).trusted
-
-
-def test_eps_is_the_largest_difference_between_a_block_and_single_tokens():
-    def offset(logits, positions):  # one logit is 0.25 higher, at one position alone
-        logits[..., 7] += 0.25 * (positions == LENGTHS[1] + 22)
-        return logits
-
-    exact = calibration_of(tiny_model())
-    assert exact.eps < 1e-11
-    assert (exact.flips, exact.positions) == (0, len(LENGTHS) * N_FORCED)
-    measured = calibration_of(with_blocks(tiny_model(), offset))
-    assert 2 * measured.eps == pytest.approx(0.25, abs=1e-11), "the gap that one logit alone can close"
-
-
-class StaleScales(FullKVCache):
-    """A cache whose slots keep the scale of the draft that they held: a bug that needs a rejection."""
-
-    def write(self, layer, slots, new, *store):
-        scales = self.scales[layer]
-        before = scales[:, self._rows, :, slots]
-        super().write(layer, slots, new, *store)
-        scales[:, self._rows, :, slots] = torch.where(before > 0, before, scales[:, self._rows, :, slots])
-
-
-@pytest.mark.parametrize("kv_dtype", LARGEST)
-def test_a_wrong_entry_of_8_bits_is_found_and_a_rounded_one_is_not(kv_dtype):
-    model = tiny_model(dtype=torch.float32)
-
-    def cache(kind: type[FullKVCache]) -> FullKVCache:
-        return kind(TINY, len(PROMPTS), 128, dtype=kv_dtype)
-
-    calibration = calibration_of(model, cache(FullKVCache))
-    assert calibration.trusted
-    for kind, holds in ((FullKVCache, True), (StaleScales, False)):
-        emitted = speculate(model, GREEDY, cache=cache(kind))
-        assert certify(replay(model, cache(FullKVCache), PROMPTS, emitted), calibration.eps).holds == holds

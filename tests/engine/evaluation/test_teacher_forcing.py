@@ -3,16 +3,14 @@
 import pytest
 
 from common.errors import UserError
-from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, StandaloneDraft
 from engine.drafters.ngram import NGram
-from engine.drafters.speculated import Speculated
 from engine.evaluation.teacher_forcing import forced_acceptance
 from tests.support.tiny import (
     continue_by_recomputing,
     full_cache,
     random_prompts,
     tiny_model,
-    tiny_runner,
 )
 
 GAMMA, N_TOKEN = 2, 13
@@ -48,19 +46,6 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
     wanted = expected(target, lambda text: continue_by_recomputing(draft, text, GAMMA))
     assert counted(runner, drafter) == wanted
     assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
-
-
-@pytest.mark.parametrize("kind", ["self", "model"])
-def test_a_draft_of_the_draft_sees_the_text_too(kind):
-    """The model below itself is always right of its own text."""
-    runner = tiny_runner(3)
-    outer, own = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma) for gamma in (4, 2))
-    model = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 3)), 2)
-    drafter = Speculated(outer, own if kind == "self" else model)
-    text = generate(runner, PROMPTS, max_new_tokens=40).tokens
-    forced_acceptance(runner, drafter, PROMPTS, text)
-    counts = drafter.inner_counts()
-    assert counts.accepted == counts.verified > 30
 
 
 ALL_ROWS = "a prompt and a continuation are needed per row"

@@ -2,18 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from torch import Tensor
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 from models.checkpoints.model_source import find_model
-from models.heads.loading import find_head
 from tests.support.programs import ROOT, overriding, python
-from tests.support.published_heads import eagle_config, eagle_tensors, medusa_tensors, save_head
-from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models, on_two_ranks
+from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models
 
 N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
 
@@ -57,21 +54,6 @@ def test_a_digest_tells_checkpoints_of_a_shape_apart(models: Models, tmp_path: P
     assert digest(copied(models.target, tmp_path / "scaled", scaled), False) != by_pieces[0]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_a_digest_tells_heads_of_a_shape_apart(kind: str, models: Models, tmp_path: Path) -> None:
-    target = find_model(str(models.target), "pth", None, "--model").config
-    tensors = {"medusa": medusa_tensors, "eagle": eagle_tensors}[kind](target)
-    values = {"medusa": {"medusa_num_layers": 2}, "eagle": eagle_config(target)}[kind]
-    name = next(name for name, tensor in tensors.items() if tensor.dtype.is_floating_point)
-    changed = tensors | {name: tensors[name] * 1.01}
-
-    def of(folder: str, held: Mapping[str, Tensor], whole: bool = False) -> str:
-        return find_head(save_head(tmp_path / folder, dict(held), values), kind, target).digest(whole)
-
-    assert of("one", tensors) == of("two", tensors) != of("three", changed)
-    assert of("four", tensors, True) == of("five", tensors, True) != of("six", changed, True)
-
-
 def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_path: Path) -> None:
     """Sessions open one after another in the same processes, before and after the first that joins the ranks."""
     copy = f"--model {copied(models.target, tmp_path / 'copy')}"
@@ -111,10 +93,3 @@ def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_
     for said, (*case, names) in zip(on_ranks[0], cases, strict=True):
         assert all(part in said for part in names) and bool(said) == bool(names), (case, said)
         assert not said or "rank 0" in said.partition("seen:")[2], said
-
-
-@pytest.mark.slow
-def test_a_benchmark_whose_ranks_have_other_flags_ends_with_one_message(models: Models, tmp_path: Path) -> None:
-    arguments = models.arguments("selfspec")
-    said = on_two_ranks(tmp_path, "selfspec", arguments, "--gamma 4").message("[01]", 2)
-    assert said.count("error") == 1 and "--gamma: 3 on rank 0, 4 on rank 1" in said

@@ -1,8 +1,8 @@
 """Edited logits at every drafted position: by lists, in captured rounds, and where all ids are excluded."""
 
-import math
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,11 +11,9 @@ from common.errors import ConfigError
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.batch import Batch
 from engine.evaluation import reference
-from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.sampling.distribution import Distribution, Filters
-from engine.sampling.processors import BAN
 from tests.support.drafters import Drafters
-from tests.support.edit_cases import edited, edited_by_lists
+from tests.support.edit_cases import edited
 from tests.support.policies import Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputing, tiny_model, tiny_runner
@@ -36,34 +34,10 @@ EDITED = [
 STOPS = [[], [], [8, 11, 30], [], [*range(0, 61, 4)]]
 
 
-def test_every_position_counts_the_drafts_before_it():
-    """Three rows, of which the second has no edits, and in another batch another length of the answer."""
-    rules = [
-        SamplingParams(**PENALTIES, logit_bias=BIAS, bad_words=[[4], [6, 2], [1, 6, 6, 9]], min_tokens=4),
-        SamplingParams(0.8),
-        SamplingParams(0.8, repetition_penalty=2.0, bad_words=[[2, 2], [2, 2, 3]], min_tokens=8),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    batch, drafts = Batch(4, Filters.of(rules), n_ids=61).first(3), torch.tensor([[6, 6, 9, 6], [1, 2, 3, 4], [2] * 4])
-    requests = [Request([1, 2, 60], 99, [7, 8, 99], how) for how in rules]
-    for answers in ([[6, 1], [], []], [[6, 1, 1, 6], [5], [2, 2]], [[6, 1, 1, 6, 3, 1, 6], [5, 6], [2, 2, 2]]):
-        for request, answer in zip(requests, answers, strict=True):
-            request.tokens = answer
-        batch.set_state([0] * 3, [0] * 3, [0] * 3, requests)
-        logits = 3 * torch.randn(3, 5, 61, generator=generator, dtype=torch.float64)
-        found = batch.processed(logits, drafts)
-        assert torch.equal(found[1], logits[1])
-        found = found.masked_fill(found < BAN / 2, -math.inf)
-        for row, (request, how) in enumerate(zip(requests, rules, strict=True)):
-            for i in range(5):
-                text = [*request.tokens, *drafts[row, :i].tolist()]
-                expected = edited_by_lists(logits[row, i].tolist(), request.prompt, text, how, request.stop_tokens)
-                torch.testing.assert_close(found[row, i].tolist(), expected, rtol=1e-14, atol=0)
-        assert batch.processed(logits.bfloat16(), drafts).dtype == torch.float32
+KINDS = ("none", "full", "ngram", "speculated, streaming", "full: confidence")
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("kind", ["none", "full", "ngram", "speculated, streaming", "full: confidence"])
+@pytest.mark.parametrize("kind,mode", [*zip(KINDS, cycle(["coupled", "greedy"]), strict=False)])
 def test_captured_rows_are_those_of_a_slow_reference(kind, mode):
     """Five ragged requests through two rows: rounds with and without edits alternate."""
     model, prompts, graphs = tiny_model(), random_prompts(LENGTHS), list[RecordedGraph]()
@@ -100,13 +74,3 @@ def test_ids_outside_the_vocabulary_are_refused(rules):
         decoder.submit(Request([1, 2], 5, sampling=SamplingParams(**rules)))
     decode(decoder, request := Request([1, 2], 5))
     assert len(request.tokens) == 5
-
-
-def test_teacher_forcing_edits_by_the_given_text():
-    """Whatever the target would choose, it accepts a draft that can only be the token that is not excluded."""
-    runner = tiny_runner(2)
-    rules = SamplingParams(bad_words=[[id_] for id_ in range(61) if id_ != 7])
-    drafter = Drafters(runner, 2, SIZE)("full")
-    prompts, books = random_prompts([9, 14]), random_prompts([10, 10], seed=1)
-    counts = forced_acceptance(runner, drafter, prompts, books, rules)
-    assert all(count.accepted == count.drafted > 0 for count in counts)

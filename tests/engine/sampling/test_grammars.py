@@ -82,7 +82,7 @@ def grammars(tokenizer, model) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, [END])
 
 
-DRAFTERS = ("streaming", "standalone, full", "ngram", "combined, standalone, full", "speculated, ngram")
+DRAFTERS = ("streaming", "combined, standalone, full", "speculated, ngram")
 
 
 def answers(kind: str, mode: str, model, tokenizer, grammars, new_graphs=None) -> list[Request]:
@@ -125,7 +125,7 @@ def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
         assert mode == "rejection" or all(ours < theirs for ours, theirs in (rounds[0], rounds[2])), kind
 
 
-@pytest.mark.parametrize("kind", ["none", "streaming", "ngram", "speculated, ngram"])
+@pytest.mark.parametrize("kind", ["streaming", "speculated, ngram"])
 def test_captured_rounds_follow_grammars(kind, model, tokenizer, grammars):
     graphs: list[RecordedGraph] = []
     called = answers("none", "coupled", model, tokenizer, grammars)
@@ -141,13 +141,6 @@ def test_parameters_that_exclude_all_that_a_grammar_allows_give_way(model, token
     request = Request([5, 6], 20, [end], sampling, grammar=grammars.start("regex", "A|AA"))
     decode(Decoder(runner, drafter=NGram(runner, gamma=3), verification="coupled"), request)
     assert tokenizer.decode(request.tokens) in ("A", "AA") and request.finish_reason == "stop"
-
-
-def test_the_limit_cuts_an_answer(model, tokenizer, grammars):
-    runner = ModelRunner(model, full_cache(model, 1, 300))
-    request = Request([5, 6], 4, [END], grammar=grammars.start(*JSON))
-    decode(Decoder(runner, drafter=NGram(runner, gamma=3)), request)
-    assert request.finish_reason == "length" and '{"colour": "'.startswith(tokenizer.decode(request.tokens)[:9])
 
 
 def test_a_grammar_that_is_wrong_is_refused_in_the_librarys_words(grammars):
@@ -218,17 +211,12 @@ def test_clients_get_json_on_every_route(structured: Served):
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
 
 
-WRONG_FORMATS = (
-    *({"type": "json_schema"}, {"type": "xml"}),
-    *(
-        {"type": "json_schema", "json_schema": schema}
-        for schema in (
-            {"schema": {"type": "objekt"}},
-            {"schema": {"maximum": 10**400}},
-            {"schema": {"title": "\ud800"}},
-            {"schema": {}, "schemas": {}},
-        )
-    ),
+WRONG_FORMATS: tuple[dict, ...] = (
+    {"type": "json_schema"},
+    {"type": "xml"},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}},
+    {"type": "json_schema", "json_schema": {"schema": {"title": "\ud800"}}},
+    {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}},
 )
 
 

@@ -103,20 +103,15 @@ CONFIGURATIONS = [
     # mode, drafter, gamma, prompts per slot, ways to sample, seed
     ("rejection", "none", 0, 3, (PLAIN,), 101),
     ("rejection", "streaming", 2, 4, (PLAIN,), 103),
-    ("rejection", "full", 3, 3, (PLAIN,), 1 << 33),
-    ("rejection", "ngram", 2, 3, (PLAIN, FILTERED), 106),
-    ("rejection", "saved", 2, 3, (PLAIN,), 109),
     ("rejection", "changing", 3, 5, (PLAIN, FILTERED), 110),
     ("rejection", "medusa", 3, 3, (PLAIN, FILTERED), 111),
     ("rejection", "eagle-3, streaming", 3, 3, (PLAIN, FILTERED), 113),
     ("rejection", "P-EAGLE, streaming", 3, 3, (PLAIN, EDITED), 115),
     ("rejection", "dflash, whole, streaming", 3, 3, (PLAIN, FILTERED), 117),
     ("rejection", "dflash, whole, streaming: confidence", 3, 3, (PLAIN, EDITED), 119),
-    ("rejection", "speculated, streaming", 3, 3, (PLAIN, FILTERED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
-    ("coupled", "none", 0, 1, (PLAIN, FILTERED), 107),
-    ("rejection", "full", 3, 3, (PLAIN, EDITED), 131),
+    ("rejection", "full", 3, 3, (PLAIN, EDITED), 1 << 33),
     ("rejection", "ngram", 3, 3, (TYPICAL, EDITED), 133),
     ("rejection", "speculated, streaming", 3, 3, (PLAIN, EDITED), 135),
     ("coupled", "full", 3, 1, (TYPICAL, EDITED), 137),
@@ -144,14 +139,11 @@ def test_sequences_have_the_targets_joint_law(mode, kind, gamma, per_slot, ways,
         assert 0 < out.stats.drafted < gamma * out.stats.counts.rounds, "a schedule that leaves nothing out"
 
 
-@pytest.mark.parametrize(
-    "kind,gamma",
-    [("full", 3), ("streaming", 2), ("ngram", 3), ("dflash, whole, streaming", 3), ("speculated, streaming", 3)],
-)
-def test_grammars_mask_the_targets_joint_law(kind, gamma):
+@pytest.mark.parametrize("kind", ["full", "dflash, whole, streaming", "speculated, streaming"])
+def test_grammars_mask_the_targets_joint_law(kind):
     """Every second request has a grammar, which also forces tokens; its neighbours keep their laws."""
-    n = N_REQUESTS
-    runner, new_drafter = runner_and_drafters(n // 4, gamma)
+    n = max(N_REQUESTS, 1000)
+    runner, new_drafter = runner_and_drafters(n // 4, gamma=3)
     groups = [(i % len(PROMPTS), replace(PLAIN, seed=i % 2)) for i in range(n)]
     requests = [
         Request(PROMPTS[prompt], N_NEW, [STOP], way, i, grammar=Automaton() if way.seed else None)

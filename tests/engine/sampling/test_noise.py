@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.sampling import noise
-from engine.sampling.noise import Stream, gumbel, philox, uniform
+from engine.sampling.noise import Stream, philox, uniform
 from tests.support.programs import ROOT, python
-from tests.support.statistics_tools import chi_square_p_value
 
 WORD = 2**32
 KNOWN_ANSWERS = [  # counter, key, output: the vectors published with Random123
@@ -80,40 +79,9 @@ def test_gumbel_is_finite_at_both_ends_of_the_uniforms(extreme, dtype):
     assert bool((values < -3 if extreme < 0.5 else values > 30).all())
 
 
-@pytest.mark.parametrize("stream", list(Stream))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_argmax_of_log_p_plus_gumbel_is_a_draw_of_p(stream, dtype):
-    p = torch.tensor([0.4, 0.0, 0.25, 0.2, 0.1, 0.04, 0.0099, 0.0001], dtype=dtype)
-    n = 100_000
-    noise_of_rows = gumbel(one(2024), torch.arange(n), one(12), stream, len(p), dtype)
-    counts = (p.log() + noise_of_rows).argmax(dim=-1).bincount(minlength=len(p))
-    assert chi_square_p_value(counts, p.double() / p.double().sum() * n) > 1e-4
-
-
 def test_the_triton_kernels_draw_what_pytorch_draws():
     """Run triton_draws_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
     pytest.importorskip("triton")
     cases = ROOT / "tests/support/triton_draws_cases.py"
     ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
-
-
-def test_the_triton_kernels_compile_for_hopper_without_spilling():
-    pytest.importorskip("triton")
-    from engine.sampling.triton_draws import draw_row, filter_row
-    from tests.support import kernel_launches as kernels
-
-    ours = [variant for variant in kernels.variants(90) if variant[1].kernel in (draw_row, filter_row)]
-    assert len(ours) == 3
-    assert not any(kernels.problem_of(kernels.compile_launch(*variant, 90)) for variant in ours)
-
-
-def test_the_cpu_kernel_draws_the_numbers_that_pytorch_draws():
-    """Bit for bit, of broadcast rows and an odd number of ids; logarithms of two libraries may differ in one of 1e8."""
-    if noise._kernel() is None:
-        pytest.skip("no C++ kernel here")
-    generator = torch.Generator().manual_seed(2)
-    seed = torch.randint(2**62, (40, 1), generator=generator)
-    request, position = (torch.randint(2**32, shape, generator=generator) for shape in ((40, 1), (1, 2)))
-    keys = seed, request, position, Stream.RESAMPLE, 9001
-    assert torch.equal(gumbel(*keys), noise.gumbel_of(uniform(*keys)).float())

@@ -23,18 +23,15 @@ from tests.support.recorded_graph import NoHostReads
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, window: tuple[int, int]) -> Tensor:
     """Return the output `[B, T, H, D]`; 0 for queries that see nothing."""
-    n_row, n_slot, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    n_row, n_slot = q.shape[1], k.shape[1]
     if lengths is None:
         lengths = torch.full(q.shape[:1], n_slot)
-    k, v = (x.double().repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q.double(), k) * q.shape[-1] ** -0.5
     slot, length = torch.arange(n_slot), lengths.long()[:, None, None]
     # Aligned to the bottom right: the last query is that of the last key.
     at = torch.arange(n_row)[:, None] + length - n_row
     left, right = window if not causal else (window[0], 0)
     visible = (slot < length) & ((slot >= at - left) | (left < 0)) & ((slot <= at + right) | (right < 0))
-    scores = scores.masked_fill(~visible.expand(-1, n_row, -1)[:, None], float("-inf"))
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).nan_to_num(), v).to(q.dtype)
+    return attention_cases.masked_attention(q.double(), k.double(), v.double(), visible).to(q.dtype)
 
 
 def fake_package(package: Package) -> ModuleType:

@@ -47,16 +47,9 @@ def test_texts_come_back_and_bos_is_added_where_the_model_has_it(tmp_path: Path,
     assert len(tokenizer.encode(TEXT)) == len(plain) + bos
     assert tokenizer.encode(TEXT)[bos:] == plain
     assert tokenizer.decode(plain) == tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    assert max(plain) < len(tokenizer.pieces())
+    n = len(tokenizer.pieces())
+    assert max(plain) < n and tokenizer.decode([*plain, n, n + 60]) == TEXT, "ids without a token have no text"
     assert all(isinstance(token, int) for token in plain)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_ids_without_a_token_have_no_text(tmp_path: Path, name: str) -> None:
-    WRITERS[name](tmp_path, True)
-    tokenizer = load_tokenizer(tmp_path)
-    ids, n = tokenizer.encode("naïve", add_bos=False), len(tokenizer.pieces())
-    assert tokenizer.decode([*ids, n, n + 60]) == "naïve" and tokenizer.decode([n]) == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type"', b"\x00\xff\xfe garbage"])
@@ -87,13 +80,6 @@ LLAMA = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-MISTRAL = """{{ bos_token }}{% for message in messages %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{ raise_exception('roles have to alternate, user first') }}
-    {% endif %}
-    {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
-    {%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}
-{% endfor %}"""
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>"]
 QUESTION = [{"role": "user", "content": "  Où est <i>le chat</i> ?\n"}]
 TALK = [*QUESTION, {"role": "assistant", "content": "Là.\n"}, {"role": "user", "content": "Merci & au revoir"}]
@@ -113,16 +99,12 @@ def chat(folder: Path, template: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("messages", [QUESTION, TALK, SYSTEM], ids=["question", "talk", "system"])
-@pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL], ids=["chatml", "llama", "mistral"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "llama"])
 def test_a_conversation_has_the_text_and_ids_of_transformers(tmp_path: Path, template, messages) -> None:
     """BOS comes once, where the template writes it."""
     ours = chat(tmp_path, template)
     names = {"bos_token": BOS, "eos_token": "</s>", "chat_template": template}
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **names)
-    if messages is SYSTEM and template is MISTRAL:
-        with pytest.raises(ConfigError, match="have to alternate"):
-            ours.encode(messages)
-        return
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert ours.render(messages) == text
     ids = ours.encode(messages)
@@ -142,6 +124,8 @@ def test_variables_reach_the_template_as_in_transformers_and_never_as_control_to
     for refused in ({"messages": []}, {"note": ["<|im_end|>"]}, {"note": {"<|im_end|>": 1}}):
         with pytest.raises(ConfigError):
             ours.encode(QUESTION, refused)
+    with pytest.raises(ConfigError, match="tools"):
+        ours.encode(QUESTION, tools=TOOLS)  # which the template does not read
 
 
 QWEN = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
@@ -174,11 +158,6 @@ def test_tools_and_calls_have_the_text_and_ids_of_transformers(tmp_path: Path) -
     for messages, tools in (([*QUESTION, *CALLING], TOOLS), ([*QUESTION, *evil[0]], evil[1])):
         ids = ours.encode(messages, tools=tools)
         assert [ids.count(control[name]) for name in ("<|im_end|>", "<|im_start|>")] == [4, 5]
-
-
-def test_a_template_that_reads_no_tools_refuses_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tools"):
-        chat(tmp_path, CHATML).encode(QUESTION, tools=TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +218,7 @@ def test_a_bad_template_is_refused_by_name(tmp_path: Path, template_file, settin
         load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(QUESTION)
 
 
-@pytest.mark.parametrize("template_file", ["", MISTRAL], ids=["alone", "beside another"])
+@pytest.mark.parametrize("template_file", ["", LLAMA], ids=["alone", "beside another"])
 def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, template_file: str) -> None:
     folder = tmp_path / "model"
     write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})

@@ -21,96 +21,51 @@ from models import load_model
 from models.checkpoints.config_changes import ConfigChanges
 from models.checkpoints.hf_config import config_from_json
 from models.checkpoints.model_source import find_model
-from models.checkpoints.presets import PRESETS, preset_config
-from models.config import RopeScaling
+from models.checkpoints.presets import preset_config
 from tests.support.hf_tiny import LLAMA3_CORNERS, N_TOKENS, SHAPE, random_model, rope, save_folder
 
 # Parameters; what their number does not see: heads, KV heads, head_dim, rope_theta, context.
-LLAMA_2, TINYLLAMA, SMOLLM = (32, 32, 128, 1e4, 4096), (32, 4, 64, 1e4, 2048), (9, 3, 64, 1e5, 8192)
 PUBLISHED = {
-    "meta-llama/Llama-2-7b-hf": (6_738_415_616, LLAMA_2),
-    "togethercomputer/LLaMA-2-7B-32K": (6_738_415_616, (*LLAMA_2[:-1], 32768)),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (1_100_048_384, TINYLLAMA),
-    "TinyLlama/TinyLlama_v1.1": (1_100_048_384, TINYLLAMA),
+    "meta-llama/Llama-2-7b-hf": (6_738_415_616, (32, 32, 128, 1e4, 4096)),
     "JackFram/llama-68m": (68_030_208, (12, 12, 64, 1e4, 2048)),
-    "meta-llama/Meta-Llama-3-8B": (8_030_261_248, (32, 8, 128, 5e5, 8192)),
     "meta-llama/Meta-Llama-3.1-8B": (8_030_261_248, (32, 8, 128, 5e5, 131072)),
-    "meta-llama/Meta-Llama-3.1-70B": (70_553_706_496, (64, 8, 128, 5e5, 131072)),
     "meta-llama/Llama-3.2-1B": (1_235_814_400, (32, 8, 64, 5e5, 131072)),
-    "meta-llama/Llama-3.2-3B": (3_212_749_824, (24, 8, 128, 5e5, 131072)),
-    "HuggingFaceTB/SmolLM2-135M": (134_515_008, SMOLLM),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": (134_515_008, SMOLLM),
-    "mistralai/Mistral-7B-v0.1": (7_241_732_096, (32, 8, 128, 1e4, 32768)),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (134_515_008, (9, 3, 64, 1e5, 8192)),
     "mistralai/Mistral-7B-v0.3": (7_248_023_552, (32, 8, 128, 1e6, 32768)),
-    "01-ai/Yi-1.5-6B": (6_061_035_520, (32, 4, 128, 5e6, 4096)),
-    "Qwen/Qwen2.5-7B": (7_615_616_512, (28, 4, 128, 1e6, 131072)),
     "Qwen/Qwen2.5-0.5B": (494_032_768, (14, 2, 64, 1e6, 32768)),
-    "Qwen/Qwen3-0.6B": (596_049_920, (16, 8, 128, 1e6, 40960)),
-    "Qwen/Qwen3-1.7B": (1_720_574_976, (16, 8, 128, 1e6, 40960)),
-    "Qwen/Qwen3-4B": (4_022_468_096, (32, 8, 128, 1e6, 40960)),
     "Qwen/Qwen3-8B": (8_190_735_360, (32, 8, 128, 1e6, 40960)),
-    "Qwen/Qwen3-14B": (14_768_307_200, (40, 8, 128, 1e6, 40960)),
     "Qwen/Qwen3-30B-A3B": (30_532_122_624, (32, 4, 128, 1e6, 40960)),
-    "Qwen/Qwen3-32B": (32_762_123_264, (64, 8, 128, 1e6, 40960)),
 }
 
 
-def test_presets_have_the_published_shapes():
-    presets = {name: preset_config(name) for name in PRESETS}
-    shapes = {name: (c.n_head, c.n_kv_head, c.head_dim, c.rope_theta, c.max_context) for name, c in presets.items()}
-    assert {name: (config.n_parameters, shapes[name]) for name, config in presets.items()} == PUBLISHED
-
-
-def test_presets_have_the_published_rope_scaling_windows_and_biases():
-    assert preset_config("togethercomputer/LLaMA-2-7B-32K").rope_scaling == RopeScaling("linear", 8.0)
-    assert preset_config("meta-llama/Meta-Llama-3.1-8B").rope_scaling == RopeScaling("llama3", 8.0)
-    assert preset_config("meta-llama/Llama-3.2-1B").rope_scaling == RopeScaling("llama3", 32.0)
-    assert preset_config("meta-llama/Meta-Llama-3-8B").rope_scaling is None
-    assert preset_config("mistralai/Mistral-7B-v0.1").sliding_window == 4096
-    assert preset_config("mistralai/Mistral-7B-v0.3").sliding_window is None
-    assert preset_config("Qwen/Qwen2.5-7B").qkv_bias
-    assert not preset_config("meta-llama/Meta-Llama-3.1-8B").qkv_bias
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_shapes(name: str) -> None:
+    c = preset_config(name)
+    assert (c.n_parameters, (c.n_head, c.n_kv_head, c.head_dim, c.rope_theta, c.max_context)) == PUBLISHED[name]
 
 
 LLAMA = SHAPE | {"architectures": ["LlamaForCausalLM"]}
 
 
 # The changed configs below are far more cases; these are refused by name.
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[bytes | dict[str, Any], str]] = [
     ({"architectures": 5}, "architecture"),
-    ({"rope_scaling": {"type": "proportional", "factor": 4.0}}, "proportional"),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ({"sliding_window": 4096}, "sliding_window"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"num_key_value_heads": 8}, "n_kv_head"),
     ({"eos_token_id": [2, N_TOKENS]}, "eos_token_id"),
+    (b"[1, 2]", "list"),
+    (b"\xff\xfe", "codec"),
 ]
 
 
-@pytest.mark.parametrize("changes, named", REFUSED, ids=[str(changes) for changes, _ in REFUSED])
-def test_a_config_value_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize("content, named", REFUSED, ids=[str(content) for content, _ in REFUSED])
+def test_a_config_value_is_refused_by_name(tmp_path: Path, content: bytes | dict[str, Any], named: str) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | changes))
-    with pytest.raises(ConfigError) as refusal:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(LLAMA | content).encode())
+    with pytest.raises(ConfigError, match=named) as refusal:
         config_from_json(path)
-    assert named in str(refusal.value)
-
-
-NOT_CONFIGS = {
-    b"[1, 2]": "list",
-    b"\xff\xfe": "codec",
-    b"[" * 10**5: "deeply",
-    b'{"a": ' + b"9" * 5000 + b"}": "digits",
-}
-
-
-@pytest.mark.parametrize(("content", "why"), NOT_CONFIGS.items(), ids=NOT_CONFIGS.values())
-def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=why) as refusal:
-        config_from_json(path)
-    assert str(path) in str(refusal.value)
+    assert isinstance(content, dict) or str(path) in str(refusal.value)
 
 
 TOLERANCE = 1e-5  # of logits of order 1, in float32
@@ -131,26 +86,23 @@ LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "fa
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_CORNERS}
 FULL, SLIDING = "full_attention", "sliding_attention"
 VALUES: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0.5,),
     "architectures": (DROP, None, ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["LlamaModel"]),
-    "model_type": (DROP, None, "llama", "mistral", "qwen3"),
+    "model_type": (DROP, "mistral", "qwen3"),
     "vocab_size": (DROP, 64, float(N_TOKENS)),
-    "hidden_size": (DROP, 32, 66, "64", True),
+    "hidden_size": (DROP, 32, "64"),
     "intermediate_size": (DROP, 95),
     "num_hidden_layers": (DROP, 1, 3),
     "num_attention_heads": (DROP, 2, 8, 0),
     "num_experts": (4, 2),
     "num_experts_per_tok": (DROP, 1, 5, "2"),
     "norm_topk_prob": (True, 1),
-    "decoder_sparse_step": (1, 2),
-    "mlp_only_layers": (None, [0]),
-    "no_rope_layers": (None, [1, 1], [0, 1, 1], [0], [True, False], "01"),
-    "no_rope_layer_interval": (1, 2, 0, None, "2"),
+    "no_rope_layers": (None, [0, 1, 1], [True, False]),
+    "no_rope_layer_interval": (2, 0, "2"),
     "num_key_value_heads": (DROP, None, 1, 3),
     "head_dim": (DROP, None, 8, 16, "16", 0),
     "max_position_embeddings": (DROP, None, 16, "128"),
-    "rms_norm_eps": (DROP, None, 0.1, 1, 0, -1e-5, math.nan),
-    "hidden_act": (DROP, None, "silu", "gelu", "swish"),
+    "rms_norm_eps": (DROP, 0.1, -1e-5, math.nan),
+    "hidden_act": (DROP, "gelu", "swish"),
     "tie_word_embeddings": (DROP, None, True, 1, "true"),
     "eos_token_id": (None, 7, [3, 4], -1, "2"),
     "attention_bias": (None, True, False, 0),
@@ -158,9 +110,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (DROP, None, 5, 0, "8"),
     "use_sliding_window": (None, True, False),
     "layer_types": (None, [FULL] * 2, [SLIDING] * 2, [FULL, SLIDING], []),
-    "is_causal": (True, False),
     "quantization_config": (None, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "text_config": (None, {"rms_norm_eps": 0.1}),
     "rope_theta": (None, 500.0, "10000", 0, math.inf),
     "partial_rotary_factor": (None, 1, 0.5),
     "rope_scaling": (None, {}, LINEAR, {"type": "linear", "factor": 2}, YARN, "linear"),
@@ -170,16 +120,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
         *({"rope_type": "linear", "type": kind, "factor": 4.0} for kind in ("yarn", "default")),
         *(LINEAR | {"factor": factor} for factor in (2, 0.5, None, "4", 0)),
         *(LINEAR | {"rope_type": kind} for kind in ("dynamic", "longrope", "llama3", 5)),
-        *({"rope_type": "default", "partial_rotary_factor": factor} for factor in (1.0, 0.5)),
         LLAMA3,
-        {key: value for key, value in LLAMA3.items() if key != "low_freq_factor"},
         LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
         LLAMA3 | {"original_max_position_embeddings": 16, "mscale": 2.0},
         {FULL: LINEAR},
         *(YARN | extra for extra in ({"attention_factor": 2.0}, {"attention_factor": "2"}, {"mscale": 0.7})),
-        *(YARN | extra for extra in ({"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 0, "mscale_all_dim": 1.0})),
-        *(YARN | extra for extra in ({"beta_fast": 8.0, "beta_slow": None}, {"truncate": False}, {"truncate": None})),
-        *(YARN | extra for extra in ({"original_max_position_embeddings": 16}, {"factor": None}, {"factor": 0.5})),
+        *(YARN | extra for extra in ({"mscale": 0.7, "mscale_all_dim": 1.3}, {"beta_fast": 8.0, "beta_slow": None})),
+        *(YARN | extra for extra in ({"truncate": False}, {"original_max_position_embeddings": 16}, {"factor": 0.5})),
     ),
 }
 # Files from before transformers 5, and files with old and new keys at once.
@@ -257,7 +204,7 @@ def test_a_changed_config_has_the_logits_of_transformers_or_is_refused(name: str
         found = outcome(base, changes, plain, rows, tmp_path / f"{number}")
         assert found != "other logits", changes
         counts[found] += 1
-    assert counts["equal logits"] > 5 and counts["both refuse"] > 5
+    assert counts["equal logits"] > 2 and counts["both refuse"] > 2
 
 
 @pytest.fixture(scope="module")

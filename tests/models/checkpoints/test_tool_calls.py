@@ -39,20 +39,16 @@ CASES: list[tuple[str, str, list[tuple[str, object]]]] = [
 TEXTS = [
     hermes("another", {}),
     hermes("search", "cat"),
-    hermes("search", None),
     hermes(*WEATHER)[:-20],
-    llama("another", {}),
     llama(*WEATHER)[:-1],
     f"As JSON: {llama(*WEATHER)}",
     '{"answer": [1, 2]}',
-    '["search"]',
     '<tool_call>{"name": "search", "arguments": {"query": "\\ud800"}}</tool_call>',
     '{"name": "search", "parameters": {"limit": NaN}}',
     '{"name": "search", "parameters": {"limit": 1e999}}',
     '{"name": "search", "parameters": ' + "[" * 5000,
     "<|python_tag|>print(3)",
     "if a <tool_cal",
-    " ",
     "",
 ]
 CASES += [(text, text, []) for text in TEXTS]

@@ -73,16 +73,6 @@ def test_the_triton_kernels_equal_pytorch():
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 
-def test_the_triton_kernels_compile_for_hopper_without_spilling():
-    pytest.importorskip("triton")
-    from models.kernels import triton_quantize
-    from tests.support import kernel_launches as kernels
-
-    ours = [each for each in kernels.other_variants() if each[1].kernel.__module__ == triton_quantize.__name__]
-    assert len(ours) == 3
-    assert not any(kernels.problem_of(kernels.compile_launch(*each, 90)) for each in ours)
-
-
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])
 def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in, tiles):
     """Few rows use the kernel, many rows the dequantised weights, which are those of the kernel."""
