@@ -58,19 +58,16 @@ class Inputs:
         self.prediction = self._integers("prediction", self.prediction)
         self.stop_tokens = frozenset(self._integers("stop_tokens", self.stop_tokens))
         if self.grammar is not None and not self.stop_tokens:
-            what = "an answer ends where its grammar does"
-            refuse(f"prompt {self.index}: stop_tokens", "none", "at least one", what, FIX)
+            refuse(f"prompt {self.index}: stop_tokens", "none", "at least one, to end what its grammar ends")
         if not 0 <= self.id < 2**32:  # a word of the random numbers' counter
-            what = "a request id is out of range"
-            refuse(f"prompt {self.index}: id", self.id, "0 <= id < 2**32", what, FIX)
+            refuse(f"prompt {self.index}: id", self.id, "0 <= id < 2**32", "a request id is out of range", FIX)
 
     def _integers(self, name: str, values: Iterable[Any]) -> list[int]:
         """Return integers of Python for integers of any library."""
         try:
             return [*map(as_integer, values)]
         except TypeError:
-            what = f"the {name} of a request has to be integers"
-            refuse(f"prompt {self.index}: {name}", values, "integers", what, FIX)
+            refuse(f"prompt {self.index}: {name}", values, "integers")
 
 
 @dataclass(eq=False, kw_only=True)

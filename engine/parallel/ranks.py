@@ -240,9 +240,7 @@ def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
     if group is None:
         return tuple(range(size))
     if sorted(group) != list(range(size)):
-        what, required = "the rank group is not the ranks that run", f"each rank of a replica once: {[*range(size)]}"
-        fix = f"leave out {flag('rank_group')}, or start other ranks with torchrun --nproc_per_node"
-        refuse("rank_group", [*group], required, what, fix)
+        refuse("rank_group", [*group], f"each rank that runs once: {[*range(size)]}", fix="leave it out")
     return tuple(group)
 
 
@@ -251,6 +249,5 @@ def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -
     if draft_ranks is None:
         return tuple(group)
     if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
-        what, fix = "the draft's ranks are not ranks of the target", f"name ranks of {flag('rank_group')}, none twice"
-        refuse("draft_ranks", [*draft_ranks], f"some of {[*group]}, each once", what, fix)
+        refuse("draft_ranks", [*draft_ranks], f"some of the target's ranks, each once: {[*group]}")
     return tuple(draft_ranks)

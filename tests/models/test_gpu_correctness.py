@@ -105,11 +105,10 @@ def test_numbers_are_those_of_the_cpu():
         torch.testing.assert_close(drawn, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="tests/models/kernels/test_quantize.py is of CPUs")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_numbers_of_quantised_layers(scheme, record_property):
     """Layers equal the product with their dequantised weights, for few rows and for many."""
-    if not ON_CUDA and scheme == "int8" and not torch.cpu._is_vnni_supported():
-        pytest.skip("no VNNI")
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(1024, 576, generator=generator), torch.randn(1024, generator=generator)
     if scheme == "int8":
@@ -183,7 +182,7 @@ class CapturedShapes(ModelRunner):
 
 # The budget is below every prompt: the draft's cache then has the same shape in every round, called or captured.
 BUDGET, LIMITS = 64, [12, 8, 16, 11, 5, 14] if ON_CUDA else [9, 4, 12, 7, 6, 10]
-MODES = ["greedy", "coupled", "rejection"]
+MODES = ["greedy", "coupled", "rejection"] if ON_CUDA else ["coupled"]  # test_captured_rounds.py is of CPUs
 
 
 def model_and_prompts() -> tuple[Transformer, list[list[int]]]:

@@ -28,7 +28,6 @@ DRAFTS = {"draft": "self", "gamma": 3, "auto": True}
 INFO = {"model_id": "a model", "chat": True, "verification": "coupled", "max_new_tokens": 256, "speculation": DRAFTS}
 # Text, whether it is an accepted draft, and round: the halves of a character are two tokens.
 ANSWER = [("Hé", False, 0), ("llo", True, 1), (" <b>", True, 1), ("", False, 1), ("🙂", True, 2), ("\n", False, 2)]
-PLAIN = [(text, False, number) for number, (text, *_) in enumerate(ANSWER)]
 
 
 def events(tokens: Sequence[tuple[str, bool, int]], predicted_ms: float = 50.0, drafted: int = 6) -> Iterator[bytes]:

@@ -53,6 +53,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, chat_checkpoint, alone: Alone
         assert job.end(30).code == 0
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_requests_end(tmp_path, chat_checkpoint, alone: Alone):
     with serving_process(tmp_path, chat_checkpoint, 1) as (job, server):
         streams = begun(server, 5, 120)

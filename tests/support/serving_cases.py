@@ -36,9 +36,9 @@ PLAIN = "--max_batch 4 --max_length 320 --dtype float64"
 FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
 
 
-def make_checkpoint(folder: Path, **changes: int) -> Path:
-    """Write a model with a chat template, a token for each byte, and an end token. changes: to the shape."""
-    shape = SHAPE | {"max_position_embeddings": 400} | changes
+def make_checkpoint(folder: Path) -> Path:
+    """Write a model with a chat template, a token for each byte, and an end token."""
+    shape = SHAPE | {"max_position_embeddings": 400}
     save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), folder)
     convert(folder, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
