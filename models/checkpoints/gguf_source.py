@@ -25,14 +25,12 @@ from models.config import ModelConfig
 from models.rope import inverse_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-MODEL_ARCHS = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata keys without effect on the logits, with any value or with one value. A key that is neither read nor listed
 # is refused.
 NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 NEUTRAL = {"attention.causal": True, "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0}
 NEUTRAL |= {"expert_count": 0, "expert_used_count": 0}
-YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = dict[str, SourceTensor]
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -173,7 +171,7 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
         dim, n_head = keys.pop("embedding_length"), keys.pop("attention.head_count")
         head_dim = keys.pop("attention.key_length", dim // n_head)
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES.get(architecture, architecture)],
+            "architectures": [ARCHITECTURES[architecture]],
             "model_type": architecture,
             "hidden_act": "silu",
             "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -198,9 +196,9 @@ def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architect
             config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
         if scaling == "yarn" and factor != 1.0:
             config["original_max_position_embeddings"] = keys.pop("rope.scaling.original_context_length")
-            for ours, theirs in YARN_KEYS.items():
-                if (value := keys.pop(f"rope.scaling.{ours}", None)) is not None:
-                    config["rope_scaling"][theirs] = _short(value)
+            for name in ("beta_fast", "beta_slow"):
+                if (value := keys.pop(f"rope.scaling.yarn_{name}", None)) is not None:
+                    config["rope_scaling"][name] = _short(value)
         for key in ("rope.dimension_count", "attention.value_length"):
             if (size := keys.pop(key, head_dim)) != head_dim:
                 raise ValueError(f"{key} {size} is not head_dim {head_dim}")
@@ -219,7 +217,7 @@ def _short(value: float) -> float:
 
 def _hf_names(config: ModelConfig, architecture: str) -> dict[str, str]:
     """Map GGUF names to Hugging Face names, for each tensor that a model of that size may have."""
-    table = get_tensor_name_map(MODEL_ARCHS[architecture], config.n_layer)
+    table = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.n_layer)
     parts = chain(*source_parts(replace(config, tie_embeddings=False, qkv_bias=True)).values())
     return {str(table.get_name(name, (".weight", ".bias"))): name for name, _ in parts}
 

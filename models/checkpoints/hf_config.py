@@ -148,8 +148,8 @@ ARCHITECTURES = {
 FUSED = [name for name, architecture in ARCHITECTURES.items() if architecture.is_fused]
 
 
-def config_fields(given: Values, where: str) -> dict[str, Any]:
-    """Return the fields of a ModelConfig, for `ModelConfig.from_dict`. Raises ConfigError naming the key."""
+def config_from_hf(given: Values, *, where: str = "config") -> ModelConfig:
+    """Translate the keys of a Hugging Face config.json. Raises ConfigError naming the key."""
     require_unquantized(given, where)
     names = given.get("architectures")
     name = names[0] if isinstance(names, list) and names else "(none given)"
@@ -170,7 +170,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
         unsupported(f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
     has_window = architecture.defaults.keys() >= {"sliding_window"} and values["sliding_window"] is not None
     eos = values.get("eos_token_id")
-    return {
+    fields = {
         "vocab_size": positive(values, "vocab_size", where),
         "n_layer": n_layer,
         "dim": dim,
@@ -188,6 +188,7 @@ def config_fields(given: Values, where: str) -> dict[str, Any]:
         **{field: values.get(key, False) for field, key in architecture.switches.items()},
         "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }
+    return ModelConfig.from_dict(fields)
 
 
 def require_unquantized(given: Values, where: str) -> None:
@@ -207,11 +208,6 @@ def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:
     if len(rotates) < n_layer:
         unsupported(f"{where}: no_rope_layers", f"{len(rotates)} layers", f"{n_layer} layers")
     return [layer for layer in range(n_layer) if not rotates[layer]]
-
-
-def config_from_hf(values: Values, *, where: str = "config") -> ModelConfig:
-    """Translate the keys of a Hugging Face config.json. Raises ConfigError."""
-    return ModelConfig.from_dict(config_fields(values, where))
 
 
 def config_from_json(path: str | Path) -> ModelConfig:
