@@ -46,7 +46,7 @@ reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this mach
 	$(RUN) -m reproduce.tables cost_errors $(REPRODUCTION)/cost_model.jsonl
 	$(RUN) -m reproduce.tables auto $(REPRODUCTION)/cost_model.jsonl
 	$(RUN) -m reproduce.tables roofline
-	$(RUN) -m reproduce.plot $(REPRODUCTION)/acceptance.jsonl --y acceptance_rate
+	$(RUN) -m reproduce.plot $(REPRODUCTION)/acceptance.jsonl --x draft_budget --y acceptance_rate --facet text --lines draft_policy prefix_len
 	$(RUN) -m reproduce.plot $(REPRODUCTION)/speedups.jsonl --x B --y speedup decode_tokens_per_second
 
 # One process more than there are cores: some tests wait for ranks and servers.

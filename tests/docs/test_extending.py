@@ -87,5 +87,5 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
 
 def test_its_row_of_the_test_matrix_passes(extended: Path) -> None:
     files = "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"
-    ended = python("-m", "pytest", "-q", "-k", "key_norm or reference[0]", *files, cwd=extended)
+    ended = python("-m", "pytest", "-q", "-k", "key_norm or reference[0]", *files, cwd=extended, WITNESS_SCENARIOS="64")
     assert ended.code == 0 and "passed" in ended.out, ended.out

@@ -13,8 +13,7 @@ import pytest
 from common import cli
 from engine.sampling.distribution import SamplingParams
 from serving.serve import SIGNALS, Serve, open_server
-from tests.support.serving_cases import FLAGS, Alone, Served
-from tests.support.serving_processes import serving_process
+from tests.support.serving_cases import FLAGS, Alone, Served, serving_process
 
 
 def begun(server: Served, n: int, n_new: int = 250) -> list:

@@ -19,8 +19,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.programs import ROOT
-from tests.support.serving_cases import CHATS, STREAM, TGI, V1, Alone, Answer, Served, serving, slow
-from tests.support.serving_processes import serving_process
+from tests.support.serving_cases import CHATS, STREAM, TGI, V1, Alone, Answer, Served, serving, serving_process, slow
 
 HAPROXY = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin")
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs HAProxy")

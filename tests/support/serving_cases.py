@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
@@ -23,7 +26,8 @@ from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
 from serving.serve import Serve, Server, open_server
 from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
-from tests.support.programs import overriding
+from tests.support.programs import ROOT, overriding
+from tests.support.rank_jobs import LAUNCHER, Job, launched
 from tests.support.tiny import decode
 
 END = 2
@@ -159,6 +163,18 @@ def serving(checkpoint: Path, flags: str = "", usual: str = FLAGS) -> Iterator[S
             server.drain(0)
         thread.join(20)
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def serving_process(folder: Path, checkpoint: Path, n_ranks: int) -> Iterator[tuple[Job, Served]]:
+    """`python -m serving` as a process, or as ranks of torchrun."""
+    words = [*LAUNCHER] if n_ranks > 1 else [sys.executable]
+    command = [*words, "-m", "serving", f"--model={checkpoint}", "--port=0", *FLAGS.split()]
+    with launched(folder, command, {"PYTHONPATH": str(ROOT)}) as job:
+        job.until(lambda: "serving " in job.err or job.launcher.poll() is not None, "a server")
+        found = re.search(r"serving .* on (http://\S+)", job.err)
+        assert found, job.err
+        yield job, Served(SimpleNamespace(url=found[1]), None, [])  # type: ignore[arg-type]
 
 
 @contextmanager

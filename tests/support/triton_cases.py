@@ -64,15 +64,15 @@ def test_ragged_rows_in_order(n_token, group, head_dim):
 
 
 @pytest.mark.parametrize(
-    "storage,dtype,ring,n_token",
+    "storage,dtype,ring,n_token,n_kv_head",
     [
-        (None, torch.float16, False, 5),
-        (torch.int8, torch.float16, False, 2),
-        (torch.float8_e4m3fn, torch.float32, True, 1),
+        (None, torch.float16, False, 5, 1),
+        (torch.int8, torch.float16, False, 2, 2),
+        (torch.float8_e4m3fn, torch.float32, True, 1, 1),
     ],
 )
-def test_entries_of_every_storage(storage, dtype, ring, n_token):
-    check(after([0, 65], n_token, 75, n_kv_head=2, group=4, dtype=dtype, storage=storage, ring=ring))
+def test_entries_of_every_storage(storage, dtype, ring, n_token, n_kv_head):
+    check(after([0, 65], n_token, 75, n_kv_head, group=4, dtype=dtype, storage=storage, ring=ring))
 
 
 @pytest.mark.parametrize("capacity,n_token,group", [(33, 16, 8), (150, 1, 1)])
