@@ -84,13 +84,13 @@ def _summary(record: dict[str, Any]) -> str:
     low, high = (f"{100 * end:+.1f}" for end in record["difference_interval"])
     found = f"p = {record['mcnemar_p']:.2g}, {'' if record['significant'] else 'not '}significant"
     draft, n, only = record.get("draft_model") or record["draft"], record["problems"], "right in only a single way"
+    reads = f"  a draft step reads {text}\n" if (text := reads_text(record)) else ""
     return f"""
   {record["model"]}, {draft} draft: {n} multiplications, {sampling_text(record)}
 
 {console(rows, COLUMNS)}
 
-  a draft step reads {reads_text(record) or "no weights and no entries"}
-  difference: {100 * record["difference"]:+.1f} points (95% interval {low} to {high}), {found}
+{reads}  difference: {100 * record["difference"]:+.1f} points (95% interval {low} to {high}), {found}
   {only}: {record["only_plain_right"]} in plain decoding, {record["only_speculative_right"]} in speculation
   identical answers: {record["identical_answers"]} of {n}; all are in {record["generations"]}
 """
