@@ -20,7 +20,9 @@ class Rows:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.requests: list[Request | None] = [None] * runner.max_batch
-        self._idle_at = [0] * runner.max_batch
+        # Length and last two tokens of each idle row: a draft model rewrites the entry of the last but one, which stays
+        # as it is for a later prompt that begins with this text.
+        self._idle = [(0, 0, 0)] * runner.max_batch
         self._by_leaving = [*range(runner.max_batch)]  # the row that was left longest ago comes first
         self.computed: list[tuple[int, Request | None]] = []
         self._batch: Batch | None = None
@@ -45,7 +47,7 @@ class Rows:
         """Free a row, which still holds the request's text."""
         self.requests[row] = None
         if request.tokens:
-            self._idle_at[row] = request.length
+            self._idle[row] = _state_of(request)
         self._by_leaving = [*filter(row.__ne__, self._by_leaving), row]
         if request.error is None:
             self._runner.keep_answer(row, request.tokens[:-1])
@@ -60,20 +62,20 @@ class Rows:
 
     def begin(self, row: int, n_held: int) -> None:
         """Start another prompt in a row that holds its first `n_held` tokens."""
-        self._idle_at[row], self.computed = n_held, []
+        self._idle[row], self.computed = (n_held, 0, 0), []
 
     def gather(self, whole: Batch) -> Batch:
         """Return a batch of the busy rows, and of idle rows up to a number that rounds are made for."""
         n_busy = len(self.busy())
         # The shortest idle rows: a round reads as far as its longest row.
-        idle = sorted((row for row, r in enumerate(self.requests) if r is None), key=self._idle_at.__getitem__)
+        idle = sorted((row for row, r in enumerate(self.requests) if r is None), key=self._idle.__getitem__)
         filling = idle[: self._runner.n_computed(n_busy) - n_busy]
         computed = [(row, request) for row, request in enumerate(self.requests) if request or row in filling]
         batch = whole.first(len(computed))
         if computed != self.computed or batch is not self._batch:
             self.computed, self._batch = computed, batch
             for row in filling:
-                if self._idle_at[row] == 0:  # it idles at position 0, and overwrites the entry there
+                if self._idle[row][0] == 0:  # it idles at position 0, and overwrites the entry there
                     self._runner.cache.prefilled.pop(row, None)
             requests = [request or IDLE for _, request in computed]
             sampling, ids = [request.sampling for request in requests], [request.id for request in requests]
@@ -84,9 +86,12 @@ class Rows:
 
     def set_state(self, batch: Batch) -> None:
         """Set the lengths and last two tokens of the computed rows in their batch."""
-        states = [
-            (request.length, *request.text[-2:]) if request else (self._idle_at[row], 0, 0)
-            for row, request in self.computed
-        ]
+        states = [_state_of(request) if request else self._idle[row] for row, request in self.computed]
         lengths, previous, current = zip(*states, strict=True)
         batch.set_state(lengths, previous, current, [request or IDLE for _, request in self.computed])
+
+
+def _state_of(request: Request) -> tuple[int, int, int]:
+    """Return a request's length, and the last two tokens of its text."""
+    previous, current = request.text[-2:]
+    return request.length, previous, current
