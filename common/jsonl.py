@@ -30,7 +30,8 @@ def why_no_value(error: BaseException | None) -> str:
 
 
 def require_appendable(path: str | None, field: str = "output") -> None:
-    """Raise ConfigError unless a record can be appended to `path`. Called before a run."""
+    """Make the folder of `path` if only that is missing; raise ConfigError unless a record can be appended to `path`.
+    Called before a run."""
     if path is None:
         return
     what = "a file cannot be written"
@@ -38,7 +39,10 @@ def require_appendable(path: str | None, field: str = "output") -> None:
         with open(path, "rb") as file:
             fits, what = file.read(1) in (b"", b"{"), "a file has other content than JSON"
     else:
-        fits = bool(path) and not os.path.exists(path) and os.access(Path(path).resolve().parent, os.W_OK)
+        folder = Path(path).resolve().parent
+        if path and not folder.exists() and os.access(folder.parent, os.W_OK):
+            folder.mkdir()
+        fits = bool(path) and not os.path.exists(path) and os.access(folder, os.W_OK)
     if not fits:
         required = "a writable file of JSON, or a new one in a writable folder"
         refuse(field, path or "an empty name", required, what, "choose another file")

@@ -93,6 +93,16 @@ def test_what_is_empty_or_begins_like_a_record_is_appended_to(path, content):
     assert path.read_bytes().startswith(content) and records(path)[-1] == {"b": 2}
 
 
+def test_a_record_may_be_the_first_of_its_folder_but_not_of_two(tmp_path):
+    new, deep = tmp_path / "new" / "file.jsonl", tmp_path / "a" / "b" / "file.jsonl"
+    require_appendable(str(new))
+    append_record(str(new), {"a": 1})
+    assert records(new) == [{"a": 1}]
+    with pytest.raises(ConfigError):
+        require_appendable(str(deep))
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkeypatch):
     monkeypatch.setattr("common.provenance.ROOT", tmp_path)
     assert git_commit() is None
