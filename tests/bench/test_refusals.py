@@ -34,7 +34,7 @@ REFUSALS = [
     (BASELINE, "--temperature nan", ConfigError, "--temperature"),
     (BASELINE, "--temperature 1 --verification greedy", ConfigError, "--verification"),
     (BASELINE, "--attention flash", ConfigError, "--attention"),
-    (BASELINE, "--output missing/out.jsonl", ConfigError, "--output"),
+    (BASELINE, "--output missing/folder/out.jsonl", ConfigError, "--output"),
     (BASELINE, "--model nowhere/model.pth", CheckpointError, "--model"),
     (BASELINE, "--model wordless", CheckpointError, "wordless"),
     (SELFSPEC, "--gamma -1", ConfigError, "--gamma"),
