@@ -55,7 +55,8 @@ class VerificationLog(BarProgress):
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def verified(self, row: VerifiedRow) -> None:
-        drafts = torch.tensor(row.drafts[: row.part.verified], device=row.logprobs.device)[:, None]
+        verified, device = row.drafts[: row.part.verified], row.logprobs.device
+        drafts = torch.tensor(verified, dtype=torch.int64, device=device)[:, None]
         logprobs, q = row.logprobs[: len(drafts)], [None] * len(drafts)
         if row.draft_logprobs is not None:
             q = row.draft_logprobs[: len(drafts)].gather(1, drafts)[:, 0].exp().tolist()

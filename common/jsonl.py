@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -98,6 +99,16 @@ def publish(
         raise put_off[0]
 
 
+# The strings of a line; the last may have no end.
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?')
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a line is the beginning of a JSON object whose writer was killed."""
+    brackets = _STRINGS.sub(b"", line)
+    return line.startswith(b"{") and brackets.count(b"{") > brackets.count(b"}")
+
+
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON,
     and a reason for JSON that Python does not read.
@@ -109,8 +120,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (UnicodeError, json.JSONDecodeError):
-            is_torn = line.startswith(b"{") and not line.endswith(b"}")
-            if line.strip() and not is_torn:
+            if line.strip() and not _is_torn(line):
                 yield number, line.decode(errors="replace")
         except (ValueError, RecursionError) as error:
             yield number, why_no_value(error)

@@ -219,7 +219,7 @@ def main(flags: Flags) -> None:
     is_repeated = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
     names = flags.drafters
     policies = [name for name in names or () if re.match("self[:=]", name)]
-    if names and len(policies) > 1 and not any("full" in name for name in policies):
+    if names and len(policies) > 1 and not any(name.startswith(CEILING) for name in policies):
         names = (*names, CEILING)
     configs = named_configs(names, flags.draft, flags.budgets, flags.gammas, is_repeated)
     contexts, records = flags.contexts or (CONTEXT,), list[Record]()

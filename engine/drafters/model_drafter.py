@@ -129,7 +129,7 @@ class CachedPlan(DraftPlan):
 
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
-        if self.policy.within(longest - 1, 1) != self.policy:
+        if self.policy.within(longest - 1, 1) != self.policy:  # its budget is larger than that
             said.append(f"the draft's cache keeps the whole context ({self.capacity} entries), as the target's does")
         if (source := self.source) is None:
             return said

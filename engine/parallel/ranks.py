@@ -130,10 +130,13 @@ class ModelRanks:
 
     @property
     def backend(self) -> str:
-        """What sums: NCCL, within a node also PyTorch's symmetric memory, or gloo; "none" on a single rank."""
+        """The name of the library that sums over ranks, "nccl" or "gloo"; "none" on a single rank.
+
+        NCCL's name has the variable that lets PyTorch sum through symmetric memory within a node: it changes bits.
+        """
         name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
-        is_within_node = name == "nccl" and os.environ.get("ENABLE_INTRA_NODE_COMM") == "1"
-        return "nccl, within a node symmetric memory" if is_within_node else name
+        within_node = os.environ.get("ENABLE_INTRA_NODE_COMM")
+        return f"nccl, ENABLE_INTRA_NODE_COMM={within_node}" if name == "nccl" and within_node else name
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.group is not None:

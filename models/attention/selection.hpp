@@ -1,4 +1,4 @@
-// Copies of chosen entries into a cache that keeps those that are chosen again.
+// Choice of entries by the attention that they get, and their copies into a cache of chosen entries.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,63 @@
 
 #include "models/attention/vectors.hpp"
 
+namespace {
+
+// Writes to [n_chosen] the entries before `end` in the chunks of largest share [n_chunk]: always the first n_first
+// entries, then chunk by chunk, of equal chunks the first. If the text has fewer entries, the rest is 0.
+inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int64_t end, int64_t n_first,
+                        int64_t n_chosen, std::vector<uint32_t>& ranks, std::vector<int64_t>& best, int64_t* chosen) {
+    n_chunk = std::min(n_chunk, (std::max<int64_t>(end, 0) + chunk - 1) / chunk);
+    // Floats that are not negative have the order of their bits.
+    std::memcpy(ranks.data(), share, n_chunk * sizeof(float));
+    std::fill_n(ranks.begin(), std::min(n_first / chunk, n_chunk), UINT32_MAX);
+    // The upper 22 bits of the lowest rank among the n_left highest, found 11 bits at a time.
+    uint32_t lowest = 0, known = 0;
+    int64_t n_left = std::min(n_chunk, (n_chosen + chunk - 1) / chunk + 1);
+    for (const int shift : {21, 10}) {
+        int32_t count[0x800] = {};
+        for (int64_t i = 0; i < n_chunk; ++i)
+            if ((ranks[i] & known) == lowest) ++count[ranks[i] >> shift & 0x7ff];
+        uint32_t at = 0x7ff;
+        for (; at > 0 && count[at] < n_left; --at) n_left -= count[at];
+        lowest |= at << shift, known |= 0x7ffu << shift;
+    }
+    best.clear();
+    for (int64_t i = 0; i < n_chunk; ++i)
+        if (ranks[i] >= lowest) best.push_back(i);
+    std::stable_sort(best.begin(), best.end(), [&](int64_t a, int64_t b) { return ranks[a] > ranks[b]; });
+    int64_t n = 0;
+    for (const int64_t i : best)
+        for (int64_t slot = i * chunk; slot < std::min(end, (i + 1) * chunk) && n < n_chosen; ++slot) chosen[n++] = slot;
+    std::fill(chosen + n, chosen + n_chosen, 0);
+}
+
+}  // namespace
+
 extern "C" {
+
+// ends: the end of each row's entries. `best_chunks` of each row and head: share [rows, heads, chunks].
+struct Choice {
+    int64_t n_row, n_head, n_chunk, share_row, share_head, chunk, n_chosen, n_first;
+    const float* share;
+    const int64_t* ends;
+    int64_t* chosen;
+};
+
+void foretoken_best_chunks(const Choice* call, int n_thread) {
+    const Choice& at = *call;
+#pragma omp parallel num_threads(n_thread)
+    {
+        std::vector<uint32_t> ranks(at.n_chunk);
+        std::vector<int64_t> best;
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < at.n_row * at.n_head; ++task) {
+            const int64_t row = task / at.n_head, head = task % at.n_head;
+            best_chunks(at.share + row * at.share_row + head * at.share_head, at.n_chunk, at.chunk, at.ends[row], at.n_first,
+                        at.n_chosen, ranks, best, at.chosen + task * at.n_chosen);
+        }
+    }
+}
 
 // Assigns chosen slots to places. A slot that has a place keeps it, which is then EMPTY in `chosen`; new slots get places
 // whose slot was not chosen again. source_slots: [all rows, heads, places].

@@ -22,10 +22,17 @@ def selection_ops(backend: AttentionBackend, entries: Tensor) -> SelectionOps:
 
 
 class CppSelectionOps(SelectionOps):
-    """SelectionOps that copies entries by the library of the C++ backend."""
+    """SelectionOps by the library of the C++ backend."""
 
     def __init__(self, backend: CppAttention) -> None:
         self._run = backend.run
+
+    def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
+        chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
+        assert share.dtype == torch.float32 and share.stride(-1) == 1
+        sizes = [*share.shape, *share.stride()[:2], chunk, n_chosen, n_first]
+        self._run("best_chunks", sizes, (share, ends, chosen))
+        return chosen
 
     def copy_chosen(
         self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, chosen: Tensor, is_new: Tensor
@@ -36,7 +43,7 @@ class CppSelectionOps(SelectionOps):
             return super().copy_chosen(to, to_layer, source, from_layer, chosen, is_new)
         assert chosen.is_contiguous() and chosen.shape[-1] == to.source_slots.shape[-1]
         read_rows, written_rows = source.row_indices.contiguous(), to.row_indices.contiguous()
-        sizes = [*chosen.shape, source.capacity + to.chunk]  # the last chunk may end after the last entry
+        sizes = [*chosen.shape, source.capacity]
         self._run("keep_chosen", sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
         pairs = [(source.entries[from_layer], to.entries[to_layer])]
         if source.scales is not None and to.scales is not None:

@@ -52,6 +52,18 @@ def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
     assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
 
 
+@pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])
+def test_chooses_the_chunks_that_the_reference_does(backend, chunk, n_first):
+    """A text may end inside a chunk that is among the best, or be too short for a choice."""
+    share, ops = torch.rand(5, 3, 640).pow(9)[..., :600], CppSelectionOps(backend)
+    ends = torch.tensor([600 * chunk, 333 * chunk + chunk // 2, 67 * chunk + 1, 5 * chunk, -3])
+    share[0], share[1, :, 333] = share[0].mul(8).round(), 2.0
+    found, wanted = (how.best_chunks(share, chunk, ends, n_first, 66 * chunk - 1) for how in (ops, SelectionOps()))
+    assert torch.equal(found[:3].sort(dim=-1).values, wanted[:3].sort(dim=-1).values)
+    assert (found[0].sort(dim=-1).values[:, :n_first] == torch.arange(n_first)).all()
+    assert {*found[3].flatten().tolist()} <= {*range(5 * chunk)} and not found[4].any()
+
+
 def test_a_model_that_the_kernel_does_not_take_runs_on_torch(backend):
     for head_dim, dtype, said in ((80, torch.float32, "head_dim 80"), (64, torch.float64, "float64")):
         chosen, why = select_backend("auto", "cpu", AttentionSpec(6, 2, head_dim, None, dtype))
