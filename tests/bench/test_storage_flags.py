@@ -109,10 +109,10 @@ def test_a_quantised_draft_changes_no_token(run):
     plain = run("selfspec", DRAFT)
     assert plain["draft_weights"] is None and plain["draft_kv_dtype"] == "float64"
     for flags, weights, kv_dtype in (
-        ("--draft_weights int4 --draft_kv_dtype int8 --draft_dtype bfloat16", "int4", "int8"),
-        ("--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full --streamingllm_budget -1", "int8", "fp8"),
+        (f"{DRAFT} --draft_weights int4 --draft_kv_dtype int8 --draft_dtype bfloat16", "int4", "int8"),
+        ("--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full --gamma 3", "int8", "fp8"),
     ):
-        record = run("selfspec", f"{DRAFT} {flags}")
+        record = run("selfspec", flags)
         assert record["tokens_sha256"] == plain["tokens_sha256"], flags
         assert record["identical_sequences"] == record["sequences"] == 3
         assert record["quantize"] is None and record["draft_weights"] == weights
