@@ -149,17 +149,18 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "prefill_seconds": passes.prefill_seconds,
         "baseline_step_ms": round_ms(baseline),
         "round_ms": round_ms(speculative),
-        **_phase_times(passes.timed),
+        **_phase_times(passes.outputs.get("phase times")),
         "steady_rounds": len(stats.steady()),
-        "contention": {name: contention(gathered(output.usage)) for name, output in passes.by_name.items()},
+        "contention": {name: contention(gathered(output.usage)) for name, output in passes.outputs.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
     if speculative and (width := plan.config.passes.by_length):
-        record["by_length"] = by_length_rows(width, plan.gen_len, passes.by_name)
-    if speculative and passes.ablated:
-        pairs = zip(plan.candidates, (speculative, *passes.ablated.values()), strict=True)
+        record["by_length"] = by_length_rows(width, plan.gen_len, passes.outputs)
+    if speculative and plan.config.passes.ablate:
+        ablated = [output for name, output in passes.outputs.items() if name.startswith("ablation")]
+        pairs = zip(plan.candidates, (speculative, *ablated), strict=True)
         target = plan.planned_target
         record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:

@@ -1,12 +1,13 @@
 """Decodes prompts plainly and speculatively in turns, so that a busy machine disturbs both alike."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from bench.auto.measure import costs_of
 from bench.config import RunConfig
-from bench.passes import make_controller, take_turns, warm_up
+from bench.passes import decode_in_turns, make_controller, warm_up
 from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
@@ -15,6 +16,7 @@ from common.say import say
 from engine.controller import Fixed
 from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
+from engine.requests import Progress
 from engine.stats import Counts, acceptance_standard_error, total
 
 
@@ -61,13 +63,10 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
             batch = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first)
-            controllers = Fixed(None), make_controller(session, drafters, costs)
-            plain, drafted = generations = [batch.generation(controller=each, **how) for each in controllers]
-            take_turns(session.runner, generations)
-            plain.output.require_finite("plain decoding")
-            drafted.output.require_finite("speculation")
+            ways = {"plain decoding": Fixed(None), "speculation": make_controller(session, drafters, costs)}
+            plain, drafted = decode_in_turns(batch, ways, watch=lambda *_: nullcontext(Progress()), **how).values()
             bar.update(len(batch.prompts))
-            yield plain.output, drafted.output
+            yield plain, drafted
 
 
 def acceptance_of(rows: Sequence[Counts]) -> dict[str, float | None]:
