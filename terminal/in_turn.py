@@ -17,7 +17,6 @@ from engine.controller import Fixed
 from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
 from engine.requests import Progress
-from engine.stats import Counts, acceptance_standard_error, total
 
 
 def require_fixed_text(config: RunConfig) -> None:
@@ -67,10 +66,3 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
             plain, drafted = decode_in_turns(batch, ways, watch=lambda *_: nullcontext(Progress()), **how).values()
             bar.update(len(batch.prompts))
             yield plain, drafted
-
-
-def acceptance_of(rows: Sequence[Counts]) -> dict[str, float | None]:
-    """Return the acceptance of all rows together, with its standard error, and their tokens per round."""
-    counts, error = total(rows), acceptance_standard_error(rows)
-    found = {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
-    return found | {"acceptance_standard_error": error}

@@ -67,10 +67,7 @@ class Contender:
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
         each = [total(rows) for rows in self.by_source.values()]
-        counts = total(each)
-        found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
-        found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": counts_by_row(each)}
+        return {"rounds": total(each).rounds} | bench.acceptance(each) | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
