@@ -207,8 +207,8 @@ class Service(Collector):
         # Log-probabilities rank the samples of best_of.
         has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
         for i in range(n_all):
-            sampling = replace(first, seed=(first.seed + i) % 2**63)
-            request = ServedRequest([], 0, ends, sampling, speculate=spec.speculate)
+            # A sample's number keys its random numbers, too: another seed has other samples.
+            request = ServedRequest([], 0, ends, first, i, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
             request.logprobs = [] if has_logprobs else None
             stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
