@@ -95,7 +95,7 @@ SUMMARY = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibra
 
 def main(flags: Flags) -> None:
     session = bench.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
-    texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
+    texts = [prompt + rest for prompt, rest in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
     cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]
     session = session.variant(gen_len=flags.gen_len, prompts=[text[:length] for text, length in cut])
