@@ -11,8 +11,9 @@ from statistics import fmean, median
 
 import bench
 from common.contention import Usage
+from engine.controller import Controller, Fixed
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Counts, Stats, acceptance_standard_error, counts_by_row, ratio_standard_error, total
+from engine.stats import Counts, Stats, counts_by_row, ratio_standard_error, total
 from engine.timing import PhaseTimer
 from reproduce.helpers.batches import KINDS, Batch, needles
 from reproduce.helpers.records import Record, grouped
@@ -67,10 +68,7 @@ class Contender:
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
         each = [total(rows) for rows in self.by_source.values()]
-        counts = total(each)
-        found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
-        found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": counts_by_row(each)}
+        return {"rounds": total(each).rounds} | bench.acceptance(each) | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ class Decoder(Contender):
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
         session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
-        drafters, controller, device = [], None, session.runner.device
+        drafters, device = [], session.runner.device
+        controller: Controller = Fixed(None)
         if self.plain:
             known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
             drafters = session.drafters(known)
@@ -95,18 +94,20 @@ class Decoder(Contender):
                 self.costs[repeat] = bench.costs_of(session, drafters)
             controller = bench.make_controller(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
-        output = bench.decode(session, str(self), phase=timer, controller=controller)
+        output = bench.decode(session, str(self), controller, timer)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
 
     def row(self) -> Record:
         """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
         assert self.plain is not None
-        pairs = [(n, in_sequence(self.plain.outputs[n]), in_sequence(outputs)) for n, outputs in self.outputs.items()]
-        passes = [
-            bench.PassResults(0.0, plain, out, out if out.phases else None, self.costs[n]) for n, plain, out in pairs
-        ]
-        runs = [bench.make_record("", self.session, each) for each in passes]
+        runs, pairs = list[Record](), list[tuple[bench.Decoded, bench.Decoded]]()
+        for repeat, outputs in self.outputs.items():
+            plain, output = in_sequence(self.plain.outputs[repeat]), in_sequence(outputs)
+            timed = {"phase times": output} if output.phases else {}
+            passes = {"baseline": plain, "speculation": output, **timed}
+            runs.append(bench.make_record("", self.session, bench.PassResults(0.0, passes, self.costs[repeat])))
+            pairs.append((plain, output))
         values = {name: [run.get(name) for run in runs] for name in (*MEDIANS, *OF_REPEATS)}
         lists = {name: [value for value in values[name] if value] or None for name in OF_REPEATS}
         row = self.settings() | self.acceptance() | lists | {"speedups": values["speedup"]}
@@ -114,10 +115,10 @@ class Decoder(Contender):
         row |= {name: runs[0][name] for name in ("sequences", "tokens_sha256", "distinct_4gram_fraction")}
         same = [run["identical_sequences"] for run in runs]
         row |= {"identical_sequences": None if None in same else min(same)}
-        row |= {"seconds": sum(output.stats.decode_seconds for _, _, output in pairs)}
-        row |= {"baseline_emitted": sum(plain.stats.counts.emitted for _, plain, _ in pairs)}
-        row |= {"baseline_seconds": sum(plain.stats.decode_seconds for _, plain, _ in pairs)}
-        parts = [[output.phases.get(name, ()) for name in ("resume", "draft")] for _, _, output in pairs]
+        row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
+        row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
+        row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
+        parts = [[output.phases.get(name, ()) for name in ("resume", "draft")] for _, output in pairs]
         phases = [sum(both) for each in parts for both in zip(*each, strict=True)]
         row |= {"drafting_ms": 1e3 * fmean(phases) if phases else None}
         contended = [kind["contended"] for run in runs for kind in run["contention"].values()]
