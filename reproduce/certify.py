@@ -21,6 +21,7 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
+from engine.controller import Fixed
 from engine.evaluation.certificate import calibrate, certify, replay
 
 
@@ -71,7 +72,7 @@ def certified(session: bench.Session, following: list[list[int]]) -> dict[str, A
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
     calibration = calibrate(runner.model, runner.cache, prompts, forced, session.plan.gamma + 1)
-    output = bench.decode(session, "speculation", session.drafter())
+    output = bench.decode(session, "speculation", Fixed(session.drafter()))
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))

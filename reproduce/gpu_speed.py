@@ -176,12 +176,12 @@ def rounds(device: str, words: str) -> Record:
     gc.collect()
     gc.freeze()  # a collection of all objects would pause a round
     new_controller = partial(passes.make_controller, session, drafters, costs)
-    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": new_controller()})
-    timed = passes.decode(session, "phase times", controller=new_controller(), phase=PhaseTimer(runner.device))
-    made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
+    done = passes.decode_in_turns(session, {"baseline": Fixed(None), "speculation": new_controller()})
+    done["phase times"] = passes.decode(session, "phase times", new_controller(), PhaseTimer(runner.device))
+    made = passes.PassResults(seconds or 0.0, done, costs)
     record = make_record("gpu_speed", session, made)
     profiled = ProfiledRounds(device)
-    passes.decode(session, "profile", controller=new_controller(), watch=lambda session, name: nullcontext(profiled))
+    passes.decode(session, "profile", new_controller(), watch=lambda session, name: nullcontext(profiled))
     times, n_node = profiled.kernels()
     planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
     mean_ms = 1e3 * stats.decode_seconds / len(stats.rounds)

@@ -12,6 +12,7 @@ from statistics import fmean, median
 import bench
 from bench.config import AUTO
 from common.contention import Usage
+from engine.controller import Controller, Fixed
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import Counts, Stats, acceptance_standard_error, counts_by_row, total
 from engine.timing import PhaseTimer
@@ -66,10 +67,7 @@ class Contender:
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
         each = [total(rows) for rows in self.by_source.values()]
-        counts = total(each)
-        found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
-        found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": counts_by_row(each)}
+        return {"rounds": total(each).rounds} | bench.acceptance(each) | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,8 @@ class Decoder(Contender):
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
         session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
-        drafters, controller, device = [], None, session.runner.device
+        drafters, device = [], session.runner.device
+        controller: Controller = Fixed(None)
         if self.plain:
             known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
             drafters = session.drafters(known)
@@ -94,7 +93,7 @@ class Decoder(Contender):
                 self.costs[repeat] = bench.costs_of(session, drafters)
             controller = bench.make_controller(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
-        output = bench.decode(session, str(self), phase=timer, controller=controller)
+        output = bench.decode(session, str(self), controller, timer)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
 
@@ -102,8 +101,11 @@ class Decoder(Contender):
         """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
         assert self.plain is not None
         pairs = [(in_sequence(self.plain.outputs[n]), in_sequence(outputs)) for n, outputs in self.outputs.items()]
-        passes = [bench.PassResults(0.0, plain, output, output if output.phases else None) for plain, output in pairs]
-        runs = [bench.make_record("", self.session, each) for each in passes]
+        passes = [
+            {"baseline": plain, "speculation": output} | ({"phase times": output} if output.phases else {})
+            for plain, output in pairs
+        ]
+        runs = [bench.make_record("", self.session, bench.PassResults(0.0, each)) for each in passes]
         row = self.settings() | self.acceptance()
         values = {name: [run[name] for run in runs] for name in MEDIANS}
         row |= {name: None if None in each else median(each) for name, each in values.items()}
