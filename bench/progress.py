@@ -46,25 +46,30 @@ class BarProgress(Progress):
         append_or_put_off(path, row | {"tokens": request.tokens, "text": text}, session.put_off)
 
 
+def verified_drafts(row: VerifiedRow) -> Iterator[dict[str, Any]]:
+    """Yield a line for every verified draft token, with its probability p by the target and q by the draft (None if it
+    was not drawn), and the target's entropy at its position, in nats."""
+    verified, device = row.drafts[: row.part.verified], row.logprobs.device
+    drafts = torch.tensor(verified, dtype=torch.int64, device=device)[:, None]
+    logprobs, q = row.logprobs[: len(drafts)], [None] * len(drafts)
+    if row.draft_logprobs is not None:
+        q = row.draft_logprobs[: len(drafts)].gather(1, drafts)[:, 0].exp().tolist()
+    p, entropy = logprobs.gather(1, drafts)[:, 0].exp().tolist(), torch.special.entr(logprobs.exp()).sum(1).tolist()
+    for i, (draft, *numbers) in enumerate(zip(row.drafts, p, q, entropy, strict=False)):
+        line = {"request": row.request.index, "position": row.start + i, "draft": draft}
+        line |= dict(zip(("p", "q", "entropy"), numbers, strict=True))
+        yield line | {"accepted": i < row.part.accepted}
+
+
 @dataclass(frozen=True)
 class VerificationLog(BarProgress):
-    """Lists every verified draft token, with its probability p by the target and q by the draft (None if it was not
-    drawn), and the target's entropy at its position, in nats."""
+    """Lists every verified draft token."""
 
     observes = True
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def verified(self, row: VerifiedRow) -> None:
-        verified, device = row.drafts[: row.part.verified], row.logprobs.device
-        drafts = torch.tensor(verified, dtype=torch.int64, device=device)[:, None]
-        logprobs, q = row.logprobs[: len(drafts)], [None] * len(drafts)
-        if row.draft_logprobs is not None:
-            q = row.draft_logprobs[: len(drafts)].gather(1, drafts)[:, 0].exp().tolist()
-        p, entropy = logprobs.gather(1, drafts)[:, 0].exp().tolist(), torch.special.entr(logprobs.exp()).sum(1).tolist()
-        for i, (draft, *numbers) in enumerate(zip(row.drafts, p, q, entropy, strict=False)):
-            line = {"request": row.request.index, "position": row.start + i, "draft": draft}
-            line |= dict(zip(("p", "q", "entropy"), numbers, strict=True))
-            self.lines.append(line | {"accepted": i < row.part.accepted})
+        self.lines.extend(verified_drafts(row))
 
 
 @contextmanager

@@ -23,10 +23,15 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
         with readers_may_leave():
             main()
     except UserError as error:
-        tell(f"error: {error.with_flags(flags or {})}")
-        sys.exit(2)
+        exit_on_mistake(error, flags or {})
     except KeyboardInterrupt:
         exit_on_interrupt()
+
+
+def exit_on_mistake(error: UserError, flags: Mapping[str, str]) -> NoReturn:
+    """End the program with a user's error as a message on stderr, and exit code 2."""
+    tell(f"error: {error.with_flags(flags)}")
+    sys.exit(2)
 
 
 def exit_on_interrupt() -> NoReturn:
@@ -36,9 +41,12 @@ def exit_on_interrupt() -> NoReturn:
 
 
 def report_uncaught(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """Print the traceback of an error that nothing caught, as `sys.excepthook`; Ctrl-C ends the program with a line."""
+    """Print the traceback of an error that nothing caught, as `sys.excepthook`. Ctrl-C ends the program with a line,
+    and a user's error, such as two policies of a name when flags are made, with its message."""
     if issubclass(kind, KeyboardInterrupt):
         exit_on_interrupt()
+    if isinstance(error, UserError):
+        exit_on_mistake(error, {})
     sys.__excepthook__(kind, error, frames)
 
 

@@ -214,18 +214,14 @@ def best_of_each(cells: Sequence[Cell], gammas: Sequence[int]) -> list[dict[str,
 
 def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
     """Return a line for each cell: costs, those of a draft step and a verification in plain steps, and speedups."""
-
-    def verification(cell: Cell) -> float:
-        costs = cell.costs
-        return costs.round_ms(gammas[-1]) - costs.drafts_ms(gammas[-1]) - costs.other_ms - costs.refresh_ms
-
+    most = gammas[-1]
     columns = [
         Column(itemgetter(0), "B"),
         Column(itemgetter(1), "context"),
         Column(lambda cell: " ".join(str(part) for part in cell.draft if part is not None), "draft", align="<"),
         Column(lambda cell: cell.costs.plain_ms, "plain ms", ".1f"),
         Column(lambda cell: cell.costs.draft_ms / cell.costs.plain_ms, "draft step", ".2f"),
-        Column(lambda cell: verification(cell) / cell.costs.plain_ms, f"verify g={gammas[-1]}", ".2f"),
+        Column(lambda cell: cell.costs.verification_ms(most) / cell.costs.plain_ms, f"verify g={most}", ".2f"),
         Column(lambda cell: cell.alpha, "acceptance", ".3f"),
         *(Column(partial(Cell.speedup, gamma=gamma), f"g={gamma}", _shaded) for gamma in gammas),
     ]

@@ -134,8 +134,8 @@ def policies() -> dict[str, type[Policy]]:
 
 def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
     """Import the files of a package's folder, but kernels, which need Triton; return the subclasses of `kind` that have
-    a name, by name. A file that cannot be imported is named in a note, and left out. Raises ValueError if two have the
-    same name."""
+    a name, by name. A file that cannot be imported is named in a note, and left out. Errors: ConfigError if two have
+    the same name."""
     for file in pkgutil.iter_modules([str(folder)]):
         if not file.name.startswith("triton_"):
             _import(f"{package}.{file.name}")
@@ -148,7 +148,9 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
         if is_left_out or "name" not in vars(subclass):
             continue
         if (other := found.setdefault(subclass.name, subclass)) is not subclass:
-            raise ValueError(f"{other} and {subclass} have the same name, {subclass.name!r}")
+            where, others = (f"{each.__module__}.{each.__qualname__}" for each in (subclass, other))
+            seen, what = f"name = {subclass.name!r}, as {others}", "two classes have the same name"
+            refuse(where, seen, "a name that no other class has", what, "rename one of them, or remove its file")
     return dict(sorted(found.items()))
 
 

@@ -19,14 +19,18 @@ from bench.config import RunConfig, Sizes
 from bench.dummy_prefill import fill_with_noise
 from bench.passes import make_controller, warm_up
 from bench.plan import resolve
+from bench.progress import verified_drafts
 from bench.session import Session, random_prompts
 from common.errors import UserError
+from common.jsonl import append_record
+from common.say import say
 from engine.controller import Controller, Fixed
 from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
-from engine.requests import FinishReason, Progress, Request
+from engine.requests import FinishReason, Progress, Request, VerifiedRow
 from engine.sampling.distribution import Logprob, SamplingParams
+from engine.stats import RoundStats
 
 # While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out; and a signal
 # that came just before the wait is noticed.
@@ -51,6 +55,9 @@ class Batch:
     verification: Literal["coupled", "rejection"] = "coupled"
     """coupled: a seed gives the tokens of plain decoding, whatever else runs; rejection: speculative sampling, which
     accepts a little more"""
+    log_verification: str | None = None
+    """append to this file a JSON line for each verified draft token, as the benchmarks do; `request` is the `id` of the
+    request's line on standard error. Rounds are then slower"""
 
 
 @dataclass(eq=False)
@@ -92,6 +99,8 @@ class Scheduler(Progress):
         self.publish: Callable[[list[Update]], None] = lambda updates: None
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
         self.verification, self._ranks, self._runner = batch.verification, session.ranks, session.runner
+        self._log, self._verified = batch.log_verification, list[dict[str, Any]]()
+        self.observes = self._log is not None
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
         how: dict[str, Any] = {"verification": batch.verification, "progress": self, "prefill_tokens": chunk}
         how["reuses"] = "nothing" if batch.no_prefix_reuse else "prefixes"
@@ -167,6 +176,19 @@ class Scheduler(Progress):
         new = [request for request in running if len(request.tokens) > request.n_published or request.finish_reason]
         if new:
             self.publish([self._update(request) for request in new])
+
+    def verified(self, row: VerifiedRow) -> None:
+        self._verified.extend(verified_drafts(row))
+
+    def ended(self, round_: RoundStats) -> None:
+        """Append the round's verified draft tokens to their file; if that fails, say so, and log no more."""
+        if self._verified and self._log is not None:
+            try:
+                append_record(self._log, *self._verified)
+            except UserError as error:
+                self._log = None
+                say(f"warning: from now on no draft tokens are logged: {error}")
+        self._verified.clear()
 
     def _update(self, request: ServedRequest) -> Update:
         counts, n = request.counts, request.n_published

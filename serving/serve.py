@@ -20,6 +20,7 @@ from bench.config import RankOptions, RunConfig, Sampling, Target
 from bench.draft_flags import DraftFlags
 from bench.session import Session
 from common.errors import flag, refuse, require_at_least
+from common.jsonl import require_appendable
 from common.process import is_leader, world_size
 from common.say import say
 from engine.drafters.config import Trait
@@ -129,6 +130,7 @@ class Serve:
         if self.ranks.data_parallel != 1:
             what, fix = "a server has one copy of the model", "start a server for every replica"
             refuse("data_parallel", self.ranks.data_parallel, 1, what, fix)
+        require_appendable(self.batch.log_verification, "log_verification")
         self.http.key()
 
     def run(self) -> None:

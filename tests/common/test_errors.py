@@ -59,6 +59,13 @@ def test_a_user_error_is_one_message_and_exit_code_2():
     assert (code, out) == (2, b"1\n") and err.startswith(b"error: too small\n") and b"--B" in err
 
 
+def test_a_user_error_of_an_import_is_one_message_and_exit_code_2():
+    """Flags are made of policies' files, before a program runs."""
+    fails = "from common import cli\nfrom common.errors import refuse\nrefuse('B', 0, '1 or more')"
+    code, out, err = run("print(1)", how=fails)
+    assert (code, out) == (2, b"") and err.startswith(b"error: --B is not 1 or more\n") and b"Traceback" not in err
+
+
 def test_characters_that_stdout_cannot_encode_are_escaped():
     body = r"print('caf\u00e9 \u20ac \ud800')"
     assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")

@@ -1,5 +1,7 @@
 """A server's rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from bench.auto.adaptive import Adaptive
@@ -12,7 +14,7 @@ from engine.sampling.distribution import SamplingParams
 from serving.scheduler import Scheduler, open_session
 from serving.serve import Serve
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
-from tests.support.serving_cases import FLAGS, PLAIN, serving
+from tests.support.serving_cases import FLAGS, PLAIN, TGI, serving
 from tests.support.tiny import decode
 
 
@@ -59,6 +61,28 @@ def test_rejection_accepts_drafts(chat_checkpoint):
         details = server.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
         assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
         assert details["speculation"]["accepted"] > 0
+
+
+def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
+    """As many as the answers say; when the file can no longer be written, answers go on."""
+    logged = tmp_path / "verified.jsonl"
+    with serving(chat_checkpoint, f"--log_verification {logged}") as server:
+        bodies = [{"inputs": text, "parameters": {"max_new_tokens": 40}} for text in ("abc", "tea for two")]
+        with ThreadPoolExecutor() as pool:
+            answers = [*pool.map(lambda body: server.json(TGI, body | {"stream": False}), bodies)]
+        assert all("generated_text" in answer for answer in answers)
+        requests = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in logged.read_text().splitlines()]
+        for request in requests:
+            mine = [line for line in lines if line["request"] == request["id"]]
+            assert len(mine) == request["speculation"]["verified"] > 0
+            assert sum(line["accepted"] for line in mine) == request["speculation"]["accepted"]
+            assert all(0 <= line[name] <= 1 for line in mine for name in ("p", "q")) and mine[0]["position"] > 2
+        assert len({line["request"] for line in lines}) == 2
+        logged.unlink()
+        logged.mkdir()
+        assert len(server.ids("abc", max_new_tokens=40)) == 40
+        assert capsys.readouterr().err.count("no draft tokens are logged") == 1
 
 
 def test_graphs_go_with_the_server(chat_checkpoint, monkeypatch):
