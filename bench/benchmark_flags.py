@@ -1,19 +1,40 @@
 """Flags of the three benchmarks."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from bench.config import Passes, PlainRun, RankOptions, RunConfig, TargetBesideDraft
+from bench.config import Passes, PlainRun, RankOptions, RunConfig, Sizes, TargetBesideDraft
 from bench.draft_flags import DraftFlags, ModelDraft
+from common.errors import flag, refuse
+
+
+@dataclass(frozen=True)
+class BenchmarkSizes(Sizes):
+    """The sizes of a batch."""
+
+    max_len: int | None = None
+    """tokens of a row, prompt and new ones together, in the place of --gen_len (its name in MagicDec's scripts)"""
+
+    def sizes(self) -> Sizes:
+        """Return the sizes with the number of new tokens. Errors: ConfigError for no room behind a prompt."""
+        n_new = self.gen_len
+        if self.max_len is not None:
+            n_new = self.max_len - (self.prefix_len or self.max_len)
+            if n_new < 1 or self.gen_len not in (Sizes.gen_len, n_new):
+                what, fix = "no row has such a length", f"use {flag('gen_len')} instead"
+                required = f"more than {flag('prefix_len')}, which has to be given, and no {flag('gen_len')}"
+                refuse("max_len", self.max_len, required, what, fix)
+        return Sizes(self.B, self.prefix_len, n_new)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineFlags(PlainRun):
+    sizes: BenchmarkSizes = field(default_factory=BenchmarkSizes)
     ranks: RankOptions = field(default_factory=RankOptions)
 
-    def config(self) -> RunConfig:
-        """Return the run that the flags describe. Errors: ConfigError."""
-        return RunConfig(**vars(self))
+    def config(self, **drafts: Any) -> RunConfig:
+        """Return the run that the flags describe. drafts: fields without flags. Errors: ConfigError."""
+        return RunConfig(**vars(self) | {"sizes": self.sizes.sizes()} | drafts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +42,9 @@ class SelfSpecFlags(BaselineFlags):
     draft: DraftFlags = field(default_factory=DraftFlags)
     passes: Passes = field(default_factory=Passes)
 
-    def config(self) -> RunConfig:
-        (drafts,) = self.draft.choices({})
-        return RunConfig(**vars(self) | {"draft": drafts[0], "auto_drafts": drafts[1:]})
+    def config(self, **drafts: Any) -> RunConfig:
+        ((draft, *others),) = self.draft.choices({})
+        return super().config(draft=draft, auto_drafts=tuple(others), **drafts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,10 @@ POLICY: Any = arg(
     help=f"what the cache keeps (default: {DEFAULT_POLICY}): {', '.join(policies())}; auto, of a self-draft: whichever "
     "with a budget pays best, chosen while decoding",
 )
-BUDGET: Any = arg(help_behavior_hint="", aliases=["--streamingllm_budget"])  # its name in MagicDec's scripts
+# Names in MagicDec's scripts.
+BUDGET: Any = arg(help_behavior_hint="", aliases=["--streamingllm_budget"])
+WINDOW: Any = arg(help_behavior_hint="", aliases=["--window_size"])
+DRAFT_RANKS: Any = arg(help_behavior_hint="", aliases=["--draft_rank_group"])
 DRAFT: Any = arg(help_behavior_hint="", metavar="DRAFT", help=f"{FORMS}; with others in its name: suffix+self=snapkv@3")
 TEXTS: Any = arg(
     help=f"drafts from text that stand in for a draft model where they find a long match: {', '.join(text_kinds())}"
@@ -43,7 +46,7 @@ class DraftOptions:
     draft_positions: Given[Literal["auto", "absolute", "cache"]] = None
     """streaming: rotary positions of a draft model or head, in the text (absolute), or in the cache (cache), where they
     never exceed the budget; auto, the default: cache if the run is longer than the draft's trained context"""
-    snapkv_window: Given[int] = None
+    snapkv_window: Annotated[int | None, WINDOW] = None
     """policies that select: recent tokens in the budget (default: 32); those of a policy that selects by queries choose
     the other entries"""
     refresh: Given[int] = None
@@ -180,7 +183,7 @@ class ModelDraft(DraftFlags):
     draft_model: Annotated[str | None, arg(name="model", help_behavior_hint="")] = None
     """the draft's converted checkpoint; of dflash, eagle and medusa: the head as it was published, a folder or its
     weights"""
-    draft_ranks: Given[tuple[int, ...]] = None
+    draft_ranks: Annotated[tuple[int, ...] | None, DRAFT_RANKS] = None
     """standalone: ranks that share the draft (default: those of --rank_group)"""
 
 

@@ -226,7 +226,7 @@ class OpenAISpec(GenerationSpec):
     user: Text = ""  # without effect
     prompt_cache_key: Text = ""  # without effect
     safety_identifier: Text = ""  # without effect
-    n: Count = 1  # answers to each prompt; sample `i` of a request has the tokens that `seed` + `i` gets alone
+    n: Count = 1  # answers to each prompt, whose random numbers depend on `seed` and the sample's number in the request
     stream: Switch = False  # send tokens as they come
     stream_options: StreamOptions = Field(default_factory=StreamOptions)  # `include_usage`
     grammar: ResponseFormat = None  # JSON: any object, or of a schema; below

@@ -85,7 +85,7 @@ class Metrics:
         self.duration = seconds("tgi_request_duration", "Seconds from request to answer")
         self.queue_duration = seconds("tgi_request_queue_duration", "Seconds until a row was free")
         self.row_duration = seconds("tgi_request_inference_duration", "Seconds in a row")
-        self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token behind the first")
+        self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token after the first")
 
     def count_update(self, update: Update, n_kept: int) -> None:
         """Count an update, of whose tokens the answer kept the first `n_kept`: a stop string may have cut it."""
@@ -207,8 +207,8 @@ class Service(Collector):
         # Log-probabilities rank the samples of best_of.
         has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
         for i in range(n_all):
-            sampling = replace(first, seed=(first.seed + i) % 2**63)
-            request = ServedRequest([], 0, ends, sampling, speculate=spec.speculate)
+            # A sample's number keys its random numbers, too: another seed has other samples.
+            request = ServedRequest([], 0, ends, first, i, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
             request.logprobs = [] if has_logprobs else None
             stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)

@@ -120,13 +120,11 @@ def windows_of(
 def stacked(windows: Sequence[Window], width: int, n_sink: int) -> Examples:
     """Return windows side by side, each after the first `n_sink` tokens of its row, as a streaming cache keeps them:
     the tensors of a file, `[n, n_sink + width, ...]`, with `positions`, and `next`, the tokens that followed."""
-    batch = dict[str, list[Tensor]]()
-    for file, row, start in windows:
-        at = torch.cat([torch.arange(n_sink), torch.arange(start, start + width)])
-        window = {name: torch.cat([x[row, :n_sink], x[row, start : start + width]]) for name, x in file.items()}
-        for name, x in (window | {"positions": at, "next": file["tokens"][row, at + 1]}).items():
-            batch.setdefault(name, []).append(x)
-    return {name: torch.stack(each) for name, each in batch.items()}
+    at = torch.stack([torch.cat([torch.arange(n_sink), torch.arange(start, start + width)]) for *_, start in windows])
+    pairs = [*zip(windows, at, strict=True)]
+    batch = {name: torch.stack([file[name][row, i] for (file, row, _), i in pairs]) for name in windows[0][0]}
+    following = torch.stack([file["tokens"][row, i + 1] for (file, row, _), i in pairs])
+    return batch | {"positions": at, "next": following}
 
 
 def chosen(windows: Sequence[Window], n: int, step: int) -> list[Window]:

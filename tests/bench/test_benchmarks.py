@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import subprocess
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ KINDS: dict[type, set[str]] = {
     list: {"acceptance_per_position"},
     bool: {"compile"},
 }
+MAGICDEC = ["baseline", *(f"{kind}/{name}spec" for kind in ("StreamingLLM", "SnapKV") for name in ("self", "long"))]
+PIPED: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
 KIND_OF = {key: kind for kind, keys in KINDS.items() for key in keys}
 USUAL = {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN, "gamma": GAMMA, "device": "cpu", "compile": False}
 USUAL |= {"verification": "greedy", "temperature": 0.0, "tensor_parallel": 1, "torch_version": torch.__version__}
@@ -148,6 +152,25 @@ def test_the_baseline_drafts_nothing(call) -> None:
     nulls = {"seed", "identical_sequences", *OF_DRAFT, *OF_ACCEPTANCE, *OF_SPEEDUP, *OF_PHASES}
     check_record(record, nulls, benchmark="baseline", sequences=3, gamma=0, tokens_generated=3 * GEN_LEN)
     assert record["decode_tokens_per_second"] == record["baseline_tokens_per_second"]
+
+
+@pytest.mark.parametrize("script", MAGICDEC)
+def test_commands_of_magicdec(script: str, call, checkpoint: Path) -> None:
+    """The flags of its main branch, but --compile, at a small size; paths are rewritten by a line of docs/flags.md."""
+    flags = f"--model {checkpoint} --model_name org/name --rank_group 0 --B 2 --prefix_len 60 --max_len 72 --seed 123"
+    flags += "" if script == "baseline" else " --gamma 3 --draft_budget 17 --benchmark"
+    flags += " --window_size 8" if script.startswith("SnapKV") else ""
+    flags += f" --target {checkpoint} --draft_rank_group 0" if script.endswith("longspec") else ""
+    page = (ROOT / "docs/flags.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("sed "))
+    rewritten = subprocess.run(shlex.split(line)[:3], input=f"tests/{script}_benchmark.py {flags}", **PIPED).stdout
+    program, *words = rewritten.split()
+    record = call(program, " ".join(words)).record
+    assert (record["prefix_len"], record["gen_len"], record["tokens_generated"]) == (60, 12, 24)
+    if script != "baseline":
+        policy = "snapkv" if "SnapKV" in script else "streaming"
+        assert (record["draft_policy"], record["draft_budget"], record["identical_sequences"]) == (policy, 17, 2)
+        assert record["config"]["draft"].get("snapkv_window") == (8 if policy == "snapkv" else None)
 
 
 def test_a_flag_of_sampling_without_effect_is_a_note(call) -> None:

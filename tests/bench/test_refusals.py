@@ -31,6 +31,7 @@ REFUSALS = [
     (BASELINE, "--prefix_len 230", DataError, "dataset"),
     (BASELINE, "--dataset latin.txt", DataError, "latin.txt"),
     (BASELINE, "--B 100000000 --dtype float64", OutOfMemoryError, "cpu"),
+    (BASELINE, "--max_len 40", ConfigError, "--max_len"),
     (BASELINE, "--temperature nan", ConfigError, "--temperature"),
     (BASELINE, "--temperature 1 --verification greedy", ConfigError, "--verification"),
     (BASELINE, "--attention flash", ConfigError, "--attention"),

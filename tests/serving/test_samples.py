@@ -12,16 +12,17 @@ from tests.support.hf_tiny import SHAPE, random_model, save_folder
 from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Served, serving
 
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]
+CHAT = [{"role": "user", "content": "hello"}]
 WARM = {"temperature": 0.9, "top_p": 0.95, "seed": 40}
 
 
 def drawn(alone: Alone, prompt: str, n_tokens: int, i: int = 0) -> tuple[str, list[float]]:
-    sampling = SamplingParams(WARM["temperature"], top_p=WARM["top_p"], seed=WARM["seed"] + i)
-    return alone.text(prompt, n_tokens, sampling), alone.logprobs(prompt, n_tokens, sampling)
+    sampling = SamplingParams(WARM["temperature"], top_p=WARM["top_p"], seed=WARM["seed"])
+    return alone.text(prompt, n_tokens, sampling, i), alone.logprobs(prompt, n_tokens, sampling, i)
 
 
 def test_samples_of_several_prompts(served: Served, alone: Alone):
-    """More than rows: a choice is the answer to a request with its seed, and a prompt is counted once."""
+    """More than rows: a choice depends on seed and number alone, and a prompt is counted once."""
     body = {"prompt": PROMPTS, "n": 3, "max_tokens": 24, "logprobs": 0, **WARM}
     answer = served.json(V1, body)
     assert [choice["index"] for choice in answer["choices"]] == [*range(9)]
@@ -40,6 +41,17 @@ def test_samples_of_several_prompts(served: Served, alone: Alone):
     assert len({choice["text"] for choice in answer["choices"]}) == 9 and answer["seed"] == WARM["seed"]
 
 
+def test_requests_of_neighbouring_seeds_share_no_sample(served: Served):
+    for path, own in ((V1, {"prompt": "a", "n": 4, "max_tokens": 24}), (CHATS, {"messages": CHAT, "n": 4})):
+        given = [served.json(path, own | WARM | {"seed": seed, "max_tokens": 24})["choices"] for seed in (7, 8)]
+        texts = [each["text"] if path == V1 else each["message"]["content"] for choices in given for each in choices]
+        assert len({*texts}) == 8
+    how = {"best_of": 4, "do_sample": True, "max_new_tokens": 24, **WARM}
+    given = [served.generate("a", **how | {"seed": seed}) for seed in (7, 8)]
+    others = [each["generated_text"] for answer in given for each in answer["details"]["best_of_sequences"]]
+    assert len({*others, *(answer["generated_text"] for answer in given)}) == 8
+
+
 def test_streams_of_samples(served: Served, alone: Alone):
     how = {"model": "m", "max_tokens": 24, "stream_options": {"include_usage": True}, "stream": True}
     *chunks, usage = served.openai.completions.create(prompt=PROMPTS[:2], n=2, logprobs=1, extra_body=WARM, **how)
@@ -50,8 +62,7 @@ def test_streams_of_samples(served: Served, alone: Alone):
         assert [choice.finish_reason is None for choice in mine] == [True] * (len(mine) - 1) + [False]
     assert indices != sorted(indices)  # of all samples in turns
     assert usage.usage.prompt_tokens == sum(len(alone.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
-    messages = [{"role": "user", "content": "hello"}]
-    chunks = [*served.openai.chat.completions.create(messages=messages, n=2, extra_body=WARM, **how)][:-1]
+    chunks = [*served.openai.chat.completions.create(messages=CHAT, n=2, extra_body=WARM, **how)][:-1]
     roles = [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks if chunk.choices[0].delta.role]
     assert sorted(roles) == [(0, "assistant"), (1, "assistant")]
 

@@ -204,17 +204,20 @@ class Alone:
         self._runner = ModelRunner(model, FullKVCache(model.config, 2, 400, dtype=torch.float64))
         self.tokenizer, self.vocab_size = load_tokenizer(checkpoint), N_TOKENS
 
-    def tokens(self, inputs: str | Sequence[int], n: int, sampling: SamplingParams | None = None) -> list[int]:
+    def tokens(
+        self, inputs: str | Sequence[int], n: int, sampling: SamplingParams | None = None, i: int = 0
+    ) -> list[int]:
+        """Return the tokens of a request's sample `i`."""
         prompt = self.tokenizer.encode(inputs) if isinstance(inputs, str) else [*inputs]
-        how = {"sampling": sampling or SamplingParams(), "verification": "coupled", "request_ids": [0]}
+        how = {"sampling": sampling or SamplingParams(), "verification": "coupled", "request_ids": [i]}
         return generate(self._runner, [prompt], max_new_tokens=n, stop_tokens=[END], **how).tokens[0]
 
-    def text(self, inputs: str, n: int, sampling: SamplingParams | None = None) -> str:
-        return self.tokenizer.decode(self.tokens(inputs, n, sampling))
+    def text(self, inputs: str, n: int, sampling: SamplingParams | None = None, i: int = 0) -> str:
+        return self.tokenizer.decode([token for token in self.tokens(inputs, n, sampling, i) if token != END])
 
-    def logprobs(self, inputs: str, n: int, sampling: SamplingParams) -> list[float]:
+    def logprobs(self, inputs: str, n: int, sampling: SamplingParams, i: int = 0) -> list[float]:
         """Return the log-probabilities of the tokens, at temperature 1."""
-        request = Request(self.tokenizer.encode(inputs), n, [END], sampling, logprobs=[])
+        request = Request(self.tokenizer.encode(inputs), n, [END], sampling, i, logprobs=[])
         decode(Decoder(self._runner, verification="coupled"), request)
         assert request.logprobs is not None
         return [each.value for each in request.logprobs]
