@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -110,11 +110,6 @@ class Session:
         """Return the values of the replicas' leaders, on every process; every process has to call this."""
         return self.processes.all_gather_object(value)[:: self.ranks.size]
 
-    def books(self) -> Iterator[str]:
-        """Return the texts of the data set."""
-        assert self.plan.dataset is not None, "random weights and a user's prompts read no data set"
-        return load_books(self.plan.dataset)
-
     def variant(
         self,
         *,
@@ -148,16 +143,14 @@ class Session:
         inputs = BuildInputs(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
         return [draft.build(inputs) for draft in plan.candidates]
 
-    def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """Return the drafter of a configuration (default: the session's) over an empty cache.
-
-        texts: the tokens of plain decoding, for a drafter that needs them. Errors: ConfigError, also for `auto`.
-        """
+    def drafter(self, draft: DrafterConfig | None = None) -> Drafter:
+        """Return the drafter of a configuration (default: the session's) over an empty cache. Errors: ConfigError, also
+        for `auto`."""
         session = self if draft is None else self.variant(draft=draft)
         if session.plan.automatic or not session.plan.candidates:
             required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)
-        (drafter,) = session.drafters(texts)
+        (drafter,) = session.drafters()
         return drafter
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
