@@ -51,7 +51,7 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
     return lowered(n_entries)  # a policy that needs more than half of a prompt sets the size of the others
 
 
-def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+def decode_batches(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
     """Decode the prompts batch by batch, plainly and speculatively in turns (see `take_turns`); yield both outputs.
 
     how: arguments of `generate`. Errors: UserError for logits that are not finite.

@@ -24,7 +24,7 @@ from common.tables import Column, console
 from engine.generation import GenerateOutput
 from engine.stats import acceptance_text, total
 from models.names import Scheme
-from terminal.in_turn import decode_in_turn, plan_of
+from terminal.in_turn import decode_batches, plan_of
 from terminal.models import ModelFlags, PositionalTarget
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
@@ -101,7 +101,7 @@ def latencies(plan: Plan) -> list[dict[str, Any]]:
     gc.collect()
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
-    _, *counted = decode_in_turn(session)
+    _, *counted = decode_batches(session)
     contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
     for way, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
         named = {"model": way.name, "dataset": plan.dataset, "config": nested(way.plan.config)}
