@@ -14,7 +14,7 @@ SERVE ?=
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## fetch the default model and book, then self-speculation beside the baseline
+demo: $(VENV)/.installed  ## fetch the default model and book, then self-speculation next to the baseline
 	$(RUN) download.py
 	$(RUN) convert_hf_checkpoint.py
 	$(RUN) tests/selfspec_benchmark.py $(DEMO)

@@ -1,7 +1,7 @@
 """Flags of the three benchmarks."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from bench.config import Passes, PlainRun, RankOptions, RunConfig, Sizes, TargetBesideDraft
 from bench.draft_flags import DraftFlags, ModelDraft
@@ -32,9 +32,9 @@ class BaselineFlags(PlainRun):
     sizes: BenchmarkSizes = field(default_factory=BenchmarkSizes)
     ranks: RankOptions = field(default_factory=RankOptions)
 
-    def config(self) -> RunConfig:
-        """Return the run that the flags describe. Errors: ConfigError."""
-        return RunConfig(**vars(self) | {"sizes": self.sizes.sizes()})
+    def config(self, **drafts: Any) -> RunConfig:
+        """Return the run that the flags describe. drafts: fields without flags. Errors: ConfigError."""
+        return RunConfig(**vars(self) | {"sizes": self.sizes.sizes()} | drafts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,9 @@ class SelfSpecFlags(BaselineFlags):
     draft: DraftFlags = field(default_factory=DraftFlags)
     passes: Passes = field(default_factory=Passes)
 
-    def config(self) -> RunConfig:
-        (drafts,) = self.draft.choices({})
-        given = vars(self) | {"sizes": self.sizes.sizes(), "draft": drafts[0], "auto_drafts": drafts[1:]}
-        return RunConfig(**given)
+    def config(self, **drafts: Any) -> RunConfig:
+        ((draft, *others),) = self.draft.choices({})
+        return super().config(draft=draft, auto_drafts=tuple(others), **drafts)
 
 
 @dataclass(frozen=True, kw_only=True)

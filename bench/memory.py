@@ -15,9 +15,7 @@ import torch
 from bench.plan import Plan
 from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
-from engine.drafters.stored import largest_shard, weights_bytes
 from engine.runner import ModelRunner
-from kv_cache import FullKVCache
 
 GIB = 2**30
 # Kept free on a GPU before anything is loaded, for activations, CUDA and NCCL: bytes, and a share for small GPUs.
@@ -57,15 +55,11 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     """Return the bytes of all weights and KV entries, and a reserve on a GPU."""
     target = plan.planned_target
     drafts = [draft.n_bytes(target, plan.chooses) for draft in plan.candidates]
-    of_drafts = {weights: size for draft in drafts for weights, size in draft.weights.items()}
-    weights = weights_bytes(target.weights, plan.group, plan.device) + sum(of_drafts.values())
-    kv = FullKVCache(largest_shard(plan.target.config, plan.group), 1, plan.capacity, "meta", plan.kv_dtype).n_bytes
-    per_row = {
-        "target KV": kv,
-        "draft KV": sum(sorted((draft.per_row for draft in drafts), reverse=True)[: plan.n_resident]),
-    }
+    weights, kv = target.n_bytes()
+    weights += sum({model: size for draft in drafts for model, size in draft.weights.items()}.values())
+    of_drafts = sum(sorted((draft.per_row for draft in drafts), reverse=True)[: plan.n_resident])
     reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
-    return MemoryPlan({"weights": weights, "reserve": reserve}, per_row)
+    return MemoryPlan({"weights": weights, "reserve": reserve}, {"target KV": kv, "draft KV": of_drafts})
 
 
 def require_room(plan: Plan) -> None:

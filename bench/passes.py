@@ -1,11 +1,14 @@
 """Runs the passes of a benchmark over one prefilled state: plain decoding, speculation, phase times."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -49,26 +52,25 @@ class Decoded(GenerateOutput):
 
 @dataclass(frozen=True)
 class PassResults:
-    """The outputs of the passes that ran. timed: the pass with timed phases, which slow it down. costs: the costs that
-    `auto` chose by. ablated: by name, the passes of the draft with the target's weights or all entries."""
+    """The outputs of the passes that ran, by name: "baseline", "speculation", "ablation 1" and so on (the plan's other
+    candidates), and "phase times", which timing slows down. costs: the costs that `auto` chose by."""
 
     prefill_seconds: float
-    baseline: Decoded | None = None
-    speculative: Decoded | None = None
-    timed: Decoded | None = None
+    outputs: Mapping[str, Decoded]
     costs: RunCosts | None = None
-    ablated: Mapping[str, Decoded] = field(default_factory=dict)
 
     @property
-    def by_name(self) -> dict[str, Decoded]:
-        """The passes that ran, by name."""
-        named = {"baseline": self.baseline, "speculation": self.speculative, "phase times": self.timed, **self.ablated}
-        return {name: output for name, output in named.items() if output}
+    def baseline(self) -> Decoded | None:
+        return self.outputs.get("baseline")
+
+    @property
+    def speculative(self) -> Decoded | None:
+        return self.outputs.get("speculation")
 
     @property
     def last(self) -> Decoded:
         """Speculation, or plain decoding if nothing else ran."""
-        return self.by_name["speculation" if self.speculative else "baseline"]
+        return self.outputs["speculation" if self.speculative else "baseline"]
 
 
 def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
@@ -80,29 +82,27 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     """
     plan, prefill_seconds, done = session.plan, prefill(session), dict[str, Decoded]()
     options = plan.config.passes
-    controllers: dict[str, Controller] = {} if options.no_baseline else {"baseline": Fixed(None)}
-    if controllers:
+    waiting: dict[str, Controller] = {} if options.no_baseline else {"baseline": Fixed(None)}
+    if waiting:
         warm_up(session)
-    if controllers and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
-        done, controllers = decode_in_turns(session, controllers, watch=watch), {}
+    if waiting and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
+        done, waiting = decode_in_turns(session, waiting, watch=watch), {}
     if not plan.candidates:
-        return PassResults(prefill_seconds, done.get("baseline"))
+        return PassResults(prefill_seconds, done)
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
     costs = costs_of(session, drafters)
-    controllers["speculation"] = make_controller(session, drafters, costs)
-    others = drafters[1:] if options.ablate else []
-    ablated = {f"ablation {n}": Fixed(drafter) for n, drafter in enumerate(others, 1)}
-    done |= decode_in_turns(session, controllers | ablated, watch=watch)
-    timed = None
+    new_controller = partial(make_controller, session, drafters, costs)
+    waiting["speculation"] = new_controller()
+    if options.ablate:
+        waiting |= {f"ablation {n}": Fixed(drafter) for n, drafter in enumerate(drafters) if n}
+    done |= decode_in_turns(session, waiting, watch=watch)
     if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)
-        controller = make_controller(session, drafters, costs)
-        timed = decode(session, "phase times", phase=timer, controller=controller, watch=watch)
+        done["phase times"] = decode(session, "phase times", new_controller(), timer, watch)
     if options.log_verification:
-        decode(session, "verifications", controller=make_controller(session, drafters, costs), watch=log_of_pass)
-    plain, ablations = done.get("baseline"), {name: done[name] for name in ablated}
-    return PassResults(prefill_seconds, plain, done["speculation"], timed, costs, ablations)
+        decode(session, "verifications", new_controller(), watch=log_of_pass)
+    return PassResults(prefill_seconds, done, costs)
 
 
 def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCosts | None) -> Controller:
@@ -114,10 +114,18 @@ def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCo
 
 
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
-    """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
+    """Compile or capture what rounds need, if anything, and leave all objects of now out of later garbage collections:
+    a collection of a model's 350,000 objects pauses a round for 0.17 s."""
+    if session.plan.gen_len > 1 and (session.plan.config.target.compile or session.runner.graphs):
+        _run_rounds(session, drafters)
+    gc.unfreeze()  # what an earlier session left
+    gc.collect()
+    gc.freeze()
+
+
+def _run_rounds(session: Session, drafters: Sequence[Drafter]) -> None:
+    """Run a few rounds of each kind from the prefilled state, so that they are compiled and captured."""
     runner, plan = session.runner, session.plan
-    if plan.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
-        return
     choices = [PLAIN] if not drafters or plan.automatic else []
     gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
     choices += [RoundChoice(i, gamma) for i, gamma in gammas]
@@ -153,24 +161,24 @@ def prefill(session: Session) -> float:
 
 
 def decode(
-    session: Session,
-    name: str,
-    drafter: Drafter | None = None,
-    phase: Phase | None = None,
-    controller: Controller | None = None,
-    watch: Watch = bar_of_pass,
+    session: Session, name: str, controller: Controller, phase: Phase | None = None, watch: Watch = bar_of_pass
 ) -> Decoded:
-    """Decode the prompts once from the prefilled state. Replicas start together, and every process gets all rows.
-
-    Errors: UserError with row and position if logits were not finite.
-    """
-    return decode_in_turns(session, {name: controller or Fixed(drafter)}, phase, watch)[name]
+    """Decode the prompts once from the prefilled state (see `decode_in_turns`)."""
+    return decode_in_turns(session, {name: controller}, phase, watch)[name]
 
 
 def decode_in_turns(
-    session: Session, controllers: Mapping[str, Controller], phase: Phase | None = None, watch: Watch = bar_of_pass
+    session: Session,
+    controllers: Mapping[str, Controller],
+    phase: Phase | None = None,
+    watch: Watch = bar_of_pass,
+    **how: Any,
 ) -> dict[str, Decoded]:
-    """Decode the prompts once for each controller, by name, in turns (see `take_turns`)."""
+    """Decode the prompts once for each controller, by name, in turns (see `take_turns`). Replicas start together, and
+    every process gets all rows.
+
+    how: arguments of `generate`. Errors: UserError with row and position if logits were not finite.
+    """
     session.processes.all_gather_object(None)  # replicas start together
     for drafter in chain.from_iterable(controller.drafters for controller in controllers.values()):
         drafter.inner_counts()  # forgets the counts of earlier passes
@@ -178,7 +186,7 @@ def decode_in_turns(
         passes = {}
         for name, controller in controllers.items():
             progress = watching.enter_context(watch(session, name))
-            passes[name] = session.generation(controller=controller, phase=phase, progress=progress)
+            passes[name] = session.generation(controller=controller, phase=phase, progress=progress, **how)
         usages = take_turns(session.runner, [*passes.values()])
     return {
         name: _joined(session, name, generation, controllers[name], usage, phase)

@@ -13,12 +13,12 @@ import torch
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, Rows, RunConfig, Sampling
 from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
-from common.process import LEADER, world_size
+from common.process import LEADER
 from common.say import note_without_effect
 from engine.drafters.config import DrafterConfig, DraftPlan, Trait
 from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import resolve_mode
-from engine.parallel.ranks import check_rank_group, check_replicas, require_single_process
+from engine.parallel.ranks import replica_group, require_single_process
 from engine.sampling.distribution import SamplingParams
 from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
@@ -124,10 +124,8 @@ class Plan:
     def with_drafts(self, draft: DrafterConfig | None, auto_drafts: tuple[DrafterConfig, ...] = ()) -> Plan:
         """Return the plan with other drafts of the same target. Errors: ConfigError for drafts that it cannot have."""
         config = replace(self.config, draft=draft, auto_drafts=auto_drafts)
-        found = candidates(config.drafts, self.planned_target)
-        if config.passes.ablate:
-            found = ablations(config.drafts, self.planned_target)
-        return replace(self, config=config, candidates=found)
+        plans = candidates(config.drafts, self.planned_target, config.passes.ablate)
+        return replace(self, config=config, candidates=plans)
 
     def full_length(self) -> int:
         """Return the tokens of the longest row, with the drafts of its last round. Errors: ConfigError for too many."""
@@ -141,13 +139,24 @@ class Plan:
         return length
 
 
-def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[DraftPlan, ...]:
+def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: bool) -> tuple[DraftPlan, ...]:
     """Return a plan for each draft, policy and budget to choose among, of each kind the largest cache first.
 
-    Errors: ConfigError for drafts that cannot be had, or chosen among.
+    ablate: return the plan of the draft, and of the same with all entries, with the target's weights, and with both,
+    without repetitions. Errors: ConfigError for drafts that cannot be had, chosen among, or ablated.
     """
     check_choice(drafts)
     kinds = [draft.kind for draft in drafts]
+    if ablate:
+        if len(drafts) > 1 or any(draft.automatic for draft in drafts):
+            what, fix = "a draft is taken apart that is the same in all rounds", "name numbers and a policy"
+            refuse("ablate", AUTO, "one draft with one policy, budget and gamma", what, fix)
+        plans = [draft.ablated(*has).plan(target) for has in product((True, False), repeat=2) for draft in drafts]
+        plans = [plan for n, plan in enumerate(plans) if plan.record() not in [each.record() for each in plans[:n]]]
+        if len(plans) < 2:
+            required = "a draft over a cache, with cheaper weights or fewer entries than the target"
+            refuse("ablate", " ".join(kinds) or "no draft", required, "there is nothing to ablate")
+        return tuple(plans)
     plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
     plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))
     if len(set(kinds)) > 1 and (small := [plan for plan in plans if plan.gamma < 1]):
@@ -157,22 +166,6 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[
         what, seen = "each of the drafts to choose among would save its n-grams", f"a file for {len(plans)} drafts"
         refuse("ngram_cache", seen, "a single draft that saves", what, "leave it out")
     return tuple(plans)
-
-
-def ablations(drafts: Sequence[DrafterConfig], target: PlannedTarget) -> tuple[DraftPlan, ...]:
-    """Return the plan of a draft, and of the same with the target's weights, with all entries, and with both, without
-    repetitions. Errors: ConfigError for drafts to choose among, and for a draft without weights or a budget of its own.
-    """
-    if len(drafts) > 1 or any(draft.automatic for draft in drafts):
-        what, fix = "a draft is taken apart that is the same in all rounds", "name numbers and a policy"
-        refuse("ablate", AUTO, "one draft with one policy, budget and gamma", what, fix)
-    halves = product((True, False), repeat=2)
-    plans = [draft.ablated(*has).plan(target) for has in halves for draft in drafts]
-    found = tuple(plan for n, plan in enumerate(plans) if plan.record() not in [other.record() for other in plans[:n]])
-    if len(found) < 2:
-        required = "a draft over a cache, with cheaper weights or fewer entries than the target"
-        refuse("ablate", " ".join(draft.kind for draft in drafts) or "no draft", required, "there is nothing to ablate")
-    return found
 
 
 def check_choice(drafts: Sequence[DrafterConfig]) -> None:
@@ -309,10 +302,9 @@ def _given_prompts(rows: Rows, target: ModelSource, texts: Sequence[PromptText] 
 
 def _rank_group(config: RunConfig, target: ModelSource) -> tuple[int, ...]:
     """Return the ranks of a replica that hold the target."""
-    n_ranks = check_replicas(config.n_replicas, world_size())
     if config.ranks is None:
         require_single_process()
         return (LEADER,)
-    group = check_rank_group(config.ranks.rank_group, n_ranks)
+    group = replica_group(config.n_replicas, config.ranks.rank_group)
     check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
     return group

@@ -25,11 +25,9 @@ CODE = (
 )
 
 
-def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore | None:
-    """Return the store of `--prefix_cache`, keyed by all that a row's bits depend on; None without the flag."""
-    text, target = plan.config.text, plan.config.target
-    if text.prefix_cache is None:
-        return None
+def prefix_store(folder: str, plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore:
+    """Return the store of prefilled prompts in a folder, keyed by all that a row's bits depend on."""
+    target = plan.config.target
     origin = provenance()
     machine = [origin[name] for name in ("machine", "gpu", "threads", "torch_version")]
     storage = [str(plan.dtype), str(plan.kv_dtype), target.quantize, target.compile]
@@ -38,7 +36,7 @@ def prefix_store(plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixSto
     parts = [plan.target.digest(whole=False), asdict(plan.target.config), storage, kernels, shard, machine]
     key = json.dumps([*parts, builds(), code_sha256()])
     digest = hashlib.sha256(key.encode()).hexdigest()
-    return PrefixStore(Path(text.prefix_cache), digest, int(text.prefix_cache_gb * 1e9))
+    return PrefixStore(Path(folder), digest, int(plan.config.text.prefix_cache_gb * 1e9))
 
 
 def builds() -> list[str | None]:

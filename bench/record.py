@@ -5,27 +5,34 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from statistics import mean, median
 from typing import Any
 
 from bench.auto.costs import MS_OF_ROUNDS, Costs
 from bench.by_length import by_length_rows
+from bench.draft_flags import option_names
 from bench.memory import peak_memory_bytes
 from bench.passes import Decoded, PassResults
 from bench.plan import Plan
 from bench.session import Session
-from bench.settings import nested, settings_record
+from common.checkout import ROOT
 from common.contention import contention
 from common.provenance import provenance
+from common.say import dtype_name
 from engine.controller import RoundChoice
+from engine.drafters.config import AUTO, DrafterConfig
 from engine.generation import GenerateOutput
-from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row, ratio_standard_error
+from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row, ratio_standard_error, total
 
 # Fields of `Counts` in a record.
 COUNTED = (
     *("drafted", "verified", "accepted", "emitted"),
     *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
 )
+
+# Entries of a draft's configuration that records have next to it, or that older records nest.
+NO_OPTIONS = ("draft", "gamma", "draft_model", "draft_ranks", "name", "policy", "policies", "texts", "alternatives")
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -42,8 +49,12 @@ def _median_ms(seconds: Sequence[float]) -> float | None:
     return 1e3 * median(seconds) if seconds else None
 
 
-def _counted(counts: Counts | None) -> dict[str, Any]:
-    return {name: getattr(counts, name, None) for name in COUNTED}
+def acceptance(rows: Sequence[Counts] | None) -> dict[str, Any]:
+    """Return the sums of counts and their rates, with the standard error of the acceptance rate; all None without
+    rows."""
+    counts = total(rows) if rows else None
+    found = {name: getattr(counts, name, None) for name in COUNTED}
+    return found | {"acceptance_standard_error": acceptance_standard_error(rows) if rows else None}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -88,8 +99,7 @@ def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | Non
     drafted = output if plan.target.has_text else None
     same = identical_rows(plain.tokens, output.tokens) if plain and output and plan.reproducible else None
     return {
-        **_counted(drafted.stats.counts if drafted else None),
-        "acceptance_standard_error": acceptance_standard_error(drafted.stats.rows) if drafted else None,
+        **acceptance(drafted.stats.rows if drafted else None),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(plain)),
         "speedup_standard_error": speedup_standard_error(plain, drafted) if plain and drafted else None,
         "identical_sequences": same,
@@ -103,6 +113,61 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(nested) for key, nested in value.items()}
     return [rounded(nested) for nested in value] if isinstance(value, (list, tuple)) else value
+
+
+def nested(config: Any) -> Any:
+    """Return a configuration as JSON values, without fields that are not set or have no effect; a draft is its options
+    by flag, and paths begin at the checkout if they lie in it."""
+    if isinstance(config, str):
+        return config.removeprefix(f"{ROOT}/")
+    if isinstance(config, tuple | list):
+        return [nested(value) for value in config]
+    if not is_dataclass(config):
+        return config
+    values = config.options() if isinstance(config, DrafterConfig) else vars(config)
+    return {name: nested(value) for name, value in values.items() if value not in (None, (), [])}
+
+
+def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a record's draft, by flag; older records nest them, or have them next to their results."""
+    config = record.get("config", {})
+    options = config.get("draft", {})
+    named = {"text_drafts": options.get("texts"), "auto_drafts": config.get("auto_drafts", options.get("alternatives"))}
+    names = {
+        option: [draft.get("draft") or draft["name"] for draft in drafts or ()] for option, drafts in named.items()
+    }
+    options = options | options.get("policy", {}) | {option: found for option, found in names.items() if found}
+    known = {name: value for name, value in options.items() if name not in NO_OPTIONS and value is not None}
+    return known | {name: record[name] for name in option_names() if name in record}
+
+
+def settings_record(session: Session) -> dict[str, Any]:
+    """Return how a session decodes and drafts, and how its models are stored, with every `auto` resolved."""
+    plan, runner = session.plan, session.runner
+    return {
+        **draft_settings(plan),
+        "verification": plan.verification,
+        **asdict(plan.sampling),
+        "seed": None if plan.sampling.greedy else plan.sampling.seed,
+        "device": str(runner.device),
+        "dtype": dtype_name(plan.dtype),
+        "attention": runner.model.backend.name,
+        "compile": plan.config.target.compile,
+        "cuda_graphs": runner.graphs is not None,
+        "quantize": plan.config.target.quantize,
+        "kv_dtype": dtype_name(runner.cache.keys.dtype),
+        "pointwise": runner.model.pointwise.name,
+    }
+
+
+def draft_settings(plan: Plan) -> dict[str, Any]:
+    """Return the settings of a plan's drafts: those of the first, with `auto` for what is chosen before every round."""
+    if not plan.candidates:
+        return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
+    first = plan.candidates[0]
+    settings = first.record() | first.reads(plan.planned_target) | dict.fromkeys(plan.automatic, AUTO)
+    others = dict.fromkeys(draft.kind for draft in plan.config.drafts if draft.kind != settings["draft"])
+    return settings | ({"auto_drafts": [*others]} if others else {})
 
 
 def record_of(
@@ -149,21 +214,22 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "prefill_seconds": passes.prefill_seconds,
         "baseline_step_ms": round_ms(baseline),
         "round_ms": round_ms(speculative),
-        **_phase_times(passes.timed),
+        **_phase_times(passes.outputs.get("phase times")),
         "steady_rounds": len(stats.steady()),
-        "contention": {name: contention(gathered(output.usage)) for name, output in passes.by_name.items()},
+        "contention": {name: contention(gathered(output.usage)) for name, output in passes.outputs.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
         "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
     }
     if speculative and (width := plan.config.passes.by_length):
-        record["by_length"] = by_length_rows(width, plan.gen_len, passes.by_name)
-    if speculative and passes.ablated:
-        pairs = zip(plan.candidates, (speculative, *passes.ablated.values()), strict=True)
+        record["by_length"] = by_length_rows(width, plan.gen_len, passes.outputs)
+    if speculative and plan.config.passes.ablate:
+        ablated = [output for name, output in passes.outputs.items() if name.startswith("ablation")]
+        pairs = zip(plan.candidates, (speculative, *ablated), strict=True)
         target = plan.planned_target
         record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:
-        record["inner"] = _counted(drafted.inner)
+        record["inner"] = {name: getattr(drafted.inner, name) for name in COUNTED}
     if any(draft.source for draft in plan.candidates):
         record["draft_prefill_seconds"] = stats.draft_prefill_seconds
     if speculative:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -72,22 +72,19 @@ class Session:
         watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
         timeout, facts = watched.rank_timeout, partial(common_facts, plan, options)
         processes = start_ranks(plan.device, facts, check=watched.check_ranks, timeout_seconds=timeout)
+        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
-        # Books that are not there are reported before the models load; their text is read when prompts are cut.
-        books = load_books(plan.dataset) if plan.dataset is not None and ranks.leads else iter(())
         for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
-        stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, books, n_continued)[first:last])
+        stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, n_continued)[first:last])
         prompts = [stretch[: plan.prefix_len] for stretch in stretches]
         continuations = [stretch[plan.prefix_len :] for stretch in stretches]
-        models = Models(plan.planned_target, ranks)
-        runner = _runner(plan, models, ranks)
+        models, runner = _load(plan, ranks)
         require_room_to_run(plan, runner)
-        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
 
     @property
@@ -112,11 +109,6 @@ class Session:
     def by_replica(self, value: Value) -> list[Value]:
         """Return the values of the replicas' leaders, on every process; every process has to call this."""
         return self.processes.all_gather_object(value)[:: self.ranks.size]
-
-    def books(self) -> Iterator[str]:
-        """Return the texts of the data set."""
-        assert self.plan.dataset is not None, "random weights and a user's prompts read no data set"
-        return load_books(self.plan.dataset)
 
     def variant(
         self,
@@ -151,16 +143,14 @@ class Session:
         inputs = BuildInputs(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
         return [draft.build(inputs) for draft in plan.candidates]
 
-    def drafter(self, draft: DrafterConfig | None = None, *, texts: Sequence[Sequence[int]] | None = None) -> Drafter:
-        """Return the drafter of a configuration (default: the session's) over an empty cache.
-
-        texts: the tokens of plain decoding, for a drafter that needs them. Errors: ConfigError, also for `auto`.
-        """
+    def drafter(self, draft: DrafterConfig | None = None) -> Drafter:
+        """Return the drafter of a configuration (default: the session's) over an empty cache. Errors: ConfigError, also
+        for `auto`."""
         session = self if draft is None else self.variant(draft=draft)
         if session.plan.automatic or not session.plan.candidates:
             required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)
-        (drafter,) = session.drafters(texts)
+        (drafter,) = session.drafters()
         return drafter
 
     def generate(self, drafter: Drafter | None = None, **arguments: Any) -> GenerateOutput:
@@ -175,8 +165,9 @@ class Session:
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
 
 
-def _runner(plan: Plan, models: Models, ranks: Ranks) -> ModelRunner:
-    """Load the target and all models that draft; return the target with an empty cache."""
+def _load(plan: Plan, ranks: Ranks) -> tuple[Models, ModelRunner]:
+    """Load the target and all models that draft; return them, and the target with an empty cache."""
+    models = Models(plan.planned_target, ranks)
     why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
     say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
     model = models.load_target()
@@ -186,18 +177,20 @@ def _runner(plan: Plan, models: Models, ranks: Ranks) -> ModelRunner:
     captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
     new_graphs = CudaGraphs if captures else None
     cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
-    prefixes = prefix_store(plan, model, models.target_ranks)
-    return ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
+    folder = plan.config.text.prefix_cache
+    prefixes = prefix_store(folder, plan, model, models.target_ranks) if folder else None
+    return models, ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
 
 
-def _prompts(plan: Plan, tokenizer: Tokenizer | None, books: Iterator[str], n_continued: int) -> list[list[int]]:
+def _prompts(plan: Plan, tokenizer: Tokenizer | None, n_continued: int) -> list[list[int]]:
     """Return the prompts, with `n_continued` tokens after those that are cut; for random weights, random tokens."""
     if plan.prompts is not None:
         return plan.prompts
-    if tokenizer is None:
+    if tokenizer is None or plan.dataset is None:
         return random_prompts(plan.target.config.vocab_size, plan.n_prompts, plan.prefix_len)
     say(f"tokenising {plan.n_prompts} prompts of {plan.prefix_len} tokens from {plan.dataset}")
-    prompts = make_prompts(books, tokenizer, n_prompts=plan.n_prompts, prefix_len=plan.prefix_len + n_continued)
+    length = plan.prefix_len + n_continued
+    prompts = make_prompts(load_books(plan.dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=length)
     plan.target.check_tokens(prompts)
     return prompts
 

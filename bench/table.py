@@ -1,6 +1,6 @@
 """Publishes a benchmark: texts and a table for people, a record for programs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -9,11 +9,22 @@ from bench.draft_names import written
 from bench.passes import PassResults
 from bench.record import make_record
 from bench.session import Session
-from bench.settings import reads_text
 from common.jsonl import publish
 from common.tables import Column, console
 from engine.drafters.config import AUTO
 from engine.stats import acceptance_text, with_error
+
+
+def reads_text(record: Mapping[str, Any]) -> str | None:
+    """Return what a draft step reads, such as `int4 weights (31%), 512 entries (7%)`: the shares are of the bytes of
+    the target's weights, and of the entries of a row at its end. None for a draft without a cache."""
+    if record.get("draft_weights_share") is None:
+        return None
+    form, budget, share = (record[f"draft_{name}"] for name in ("weights", "budget", "entries_share"))
+    weights = f"{form or record['draft_dtype']} weights ({record['draft_weights_share']:.0%})"
+    entries = f"{budget} entries ({'at most ' * (budget == AUTO)}{share:.0%})" if share < 1 else "all entries"
+    return f"{weights}, {entries}"
+
 
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
@@ -62,10 +73,14 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
     session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:
         return
-    lines = [table(record), *(f"  {note}" for note in notes(record, session.plan.automatic)), ""]
-    head = f"\n  {headline(session, record, lengths)}\n"
-    texts = [*_texts(session, ends, passes.last.tokens), head, "\n".join(lines)]
+    texts = [*_texts(session, ends, passes.last.tokens), "", *summary(session, record, lengths), ""]
     publish(session.plan.config.output.output, record, *texts, put_off=put_off)
+
+
+def summary(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> list[str]:
+    """Return the lines of a headline, the table of figures, and notes. lengths: tokens of the prompts."""
+    said = [f"  {note}" for note in notes(record, session.plan.automatic)]
+    return [f"  {headline(session, record, lengths)}", "", *table(record).splitlines(), *said]
 
 
 def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
@@ -110,14 +125,11 @@ def sampling_text(record: dict[str, Any]) -> str:
 
 
 def _draft_text(record: dict[str, Any]) -> str:
-    """Return the names of a record's drafts, with the storage and the cache of the first."""
+    """Return the names of a record's drafts."""
     if not record["gamma"]:
         return ""
     name = written(record["config"]["draft"] | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})
-    weights, entries = record.get("draft_weights"), record["draft_budget"]
-    stored = [record.get("draft_dtype"), weights and f"{weights} weights", entries and f"{entries} KV entries"]
-    of_first = f" ({', '.join(filter(None, stored))})" if any(stored) else ""
-    return f"drafts by {' or '.join([name, *record.get('auto_drafts', ())])}{of_first}"
+    return f"drafts by {' or '.join([name, *record.get('auto_drafts', ())])}"
 
 
 def table(record: dict[str, Any]) -> str:

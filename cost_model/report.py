@@ -28,7 +28,6 @@ from models.names import Dtype, KVDtype, Scheme, parse_layers
 PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
 BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
 Draft = tuple[str, int | None]  # policy and budget
-SHADES = " .:-=+*#%@"
 
 
 class Cell(NamedTuple):
@@ -214,28 +213,18 @@ def best_of_each(cells: Sequence[Cell], gammas: Sequence[int]) -> list[dict[str,
 
 def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
     """Return a line for each cell: costs, those of a draft step and a verification in plain steps, and speedups."""
-
-    def verification(cell: Cell) -> float:
-        costs = cell.costs
-        return costs.round_ms(gammas[-1]) - costs.drafts_ms(gammas[-1]) - costs.other_ms - costs.refresh_ms
-
+    most = gammas[-1]
     columns = [
         Column(itemgetter(0), "B"),
         Column(itemgetter(1), "context"),
         Column(lambda cell: " ".join(str(part) for part in cell.draft if part is not None), "draft", align="<"),
         Column(lambda cell: cell.costs.plain_ms, "plain ms", ".1f"),
         Column(lambda cell: cell.costs.draft_ms / cell.costs.plain_ms, "draft step", ".2f"),
-        Column(lambda cell: verification(cell) / cell.costs.plain_ms, f"verify g={gammas[-1]}", ".2f"),
+        Column(lambda cell: cell.costs.verification_ms(most) / cell.costs.plain_ms, f"verify g={most}", ".2f"),
         Column(lambda cell: cell.alpha, "acceptance", ".3f"),
-        *(Column(partial(Cell.speedup, gamma=gamma), f"g={gamma}", _shaded) for gamma in gammas),
+        *(Column(partial(Cell.speedup, gamma=gamma), f"g={gamma}", ".2f") for gamma in gammas),
     ]
-    return f"costs, and predicted speedups (darker is larger; below 1 plain decoding wins)\n{console(cells, columns)}"
-
-
-def _shaded(speedup: float) -> str:
-    """Return a speedup with two characters before it, blank at 0.5 and below, black at 2 and above."""
-    shade = SHADES[round((min(max(speedup, 0.5), 2.0) - 0.5) / 1.5 * (len(SHADES) - 1))]
-    return f"{2 * shade} {speedup:.2f}"
+    return f"costs, and predicted speedups (below 1 plain decoding wins)\n{console(cells, columns)}"
 
 
 def best_table(best: Sequence[dict[str, Any]]) -> str:

@@ -250,9 +250,9 @@ class Decoder:
         """Append log-probabilities of the prompt's tokens after positions `start` on, by `hidden [n, dim]`."""
         assert request.prompt_logprobs is not None
         del request.prompt_logprobs[start:]  # of a prefill that was interrupted
-        behind = request.prompt[start + 1 : start + 1 + len(hidden)]
-        for first in range(0, len(behind), SCORED):
-            tokens = behind[first : first + SCORED]
+        following = request.prompt[start + 1 : start + 1 + len(hidden)]
+        for first in range(0, len(following), SCORED):
+            tokens = following[first : first + SCORED]
             logits = self._runner.model.logits(hidden[first : first + len(tokens)])
             if self._runner.ranks.leads:
                 request.prompt_logprobs += logprobs_of([tokens], logits[None], [request.n_top])[0]

@@ -62,7 +62,7 @@ class Greedy:
 class Rejection:
     """Drafts, accepts and resamples by separate streams of random numbers.
 
-    The numbers of a draft are keyed by its position and by its index in the round. So a position behind a rejection is
+    The numbers of a draft are keyed by its position and by its index in the round. So a position after a rejection is
     drafted again by other numbers: those of the rejected draft may have decided how far the round went, and so which
     entries a draft's cache has. The numbers of the `i`-th inner round are keyed by the outer round's first position and
     by `i`, so no two inner rounds share any.

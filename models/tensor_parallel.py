@@ -86,7 +86,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
     """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
 
-    Every part has the whole of each norm. Biases behind an all-reduce are the first part's, 0 in the others.
+    Every part has the whole of each norm. Biases after an all-reduce are the first part's, 0 in the others.
     """
     if shard.count == 1:
         return tensor

@@ -21,6 +21,7 @@ from common import cli
 from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
+from engine.controller import Fixed
 from engine.evaluation.certificate import calibrate, certify, replay
 
 
@@ -71,7 +72,7 @@ def certified(session: bench.Session, following: list[list[int]]) -> dict[str, A
     say(f"calibrating eps: {len(following[0])} forced tokens in each of {len(prompts)} rows")
     forced = torch.tensor(following, device=runner.device)
     calibration = calibrate(runner.model, runner.cache, prompts, forced, session.plan.gamma + 1)
-    output = bench.decode(session, "speculation", session.drafter())
+    output = bench.decode(session, "speculation", Fixed(session.drafter()))
     say("comparing with plain decoding, one token at a time")
     seen = replay(runner.model, runner.cache, prompts, torch.tensor(output.tokens, device=runner.device), params)
     result = certify(seen, calibration.eps / (1 if params.greedy else params.temperature))
@@ -94,7 +95,7 @@ SUMMARY = """  calibration: eps {eps:.3g}, {calibration_flips} flips in {calibra
 
 def main(flags: Flags) -> None:
     session = bench.Session.of_plan(bench.resolve(flags.config()), n_continued=flags.n_forced)
-    texts = [prompt + behind for prompt, behind in zip(session.prompts, session.continuations, strict=True)]
+    texts = [prompt + rest for prompt, rest in zip(session.prompts, session.continuations, strict=True)]
     shorter = max(1, flags.prefix_len // (4 * flags.B))
     cut = [(text, flags.prefix_len - row * shorter) for row, text in enumerate(texts)]
     session = session.variant(gen_len=flags.gen_len, prompts=[text[:length] for text, length in cut])

@@ -15,7 +15,6 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,11 +39,8 @@ from common.errors import refuse
 from common.jsonl import publish, require_appendable
 from common.provenance import provenance
 from common.say import say
-from engine.controller import Fixed
-from engine.requests import Progress
+from engine.controller import Controller
 from engine.sampling.noise import Stream, gumbel
-from engine.stats import RoundStats
-from engine.timing import PhaseTimer
 from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
@@ -53,6 +49,8 @@ from models.kernels.quantize import quantized_linear
 from models.names import SCHEMES
 from models.storage import KV_DTYPES
 from reproduce.helpers.records import Record
+
+PROFILED = 16  # tokens of a row
 
 
 def milliseconds(device: str, call: Callable[[], object]) -> float:
@@ -125,31 +123,21 @@ def noise(device: str, rows: int, tokens: int, n_ids: int) -> Record:
     return {"noise_ms": ms, "times_copy": ms * copy_rate(device) / (2 * 4 * rows * tokens * n_ids)}
 
 
-class ProfiledRounds(Progress):
-    """Profiles the rounds of a pass after the first, which follows the prefill of drafts: at most `most` of them."""
-
-    def __init__(self, device: str, most: int = 8) -> None:
-        self._kind, self._most, self._n_ended = "CPU" if device == "cpu" else "CUDA", most, 0
-        self._profiler = profile(activities=[getattr(ProfilerActivity, self._kind)])
-
-    def ended(self, round_: RoundStats) -> None:
-        if self._n_ended == 0:
-            self._profiler.start()
-        if self._n_ended == self._most:
-            self._profiler.stop()
-        self._n_ended += 1
-
-    def kernels(self) -> tuple[Counter[str], float]:
-        """Return the ms a round of each kernel and copy on the GPU (on a CPU: of each operation), and how many ran."""
-        if self._n_ended <= self._most:
-            self._profiler.stop()
-        times, n_node, n_round = Counter[str](), 0, min(self._n_ended - 1, self._most)
-        for event in self._profiler.events():
-            # A user annotation covers kernels that are events, too.
-            if event.device_type == getattr(DeviceType, self._kind) and not event.is_user_annotation:
-                times[event.name[:160]] += event.time_range.elapsed_us() / 1e3 / n_round
-                n_node += 1
-        return times, n_node / n_round
+def profiled_rounds(session: Session, controller: Controller) -> tuple[Counter[str], float]:
+    """Return the ms a round of each kernel and copy on the GPU (on a CPU: of each operation), and how many ran, without
+    the first round, which follows the prefill of drafts."""
+    kind = "CPU" if session.runner.device.type == "cpu" else "CUDA"
+    generation = session.generation(controller=controller)
+    generation.run(1)
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+        generation.run(PROFILED * session.plan.n_rows)
+    times, n_node, n_round = Counter[str](), 0, len(generation.rounds) - 1
+    for event in profiler.events():
+        # A user annotation covers kernels that are events, too.
+        if event.device_type == getattr(DeviceType, kind) and not event.is_user_annotation:
+            times[event.name[:160]] += event.time_range.elapsed_us() / 1e3 / n_round
+            n_node += 1
+    return times, n_node / n_round
 
 
 def open_fitting(words: str) -> Session:
@@ -168,25 +156,21 @@ def rounds(device: str, words: str) -> Record:
             torch.ones(8, device=device).sum().item()
     session = open_fitting(f"{words} --device {device}")
     runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
-    seconds = fill_with_noise(runner, session.prompts) if is_dummy else passes.prefill(session)
-    drafters = session.drafters()
-    passes.warm_up(session)
-    passes.warm_up(session, drafters)
-    costs = passes.costs_of(session, drafters)
+    if is_dummy:
+        fill_with_noise(runner, session.prompts)  # the passes then find the prompts prefilled
     gc.collect()
     gc.freeze()  # a collection of all objects would pause a round
-    new_controller = partial(passes.make_controller, session, drafters, costs)
-    done = passes.decode_in_turns(session, {"plain": Fixed(None), "speculation": new_controller()})
-    timed = passes.decode(session, "phase times", controller=new_controller(), phase=PhaseTimer(runner.device))
-    made = passes.PassResults(seconds or 0.0, done["plain"], done["speculation"], timed, costs)
-    record = make_record("gpu_speed", session, made)
-    profiled = ProfiledRounds(device)
-    passes.decode(session, "profile", controller=new_controller(), watch=lambda session, name: nullcontext(profiled))
-    times, n_node = profiled.kernels()
-    planned, stats = memory.memory_plan(session.plan).total(session.plan.n_rows), done["speculation"].stats
-    mean_ms = 1e3 * stats.decode_seconds / len(stats.rounds)
+    done = passes.run_passes(session)
+    record = make_record("gpu_speed", session, done)
     runner.drop_graphs()
+    drafters = session.drafters()
+    passes.warm_up(session, drafters)
+    times, n_node = profiled_rounds(session, passes.make_controller(session, drafters, done.costs))
+    runner.drop_graphs()
+    planned = memory.memory_plan(session.plan).total(session.plan.n_rows)
+    mean_ms = 1e3 * done.last.stats.decode_seconds / len(done.last.stats.rounds)
     return record | {
+        "prefill_seconds": None if is_dummy else record["prefill_seconds"],
         "kernel_ms": times.total(),
         "gap_percent": 100 * (1 - times.total() / mean_ms) if device != "cpu" else None,
         "nodes_per_layer": n_node / runner.model.config.n_layer,

@@ -83,13 +83,11 @@ def choose_x(records: Sequence[Record]) -> str:
 def varied_settings(records: Sequence[Record], without: Sequence[str | None]) -> list[str]:
     """Return the settings that tell lines apart: each makes more combinations than those before it."""
 
-    def n_kinds(*names: str) -> int:
-        return len({repr([record.get(name) for name in names]) for record in records})
-
-    varied: list[str] = []
+    varied, n_combination = list[str](), 1
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        if name not in without and n_kinds(*varied, name) > n_kinds(*varied):
-            varied.append(name)
+        found = {repr([record.get(each) for each in (*varied, name)]) for record in records}
+        if name not in without and len(found) > n_combination:
+            varied, n_combination = [*varied, name], len(found)
     return varied
 
 
@@ -142,18 +140,15 @@ def draw(axes: Any, lines: Lines, labels: Sequence[str], x: str, y: str) -> None
     axes.grid(alpha=0.3)
 
 
-def set_limits(row: Sequence[Any], panels: Sequence[Lines]) -> None:
-    """Give a row of panels one axis, from zero or, where all values are far from zero, broken below them."""
-    points = [point for lines in panels for line in lines.values() for point in line]
-    low, high = min(point.low for point in points), max(point.high for point in points)
-    is_broken = low > BROKEN_ABOVE * high
-    room = 0.08 * (high - low if is_broken and high > low else high)
+def set_limits(row: Sequence[Any]) -> None:
+    """Let the axis that a row of panels shares begin at zero or, if all values are far from zero, mark its break."""
+    low, high = min(axes.dataLim.ymin for axes in row), row[0].get_ylim()[1]
+    if low <= BROKEN_ABOVE * high:
+        row[0].set_ylim(bottom=min(0, low))
+        return
+    mark = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 9, "linestyle": "none", "color": "black"}
     for axes in row:
-        axes.set_ylim(low - room if is_broken else min(0, low), high + room)
-    if is_broken:
-        mark = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 9, "linestyle": "none", "color": "black"}
-        for axes in row:
-            axes.plot([0, 0], [0.015, 0.045], transform=axes.transAxes, clip_on=False, **mark)
+        axes.plot([0, 0], [0.015, 0.045], transform=axes.transAxes, clip_on=False, **mark)
 
 
 def save(panels: Mapping[str, Mapping[Any, Lines]], x: str, facet: str | None, files: Sequence[Path]) -> None:
@@ -174,14 +169,14 @@ def save(panels: Mapping[str, Mapping[Any, Lines]], x: str, facet: str | None, f
     # Text of an SVG stays text, and of a PDF becomes a font that can be edited; the files depend on the records alone.
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "foretoken", "font.size": 8}):
         figure = Figure(figsize=size, layout="constrained", dpi=200)
-        grid, handles = figure.subplots(len(panels), len(columns), squeeze=False), dict[str, Any]()
+        grid, handles = figure.subplots(len(panels), len(columns), sharey="row", squeeze=False), dict[str, Any]()
         for row, (y, by_facet) in zip(grid, panels.items(), strict=True):
             for axes, value in zip(row, columns, strict=True):
-                draw(axes, by_facet.get(value, {}), labels, x, y) if value in by_facet else axes.set_axis_off()
+                draw(axes, by_facet[value], labels, x, y) if value in by_facet else axes.set_axis_off()
                 handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
                 axes.set_xlabel(x)
             row[0].set_ylabel(y)
-            set_limits(row, [*by_facet.values()])
+            set_limits(row)
         for axes, value in zip(grid[0], columns, strict=True):
             axes.set_title(f"{facet} {value}" if facet else "")
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=n_columns, frameon=False)

@@ -87,7 +87,7 @@ def main(flags: Flags) -> None:
 def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int) -> None:
     """Write examples from the book's first half, and its second half to held_back.txt. Errors: DataError for a book
     that is too short."""
-    book, tokenizer = next(session.books()), session.tokenizer
+    book, tokenizer = next(bench.load_books(str(session.plan.dataset))), session.tokenizer
     assert tokenizer is not None and sizes.prefix_len is not None
     bos, text = tokenizer.encode("", add_bos=True), tokenizer.encode(book[: len(book) // 2], add_bos=False)
     if len(text) < sizes.prefix_len:

@@ -87,7 +87,7 @@ class Metrics:
         self.duration = seconds("tgi_request_duration", "Seconds from request to answer")
         self.queue_duration = seconds("tgi_request_queue_duration", "Seconds until a row was free")
         self.row_duration = seconds("tgi_request_inference_duration", "Seconds in a row")
-        self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token behind the first")
+        self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token after the first")
 
     def count_update(self, update: Update, n_kept: int) -> None:
         """Count an update, of whose tokens the answer kept the first `n_kept`: a stop string may have cut it."""

@@ -1,21 +1,18 @@
 """foretoken.py eval: how many multiplications plain decoding and speculation get right."""
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bench.config import BatchSize, Output, Rows, Sampling, Sizes
-from bench.record import record_of
+from bench.record import acceptance, record_of
 from bench.session import Session
-from bench.settings import reads_text
-from bench.table import sampling_text
+from bench.table import reads_text, sampling_text
 from common.errors import require_at_least
 from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
 from engine.stats import Counts, acceptance_text
-from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
+from terminal.in_turn import decode_batches, plan_of
 from terminal.models import ModelFlags
 from terminal.multiplication import LONGEST_ANSWER, is_right, line_ends, problems, prompt
 from terminal.significance import compared
@@ -36,9 +33,6 @@ class Eval(ModelFlags):
 
     def run(self) -> None:
         require_at_least("nb_prompts", self.nb_prompts, 1)
-        if self.save == Eval.save:
-            with suppress(OSError):  # reported when the file is opened
-                os.makedirs(os.path.dirname(self.save), exist_ok=True)
         seed, sampling = self.sampling.seed or 0, self.sampling
         sampling = sampling if sampling.temperature else replace(sampling, seed=None)  # greedy decoding has none
         tasks = problems(seed, self.nb_prompts)
@@ -51,7 +45,7 @@ class Eval(ModelFlags):
         stops = [*session.plan.target.end_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
-        for plainly, speculatively in decode_in_turn(session, stop_tokens=stops):
+        for plainly, speculatively in decode_batches(session, stop_tokens=stops):
             counts += speculatively.stats.rows
             for ids in zip(plainly.tokens, speculatively.tokens, strict=True):
                 problem, (plain, speculative) = tasks[len(rows)], map(session.tokenizer.decode, ids)
@@ -61,7 +55,7 @@ class Eval(ModelFlags):
                 rows.append(row | {"identical": ids[0] == ids[1]})
                 append_or_put_off(self.save, rows[-1], session.put_off)
         found = compared(*([row[right] for row in rows] for right in ("plain_right", "speculative_right")))
-        found["speculative"] |= acceptance_of(counts)
+        found["speculative"] |= acceptance(counts)
         found |= {"identical_answers": sum(row["identical"] for row in rows), "generations": self.save}
         measured = {"run": session.run, "problem_seed": seed, "problems": len(rows), **found}
         record = record_of("eval", session, measured)

@@ -1,12 +1,13 @@
 """Decodes prompts plainly and speculatively in turns, so that a busy machine disturbs both alike."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from bench.auto.measure import costs_of
 from bench.config import RunConfig
-from bench.passes import make_controller, take_turns, warm_up
+from bench.passes import decode_in_turns, make_controller, warm_up
 from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
@@ -15,7 +16,7 @@ from common.say import say
 from engine.controller import Fixed
 from engine.drafters.config import Trait
 from engine.generation import GenerateOutput
-from engine.stats import Counts, acceptance_standard_error, total
+from engine.requests import Progress
 
 
 def require_fixed_text(config: RunConfig) -> None:
@@ -50,7 +51,7 @@ def plan_of(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evi
     return lowered(n_entries)  # a policy that needs more than half of a prompt sets the size of the others
 
 
-def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+def decode_batches(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
     """Decode the prompts batch by batch, plainly and speculatively in turns (see `take_turns`); yield both outputs.
 
     how: arguments of `generate`. Errors: UserError for logits that are not finite.
@@ -61,17 +62,7 @@ def decode_in_turn(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):
             batch = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first)
-            controllers = Fixed(None), make_controller(session, drafters, costs)
-            plain, drafted = generations = [batch.generation(controller=each, **how) for each in controllers]
-            take_turns(session.runner, generations)
-            plain.output.require_finite("plain decoding")
-            drafted.output.require_finite("speculation")
+            ways = {"plain decoding": Fixed(None), "speculation": make_controller(session, drafters, costs)}
+            plain, drafted = decode_in_turns(batch, ways, watch=lambda *_: nullcontext(Progress()), **how).values()
             bar.update(len(batch.prompts))
-            yield plain.output, drafted.output
-
-
-def acceptance_of(rows: Sequence[Counts]) -> dict[str, float | None]:
-    """Return the acceptance of all rows together, with its standard error, and their tokens per round."""
-    counts, error = total(rows), acceptance_standard_error(rows)
-    found = {name: getattr(counts, name) for name in ("acceptance_rate", "mean_accepted_length")}
-    return found | {"acceptance_standard_error": error}
+            yield plain, drafted

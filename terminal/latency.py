@@ -12,9 +12,9 @@ from tyro.conf import Positional, arg
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
 from bench.draft_flags import ComparedDraft
 from bench.plan import Plan
-from bench.record import rounded
+from bench.record import acceptance, nested, rounded, settings_record
 from bench.session import Session
-from bench.settings import nested, reads_text, settings_record
+from bench.table import reads_text
 from common.contention import contention, usage_so_far
 from common.errors import require_at_least
 from common.jsonl import publish
@@ -24,7 +24,7 @@ from common.tables import Column, console
 from engine.generation import GenerateOutput
 from engine.stats import acceptance_text, total
 from models.names import Scheme
-from terminal.in_turn import acceptance_of, decode_in_turn, plan_of
+from terminal.in_turn import decode_batches, plan_of
 from terminal.models import ModelFlags, PositionalTarget
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
@@ -89,7 +89,7 @@ class Latency(ModelFlags):
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
         record = {"benchmark": "latency", **vars(sizes), "nb_prompts": self.nb_prompts, "rows": rows, **provenance()}
-        head = f"\n  ms per generated token, behind {self.nb_prompts} prompts of {prefix_len} tokens\n"
+        head = f"\n  ms per generated token, after {self.nb_prompts} prompts of {prefix_len} tokens\n"
         note = "  threads waited for processors: no time or speedup here is to be trusted\n"
         contended = any(row["contended"] for row in rows)
         publish(self.output.output, record, head, console(rows, COLUMNS), note if contended else "", for_people=True)
@@ -97,10 +97,11 @@ class Latency(ModelFlags):
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
     """Return two rows, plain decoding and speculation, over all batches but the first. Errors: UserError."""
+    gc.unfreeze()  # the session before
     gc.collect()
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
-    _, *counted = decode_in_turn(session)
+    _, *counted = decode_batches(session)
     contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
     for way, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
         named = {"model": way.name, "dataset": plan.dataset, "config": nested(way.plan.config)}
@@ -121,4 +122,4 @@ def figures(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
     rows = [row for output in outputs for row in output.stats.rows]
     rate = total(rows).emitted / sum(output.stats.decode_seconds for output in outputs)
     found = {"median_ms": p50, "p90_ms": p90, "spread_ms": p90 - p10, "ms_per_token": ms, "tokens_per_second": rate}
-    return found | acceptance_of(rows)
+    return found | acceptance(rows)

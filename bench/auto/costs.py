@@ -2,8 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,24 +39,21 @@ class Costs:
         """Return the ms of drafting `gamma` tokens."""
         return self.fixed_ms + gamma * self.draft_ms
 
-    def round_ms(self, gamma: int) -> float:
-        """Return the ms of a round; verifications are interpolated, and extrapolated, on straight lines."""
+    def verification_ms(self, gamma: int) -> float:
+        """Return the ms of verifying `gamma` draft tokens: interpolated, and extrapolated, on straight lines."""
         at, ms = np.array([0, *self.at], dtype=float), np.array([self.plain_ms, *self.verify_ms])
         if gamma > at[-1]:
-            verify = ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2])
-        else:
-            verify = np.interp(gamma, at, ms)
-        return self.drafts_ms(gamma) + float(verify) + self.other_ms + self.refresh_ms
+            return float(ms[-1] + (gamma - at[-1]) * (ms[-1] - ms[-2]) / (at[-1] - at[-2]))
+        return float(np.interp(gamma, at, ms))
+
+    def round_ms(self, gamma: int) -> float:
+        """Return the ms of a round."""
+        return self.drafts_ms(gamma) + self.verification_ms(gamma) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: float) -> float:
         """Return the ms in which a draft catches up `n_missed` tokens: `resume_ms`, times verify_ms(n) / plain_ms."""
         per_token = max(0.0, self.verify_ms[-1] / self.plain_ms - 1) / self.at[-1]
         return self.resume_ms * (1 + n_missed * per_token)
-
-    def slower(self, times: float) -> Self:
-        """Return the costs where everything takes `times` as long."""
-        verify_ms = tuple(times * ms for ms in self.verify_ms)
-        return replace(self, verify_ms=verify_ms, **{name: times * getattr(self, name) for name in MS_OF_ROUNDS})
 
     def speedup(self, tokens: float, gamma: int) -> float:
         """Return the speedup over plain decoding of rounds that emit `tokens` a row (see `tokens_per_round`)."""

@@ -47,7 +47,7 @@ class Schedule:
         return Drafts(tokens[:, :n], None if probs is None else probs[:, :n], lengths)
 
     def verified(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return how many drafts of each row were verified, and how many of these were accepted; drafts behind a stop
+        """Return how many drafts of each row were verified, and how many of these were accepted; drafts after a stop
         token or a limit count as neither. A rejected draft is always replaced by another token."""
         n_emitted = batch.lengths - self._begun
         n_verified = torch.minimum(n_emitted, self._lengths)
@@ -80,7 +80,7 @@ class Heuristic(Schedule):
 
 
 class Confidence(Schedule):
-    """Stops a row behind a draft whose probability is below the threshold (`assistant_confidence_threshold` of
+    """Stops a row after a draft whose probability is below the threshold (`assistant_confidence_threshold` of
     transformers), and before a draft whose most probable token is below `p_min` (p-min of llama.cpp).
 
     Probabilities are the draft model's at the row's temperature (1 where it is greedy), before top-k and top-p. A

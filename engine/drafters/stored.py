@@ -10,6 +10,7 @@ import torch
 
 from common.say import say
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks
+from kv_cache import FullKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
@@ -73,6 +74,12 @@ class PlannedTarget:
         """Return the target of a run whose rows are longer."""
         capacity = self.capacity and self.capacity + n_tokens
         return replace(self, gen_len=self.gen_len + n_tokens, capacity=capacity)
+
+    def n_bytes(self) -> tuple[int, int]:
+        """Return the bytes of its weights, and of a row's KV entries, on the rank with the largest shard."""
+        config = largest_shard(self.source.config, self.group)
+        kv = FullKVCache(config, 1, self.capacity, "meta", self.kv_dtype).n_bytes
+        return weights_bytes(self.weights, self.group, self.device), kv
 
     def load(self, weights: Weights, ranks: ModelRanks) -> Transformer:
         """Load a model, or this rank's shard of it."""

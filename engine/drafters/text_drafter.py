@@ -19,7 +19,7 @@ from engine.runner import ModelRunner
 
 
 class TextDrafter(Drafter):
-    """Guesses on the device, in `guess`. State behind a row's length is overwritten before it is read."""
+    """Guesses on the device, in `guess`. State after a row's length is overwritten before it is read."""
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         require_at_least("gamma", gamma, 0)

@@ -120,7 +120,7 @@ def replay(
     sampling: SamplingParams | None = None,
 ) -> Replay:
     """Compare plain decoding, in a cache filled anew, with `emitted` tokens `[B, n]` (int64, on the cache's device).
-    Each step runs the emitted token, so that behind a difference the comparison goes on from the emitted prefix.
+    Each step runs the emitted token, so that after a difference the comparison goes on from the emitted prefix.
 
     sampling: None or temperature 0 is greedy; otherwise the coupled mode's choices, row b being request b. Errors:
     ConfigError if it filters (whether an id passes is a near-tie of another kind) or edits logits; UserError if a score

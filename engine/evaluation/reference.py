@@ -4,7 +4,7 @@
 x_1 .. x_gamma from q, accepts the first few of them, and adds a token of the target:
 
 - "greedy": accept x_i while it is the argmax of p, then add that argmax;
-- "rejection": accept x_i with probability min(1, p(x_i) / q(x_i)); add a draw from norm(max(p - q, 0)) behind a
+- "rejection": accept x_i with probability min(1, p(x_i) / q(x_i)); add a draw from norm(max(p - q, 0)) after a
   rejection, else from p (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1): every token is distributed as p;
 - "coupled": draft and target draw by the same noise g per position, argmax(log q + g) and argmax(log p + g); accept x_i
   while it is the target's draw, then add that draw (Daliri et al. 2024, arXiv 2408.07978): tokens depend on p alone.

@@ -59,6 +59,7 @@ def run_on_ranks(main: Callable[[], None], flags: Mapping[str, str] | None = Non
         os._exit(LOST_RANK_CODE)  # freeing symmetric memory would wait for kernels, which wait for the lost rank
     # Destroying a communicator never ends while a CUDA graph with a collective is alive (pytorch #115388). By now no
     # traceback refers to the frames of main.
+    gc.unfreeze()
     gc.collect()
     if code:
         sys.exit(code)

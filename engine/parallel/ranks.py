@@ -228,23 +228,20 @@ def start_ranks(
     return Ranks(dist.get_rank(), dist.get_world_size(), where, check, group=dist.group.WORLD, timeout=timeout)
 
 
-def check_replicas(n_replicas: int, n_ranks: int) -> int:
-    """Return the number of ranks of each replica. Errors: ConfigError unless it is the same for all."""
+def replica_group(n_replicas: int, group: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the ranks of a replica in the order of the target's shards: `group`, or all by their number.
+
+    Errors: ConfigError unless all replicas have as many ranks, and the group all of them.
+    """
     require_at_least("data_parallel", n_replicas, 1)
-    if n_ranks % n_replicas:
-        seen, required = f"{n_replicas} replicas, {n_ranks} ranks", f"a multiple of {n_replicas} ranks"
+    if world_size() % n_replicas:
+        seen, required = f"{n_replicas} replicas, {world_size()} ranks", f"a multiple of {n_replicas} ranks"
         fix = f"start them with torchrun --nproc_per_node={n_replicas}, or leave out {flag('data_parallel')}"
         refuse("data_parallel", seen, required, "the ranks cannot be divided evenly", fix)
-    return n_ranks // n_replicas
-
-
-def check_rank_group(group: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """Return the ranks of a replica in the order of the target's shards. Errors: ConfigError unless these are all."""
-    if group is None:
-        return tuple(range(size))
-    if sorted(group) != list(range(size)):
-        refuse("rank_group", [*group], f"each rank that runs once: {[*range(size)]}", fix="leave it out")
-    return tuple(group)
+    ranks = range(world_size() // n_replicas)
+    if group is not None and sorted(group) != [*ranks]:
+        refuse("rank_group", [*group], f"each rank that runs once: {[*ranks]}", fix="leave it out")
+    return tuple(ranks if group is None else group)
 
 
 def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -> tuple[int, ...]:

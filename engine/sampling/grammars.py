@@ -38,7 +38,7 @@ class Grammar:
         return " ".join(self._matcher.get_error().partition("<state>")[0].split())
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Move behind tokens of the answer. Behind an end token, further ones change nothing."""
+        """Move past tokens of the answer. After an end token, further ones change nothing."""
         for token in tokens:
             if self._matcher.stop_reason() != "EndOfSentence":
                 self._matcher.consume_token(token)
@@ -50,9 +50,9 @@ class Grammar:
     def fill(self, bits: Tensor, drafts: Sequence[int]) -> None:
         """Set in `bits [T, n_bytes]`, on the host, a bit for each token that may follow 0, 1, ... of T - 1 drafts.
 
-        Masks behind a draft that the grammar excludes, or behind the end, stay as they are: verification stops before.
+        Masks after a draft that the grammar excludes, or after the end, stay as they are: verification stops before.
         """
-        ahead = self._matcher.deep_copy()  # microseconds; an error behind a draft that is rejected goes with it
+        ahead = self._matcher.deep_copy()  # microseconds; an error after a draft that is rejected goes with it
         for mask, draft in zip_longest(bits, drafts):
             ahead.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
             if draft is None or not ahead.try_consume_tokens([draft]):

@@ -56,10 +56,10 @@ def open_gguf(path: Path, side_files: tuple[str, ...]) -> Source:
     hf_config, has_config = _hf_config(path, metadata, stored, architecture), CONFIG in side_files
     config = config_from_hf(hf_config, where=str(path))
     if has_config:
-        beside, described = path.with_name(CONFIG), config
-        hf_config = read_config(beside)
-        config = config_from_hf(hf_config, where=str(beside))
-        _check_beside(beside, config, described, stored.get(ROPE_FACTORS))
+        config_path, described = path.with_name(CONFIG), config
+        hf_config = read_config(config_path)
+        config = config_from_hf(hf_config, where=str(config_path))
+        _check_config(config_path, config, described, stored.get(ROPE_FACTORS))
     tensors, names = {}, _hf_names(config, architecture)
     for name, tensor in stored.items():
         if architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
@@ -139,16 +139,16 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
     return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
 
 
-def _check_beside(beside: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
+def _check_config(path: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
     """Raise CheckpointError if the config.json next to a GGUF contradicts `described`, the config of its metadata. The
-    metadata lacks windows, ends of text and the scaling after `rope_freqs.weight`."""
+    metadata lacks windows, ends of text and the scaling of `rope_freqs.weight`."""
     names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
     names += ["rotary_dim", "unrotated_layers", "qk_norm", "n_expert"]
     names += ["rope_scaling"] if rope_factors is None else []
     for name in names:
         seen, required = getattr(config, name), getattr(described, name)
         if seen != required:
-            refuse_gguf(beside, f"{name} {seen}", f"{required}, as in the GGUF", fix=f"{OTHER_CONFIG}, or none")
+            refuse_gguf(path, f"{name} {seen}", f"{required}, as in the GGUF", fix=f"{OTHER_CONFIG}, or none")
     if rope_factors is not None:
         _check_rope_factors(rope_factors, config)
 

@@ -154,7 +154,7 @@ struct Int8Weights {
 };
 
 // Weights (code - 8) * scale + zero, both bfloat16 for each GROUP of inputs; x in 8 bits, a scale for each of its groups.
-// A group of a block: 8 steps of a line, outputs 0 to 15 in the lower bits; scales; zeros, output 16 + i beside i.
+// A group of a block: 8 steps of a line, outputs 0 to 15 in the lower bits; scales; zeros, output 16 + i next to i.
 struct Int4Weights {
     static constexpr int ROWS = 6, LINES = 1;
     static constexpr bool ROUNDS = true;

@@ -67,7 +67,7 @@ inline float sum_of_lanes(vec x) {
 }
 
 // e^-x: a power of two, and a polynomial for what is left of -x, at most ln(2) / 2 (Taylor's, error below 1e-7).
-// Exact only as a summand beside 1: it ends at e^-86. A NaN gives anything.
+// Exact only as a summand next to 1: it ends at e^-86. A NaN gives anything.
 inline vec exp_of_minus(vec x) {
     const vec within = x > broadcast(86.0f) ? broadcast(86.0f) : x, magic = broadcast(12582912.0f);
     const vec shifted = magic - within * broadcast(1.44269504f);  // 1.5 * 2^23 rounds to whole numbers

@@ -104,29 +104,26 @@ def windows_of(
     """Return all training windows of `width` tokens after `n_sink`, and held-out windows, of the first `n_batches`;
     files are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the
     target generated."""
-    training, held_out, number = list[Window](), list[Window](), 0
-    for file in map(load_file, _files(folder)[:n_batches]):
-        n_rows, length = file["tokens"].shape
-        for row in range(n_rows):
-            windows = [(file, row, start) for start in range(length - 1 - width, n_sink - 1, -width)]
-            if number % HELD_OUT:
-                training += windows
-            else:
-                held_out += windows[:1]
-            number += 1
+    training, held_out = list[Window](), list[Window]()
+    files = map(load_file, _files(folder)[:n_batches])
+    for number, (file, row) in enumerate([(each, row) for each in files for row in range(len(each["tokens"]))]):
+        last = file["tokens"].shape[1] - 1 - width
+        windows = [(file, row, start) for start in range(last, n_sink - 1, -width)]
+        if number % HELD_OUT:
+            training += windows
+        else:
+            held_out += windows[:1]
     return training, held_out
 
 
 def stacked(windows: Sequence[Window], width: int, n_sink: int) -> Examples:
     """Return windows side by side, each after the first `n_sink` tokens of its row, as a streaming cache keeps them:
     the tensors of a file, `[n, n_sink + width, ...]`, with `positions`, and `next`, the tokens that followed."""
-    batch = dict[str, list[Tensor]]()
-    for file, row, start in windows:
-        at = torch.cat([torch.arange(n_sink), torch.arange(start, start + width)])
-        window = {name: torch.cat([x[row, :n_sink], x[row, start : start + width]]) for name, x in file.items()}
-        for name, x in (window | {"positions": at, "next": file["tokens"][row, at + 1]}).items():
-            batch.setdefault(name, []).append(x)
-    return {name: torch.stack(each) for name, each in batch.items()}
+    at = torch.stack([torch.cat([torch.arange(n_sink), torch.arange(start, start + width)]) for *_, start in windows])
+    pairs = [*zip(windows, at, strict=True)]
+    batch = {name: torch.stack([file[name][row, i] for (file, row, _), i in pairs]) for name in windows[0][0]}
+    following = torch.stack([file["tokens"][row, i + 1] for (file, row, _), i in pairs])
+    return batch | {"positions": at, "next": following}
 
 
 def chosen(windows: Sequence[Window], n: int, step: int) -> list[Window]:

@@ -10,10 +10,10 @@ from operator import itemgetter
 from statistics import fmean, median
 
 import bench
-from bench.config import AUTO
 from common.contention import Usage
+from engine.controller import Controller, Fixed
 from engine.evaluation.teacher_forcing import forced_acceptance
-from engine.stats import Counts, Stats, acceptance_standard_error, counts_by_row, total
+from engine.stats import Counts, Stats, counts_by_row, ratio_standard_error, total
 from engine.timing import PhaseTimer
 from reproduce.helpers.batches import KINDS, Batch, needles
 from reproduce.helpers.records import Record, grouped
@@ -26,6 +26,8 @@ MEDIANS = (
     *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
     *("round_ms", "draft_step_ms", "verify_step_ms"),
 )
+# What each repeat chose, and the costs that it chose by.
+OF_REPEATS = ("choices", "measured_costs", "measured_costs_seconds")
 # Figures of categories that are summed, and settings that are equal in all rows of a sum.
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
@@ -66,10 +68,7 @@ class Contender:
     def acceptance(self) -> Record:
         """Return how many drafts were accepted. Rows of one text depend on each other, and count as one."""
         each = [total(rows) for rows in self.by_source.values()]
-        counts = total(each)
-        found = {name: getattr(counts, name) for name in ("rounds", *bench.COUNTED)}
-        found |= {"acceptance_standard_error": acceptance_standard_error(each)}
-        return found | {"by_row": counts_by_row(each)}
+        return {"rounds": total(each).rounds} | bench.acceptance(each) | {"by_row": counts_by_row(each)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class Decoder(Contender):
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
         session = replace(self.session, prompts=batch.prompts, numbered_from=batch.first)
-        drafters, controller, device = [], None, session.runner.device
+        drafters, device = [], session.runner.device
+        controller: Controller = Fixed(None)
         if self.plain:
             known = [*[()] * batch.first, *self.plain.outputs[repeat][-1].tokens] if self.needs_plain else None
             drafters = session.drafters(known)
@@ -94,36 +94,33 @@ class Decoder(Contender):
                 self.costs[repeat] = bench.costs_of(session, drafters)
             controller = bench.make_controller(session, drafters, self.costs[repeat])
         timer = PhaseTimer(device) if device.type == "cpu" else None  # elsewhere timed phases take longer
-        output = bench.decode(session, str(self), phase=timer, controller=controller)
+        output = bench.decode(session, str(self), controller, timer)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
 
     def row(self) -> Record:
         """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
         assert self.plain is not None
-        pairs = [(in_sequence(self.plain.outputs[n]), in_sequence(outputs)) for n, outputs in self.outputs.items()]
-        passes = [bench.PassResults(0.0, plain, output, output if output.phases else None) for plain, output in pairs]
-        runs = [bench.make_record("", self.session, each) for each in passes]
-        row = self.settings() | self.acceptance()
-        values = {name: [run[name] for run in runs] for name in MEDIANS}
-        row |= {name: None if None in each else median(each) for name, each in values.items()}
+        runs, pairs = list[Record](), list[tuple[bench.Decoded, bench.Decoded]]()
+        for repeat, outputs in self.outputs.items():
+            plain, output = in_sequence(self.plain.outputs[repeat]), in_sequence(outputs)
+            timed = {"phase times": output} if output.phases else {}
+            passes = {"baseline": plain, "speculation": output, **timed}
+            runs.append(bench.make_record("", self.session, bench.PassResults(0.0, passes, self.costs[repeat])))
+            pairs.append((plain, output))
+        values = {name: [run.get(name) for run in runs] for name in (*MEDIANS, *OF_REPEATS)}
+        lists = {name: [value for value in values[name] if value] or None for name in OF_REPEATS}
+        row = self.settings() | self.acceptance() | lists | {"speedups": values["speedup"]}
+        row |= {name: None if None in values[name] else median(values[name]) for name in MEDIANS}
+        row |= {name: runs[0][name] for name in ("sequences", "tokens_sha256", "distinct_4gram_fraction")}
         same = [run["identical_sequences"] for run in runs]
-        row |= {"sequences": runs[0]["sequences"], "identical_sequences": None if None in same else min(same)}
-        row |= {name: runs[0][name] for name in ("tokens_sha256", "distinct_4gram_fraction")}
-        row |= {"speedups": values["speedup"]}
+        row |= {"identical_sequences": None if None in same else min(same)}
         row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
         row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
         row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
         parts = [[output.phases.get(name, ()) for name in ("resume", "draft")] for _, output in pairs]
         phases = [sum(both) for each in parts for both in zip(*each, strict=True)]
         row |= {"drafting_ms": 1e3 * fmean(phases) if phases else None}
-        choices = [[round_.choice for round_ in output.stats.rounds] for _, output in pairs]
-        budgets = [[bench.cache_of(self.session, choice)["draft_budget"] for choice in run] for run in choices]
-        row |= {"gammas": [[choice.gamma for choice in run] for run in choices] if row["gamma"] == AUTO else None}
-        row |= {"budgets": budgets if row["draft_budget"] == AUTO else None}
-        costs = [costs for costs in self.costs.values() if costs]
-        row |= {"measured_costs": [bench.costs_record(self.session, each.by_rows) for each in costs] or None}
-        row |= {"measured_costs_seconds": [each.seconds for each in costs] or None}
         contended = [kind["contended"] for run in runs for kind in run["contention"].values()]
         return row | {"contended": any(contended)}
 
@@ -179,10 +176,10 @@ def _sum_of(rows: Sequence[Record]) -> Record:
     sums = {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in SUMMED}
     plain, drafted = (bench.ratio(sums[f"{of}emitted"], sums[f"{of}seconds"]) for of in ("baseline_", ""))
     by_row = [counts for row in rows for counts in row.get("by_row", ())]
-    each = [Counts(verified_at=[counts["verified"]], accepted_at=[counts["accepted"]]) for counts in by_row]
     text = " ".join(filter(None, (row.get("tokens_sha256") for row in rows)))
+    pairs = [(counts["accepted"], counts["verified"]) for counts in by_row if counts["verified"]]
     rates = {"acceptance_rate": bench.ratio(sums["accepted"], sums["verified"])}
-    rates |= {"acceptance_standard_error": acceptance_standard_error(each)}
+    rates |= {"acceptance_standard_error": ratio_standard_error(pairs)}
     rates |= {"mean_accepted_length": bench.ratio(sums["emitted"], sums["rounds"])}
     rates |= {"wall_speedup": bench.ratio(drafted, plain), "contended": any(row.get("contended") for row in rows)}
     named = {name: rows[0][name] for name in SHARED} | {"category": "all", "by_row": by_row, "tokens_sha256": text}

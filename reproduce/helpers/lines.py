@@ -1,9 +1,13 @@
 """Lines of tables that a `where`, a `sort` or a `median` of tables.toml cannot say, from records."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
 from statistics import median
+from typing import Any
 
-from reproduce.helpers import cost_errors
+from bench.auto.costs import tokens_per_round
+from cost_model.report import costs_of
 from reproduce.helpers.contenders import summary_rows
 from reproduce.helpers.published import is_acceptance_known, predict, published, published_speedups
 from reproduce.helpers.records import Record, grouped
@@ -50,23 +54,50 @@ def gpu_linears(records: list[Record]) -> list[Record]:
     return [{"n": n, **{name: records[-1][f"{name}_{n}"] for name in names}} for n in (16, 64, 128, 256)]
 
 
+def of_errors(errors: Sequence[float], **group: Any) -> Record:
+    """Return a line of the relative errors of a group of predictions."""
+    sizes = [*map(abs, errors)]
+    return group | {"number": len(sizes), "median_error": median(sizes), "largest_error": max(sizes)}
+
+
 def roofline(records: list[Record]) -> list[Record]:
     """Show the errors of predicted speedups, separately for published and assumed acceptance."""
-    rows = []
-    for is_known, name in ((True, "acceptance published"), (False, "acceptance assumed")):
-        facts = [fact for fact in published_speedups() if is_acceptance_known(fact) == is_known]
-        errors = [abs(predict(fact) / fact["value"] - 1) for fact in facts]
-        rows.append(
-            {"group": name, "number": len(errors), "median_error": median(errors), "largest_error": max(errors)}
-        )
-    return rows
+    groups = grouped(published_speedups(), is_acceptance_known)
+    names = {True: "acceptance published", False: "acceptance assumed"}
+    return [
+        of_errors([predict(fact) / fact["value"] - 1 for fact in groups[is_known]], group=name)
+        for is_known, name in names.items()
+    ]
+
+
+def cost_errors(records: list[Record]) -> list[Record]:
+    """Show the errors of the speedups that are predicted from costs, for each number of rows and context."""
+    compared = predicted_runs(records)
+    by_size = sorted(grouped(compared, itemgetter("B", "prefix_len")).items())
+    lines = [of_errors([row["error"] for row in rows], B=n, prefix_len=context) for (n, context), rows in by_size]
+    return [*lines, of_errors([row["error"] for row in compared], B="all")] if lines else []
+
+
+def predicted_runs(records: Sequence[Record]) -> list[Record]:
+    """Return every fixed (rows, context, budget, gamma) whose costs are known, with the `error` of the prediction.
+
+    Costs are those that `auto budget` measured before each of its runs: the median of the predicted speedups counts.
+    The acceptance rate is that of the run that a prediction is compared with."""
+    found = []
+    for run in records:
+        measured = [row["measured_costs"] for row in run["rows"] if row["draft_budget"] == "auto"]
+        for row in (row for row in run["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0):
+            gamma, alpha, budget = row["gamma"], row["acceptance_rate"], row["draft_budget"]
+            costs = [costs_of(cost) for cost in chain(*chain(*measured)) if cost["draft_budget"] == budget]
+            if alpha is not None and costs:
+                predicted = median(cost.speedup(tokens_per_round(alpha, gamma), gamma) for cost in costs)
+                found.append(run | row | {"error": predicted / row["speedup"] - 1})
+    return found
 
 
 LINES: dict[str, Callable[[list[Record]], Sequence[Record]]] = {
     **{line.__name__: line for line in (cpu_storages, predictions, serving, gpu_attention, gpu_linears)},
-    "roofline": roofline,
-    "summary_rows": summary_rows,
-    "errors_by_size": cost_errors.errors_by_size,
+    **{line.__name__: line for line in (roofline, cost_errors, summary_rows)},
     "published_machines": lambda _: published()["speedup_tables"],
     "published_figure_6": lambda _: published()["figure_6"],
     "published_ratios": lambda _: published()["ratios"],

@@ -3,9 +3,9 @@
 import ctypes
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +13,6 @@ import torch
 from common.errors import flag, refuse
 from reproduce.helpers.batches import Batch
 from reproduce.helpers.records import Record
-
-try:
-    import llama_cpp as api
-except ImportError as error:
-    api: Any = None  # type: ignore[no-redef]
-    WHY_NOT: ImportError | None = error
-else:
-    WHY_NOT = None
 
 # Types of entries; tokens of a prefill's chunk; steps of a run, and room in a row for their tokens.
 ENTRIES, N_BATCH, STEPS, ROOM = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}, 512, 16, 256
@@ -33,6 +25,7 @@ class LlamaRows:
     slower for four; q8_0 needs it."""
 
     def __init__(self, gguf: str, prompt: Sequence[int], rows: int, room: int, threads: int, entries: str) -> None:
+        self.api = api = import_module("llama_cpp")
         api.llama_backend_init()
         self.model = api.llama_model_load_from_file(gguf.encode(), api.llama_model_default_params())
         self.n_rows, self.n_prompt = rows, len(prompt)
@@ -67,8 +60,8 @@ class LlamaRows:
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, has_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
         started = time.perf_counter()
-        code = api.llama_decode(self.context, batch)
-        api.llama_synchronize(self.context)
+        code = self.api.llama_decode(self.context, batch)
+        self.api.llama_synchronize(self.context)
         seconds = time.perf_counter() - started
         assert code == 0, f"llama_decode gave {code}"
         return seconds
@@ -81,10 +74,10 @@ class LlamaRows:
             block = [(current[row], first + i, row, True) for row in range(self.n_rows) for i in range(n_token)]
             times.append(1e3 * self.decode(block))
             for row in range(self.n_rows):
-                logits = api.llama_get_logits_ith(self.context, (row + 1) * n_token - 1)
+                logits = self.api.llama_get_logits_ith(self.context, (row + 1) * n_token - 1)
                 current[row] = int(np.ctypeslib.as_array(logits, (self.n_vocab,)).argmax())
         for row in range(self.n_rows):
-            api.llama_memory_seq_rm(self.memory, row, self.n_prompt, -1)
+            self.api.llama_memory_seq_rm(self.memory, row, self.n_prompt, -1)
         return times
 
 
@@ -120,8 +113,10 @@ def peers(model: str, n_rows: int, gammas: Sequence[int | str]) -> list[Peer]:
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
     if (gguf := next(folder.glob("*.gguf"), None)) is None:
         refuse("model", folder, "a folder with a GGUF", "llama.cpp reads a GGUF", f"leave out {flag('llama_cpp')}")
-    if WHY_NOT:
+    try:
+        import_module("llama_cpp")
+    except ImportError as error:
         fix = "pip install llama-cpp-python==0.3.36"
-        refuse("llama_cpp", WHY_NOT, "the package llama-cpp-python", "llama.cpp does not run", fix)
+        refuse("llama_cpp", error, "the package llama-cpp-python", "llama.cpp does not run", fix)
     gamma = max((int(gamma) for gamma in gammas if gamma != "auto"), default=3)
     return [Peer(gguf, entries, n_rows, gamma) for entries in ENTRIES]

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.auto.costs import tokens_per_round
 from cost_model.machines import Machine, find_machine
-from cost_model.published import ACCEPTANCE, same_context
+from cost_model.published import ACCEPTANCE, LLAMA_3, same_context
 from cost_model.roofline import ModelStorage, predict_costs
 from models.checkpoints.presets import preset_config
 from reproduce.helpers.records import Record
@@ -95,6 +95,6 @@ def is_acceptance_known(fact: Record) -> bool:
 
 
 def alpha_of(fact: Record) -> float:
-    """Return the published acceptance at a context, of any models, interpolated between contexts."""
-    by_context = sorted((rate["prefix_len"], rate["value"]) for rate in published_rates())
-    return float(np.interp(fact["prefix_len"], *zip(*by_context, strict=True)))
+    """Return the published acceptance of Llama-3.1-8B, interpolated between contexts, for any models."""
+    contexts, rates = zip(*sorted(LLAMA_3.items()), strict=True)
+    return float(np.interp(fact["prefix_len"], contexts, rates))

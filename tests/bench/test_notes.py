@@ -6,7 +6,7 @@ import pytest
 
 from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
-from bench.settings import nested
+from bench.record import nested
 from bench.table import FEW_ROUNDS, notes
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming

@@ -11,7 +11,7 @@ from reproduce import gpu_speed
 from tests.support.programs import run
 
 SMALL = "--load_format dummy --model_name JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64"
-SAMPLED = f"{SMALL} --temperature 0.6 --verification coupled"
+SAMPLED = f"{SMALL} --benchmark --temperature 0.6 --verification coupled"
 QUICK = {
     "torch": {"measure": "attention", "backend": "torch", "shapes": [[9, 3, 64, 2, 200]]},
     "failing": {"measure": "linears", "shapes": [[0]], "rows": [16]},

@@ -126,7 +126,8 @@ def random_eagle(target: KVShape, version: int = 3, dim: int = WIDTH, mask_token
     config = layers_config(target, 1, dim)
     if version == 1:
         return filled(EagleHead(EagleShape(config, dim, has_embedding=False, fc_bias=True)))
-    head = filled(EagleHead(EagleShape(config, dim, len(ids), (0, 1, target.n_layer), mask_token=mask_token)))
+    inputs_of = (0, target.n_layer // 2, target.n_layer)  # of deep targets others than DFlash heads read
+    head = filled(EagleHead(EagleShape(config, dim, len(ids), inputs_of, mask_token=mask_token)))
     head.target_ids = ids
     return head
 

@@ -1,15 +1,13 @@
-"""Drafting with heads: their proposals are those of plain heads over the target's states."""
+"""Drafting with heads: their proposals are those of the head alone over the target's states, without rounds or rows."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 
 from common.errors import ConfigError
-from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
@@ -19,21 +17,12 @@ from engine.drafters.medusa import Medusa
 from engine.drafters.suffix import Suffix
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.quantized import QuantizedKVCache
-from models.heads.loading import find_head
-from tests.support.block_heads import MASK, plain_block, whole_dflash, with_head
+from models.heads.dflash import DFlashHead
+from models.heads.medusa import MedusaHeads
+from tests.support.block_heads import MASK, with_head
 from tests.support.controllers import Scripted
 from tests.support.policies import POLICIES, Size
-from tests.support.published_heads import (
-    PlainEagle,
-    eagle_config,
-    eagle_tensors,
-    medusa_tensors,
-    plain_medusa,
-    random_dflash,
-    random_eagle,
-    random_medusa,
-    save_head,
-)
+from tests.support.published_heads import random_dflash, random_eagle, random_medusa
 from tests.support.tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
@@ -42,9 +31,10 @@ LENGTHS = [1, 9, 30, 2, 17]
 LIMITS = [25, 9, 18, 30, 12]
 GAMMA, SLOTS = 3, 3
 HOT = [SamplingParams(temperature=16.0, seed=seed) for seed in range(len(LENGTHS))]  # so that much is accepted
-HEAD, OTHER, MOST = 0, 1, 2 * GAMMA
+HEAD, OTHER, TARGET, MOST = 0, 1, 2, 2 * GAMMA
 CHANGING = [RoundChoice(HEAD, gamma) for gamma in (3, 1)] + [PLAIN, PLAIN, RoundChoice(OTHER, MOST)]
-CHANGING += [RoundChoice(HEAD, 3), RoundChoice(HEAD, 0), RoundChoice(OTHER, 2), RoundChoice(HEAD, 2)]
+CHANGING += [RoundChoice(HEAD, 3), RoundChoice(TARGET, MOST), RoundChoice(HEAD, 0), RoundChoice(HEAD, 3)]
+CHANGING += [RoundChoice(OTHER, 2), RoundChoice(HEAD, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,74 +44,47 @@ def few_states_are_kept(monkeypatch):
     monkeypatch.setattr("engine.drafters.hidden_states.LONGEST_BLOCK", MOST + 1)
 
 
-def states_of(text: list[int], layers: tuple[int, ...] = ()) -> torch.Tensor:
+def states_of(text: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     """Return the target's states `[T, ...]` of a text alone."""
     positions = torch.arange(len(text))[None]
     return MODEL.hidden_states(torch.tensor([text]), positions, full_cache(MODEL, 1, len(text)), layers)[1][0]
 
 
-def watched(kind: type, *arguments):
-    """Return a drafter, and a list of its proposals: request, length, current token, drafts, their distributions."""
-    seen: list[tuple[int, int, int, list[int], torch.Tensor]] = []
+def watch(drafter) -> list[tuple[int, int, int, list[int], torch.Tensor]]:
+    """Return a list that grows by the drafter's proposals: request, length, current token, drafts, distributions."""
+    seen, requests, follow, propose = [], {}, drafter.follow, drafter.propose
 
-    class Watched(kind):
-        requests: ClassVar[dict[int, int]] = {}
+    def following(rows):
+        follow(rows)
+        requests.update((row, request) for row, request, *_ in rows)
 
-        def follow(self, rows):
-            super().follow(rows)
-            self.requests |= {row: request for row, request, *_ in rows}
+    def proposing(batch, verification, gamma):
+        drafts = propose(batch, verification, gamma)
+        for place, row in enumerate(batch.rows.tolist()):
+            if gamma and row in requests and not batch.idle[place]:
+                state = requests[row], int(batch.lengths[place]), int(batch.current[place])
+                seen.append((*state, drafts.tokens[place].tolist(), drafts.probs[place]))
+        return drafts
 
-        def propose(self, batch, verification, gamma):
-            drafts = super().propose(batch, verification, gamma)
-            for place, row in enumerate(batch.rows.tolist()):
-                if gamma and row in self.requests and not batch.idle[place]:
-                    state = self.requests[row], int(batch.lengths[place]), int(batch.current[place])
-                    seen.append((*state, drafts.tokens[place].tolist(), drafts.probs[place]))
-            return drafts
-
-    return Watched(*arguments), seen
+    drafter.follow, drafter.propose = following, proposing
+    return seen
 
 
 def run(drafter, changing: bool) -> list[list[int]]:
     """Return prompts with their answers, from rows that are refilled; `changing`: prompts run in parts, text drafts
-    stand next to the head, and some rounds use another head, which drafts more and reads other layers."""
+    stand next to the head, and some rounds use another head, which drafts more and reads other layers, or the target,
+    whose drafts are accepted."""
     prompts, how = random_prompts(LENGTHS), {"max_new_tokens": LIMITS, "sampling": HOT, "verification": "rejection"}
     runner, drafts = drafter._target, {"drafter": drafter}
     if changing:
         beside = Combined(runner, drafter, [Suffix(runner, GAMMA)], least_match=2)
         other = with_head("dflash", runner, lambda config: FullKVCache(config, SLOTS, 70, dtype=torch.float64), MOST)
-        drafts = {"controller": Scripted([beside, other], CHANGING), "prefill_tokens": 8}
+        target = SelfSpeculation(runner, full_cache(MODEL, SLOTS), MOST)
+        drafts = {"controller": Scripted([beside, other, target], CHANGING), "prefill_tokens": 8}
     with torch.inference_mode():
         out = generate(runner, prompts, **how, **drafts)
     assert 0.2 < out.stats.counts.acceptance_rate < 0.97, "or rollbacks are all alike"
     return [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
-
-
-def check_proposals(texts, seen, expected) -> None:
-    """expected: the logits of each draft, by a request's text, the length known and the drafts before it."""
-    compared = 0
-    for request, length, current, drafts, probs in seen:
-        if length < len(texts[request]) - 1:  # else the row has ended, and fills a place
-            assert texts[request][length] == current
-            logits = torch.stack(list(expected(request, length, drafts)))
-            drawn = probs.amax(dim=-1) < 1  # else copied from the text
-            probs_of_head = (logits / HOT[0].temperature).softmax(-1)
-            torch.testing.assert_close(probs[drawn], probs_of_head[drawn], rtol=0, atol=1e-5)
-            compared += int(drawn.sum())
-    assert compared > 40
-
-
-@pytest.mark.parametrize("changing", [False, True])
-def test_medusas_drafts_come_from_the_last_accepted_tokens_state(tmp_path, changing):
-    tensors = medusa_tensors(DEEP)
-    path = save_head(tmp_path, tensors, {"medusa_num_layers": 2}, "medusa_lm_head.safetensors")
-    heads = find_head(path, "medusa", DEEP).load(device="cpu", dtype=torch.float64)
-    drafter, seen = watched(Medusa, ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8), heads, GAMMA)
-    texts = run(drafter, changing)
-    states = [states_of(text) for text in texts]
-    check_proposals(
-        texts, seen, lambda r, n, drafts: [plain_medusa(tensors, i, states[r][n - 1]) for i in range(len(drafts))]
-    )
 
 
 CACHES = {
@@ -131,86 +94,70 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "version,cache,changing",
-    [
-        (1, "full", False),
-        (1, "full", True),
-        (3, "full", False),
-        (3, "streaming", True),
-        (1, "positions in the cache", True),
-        (3, "positions in the cache", False),
-        ("parallel", "full", False),
-        ("parallel", "streaming", True),
-        ("parallel", "positions in the cache", True),
-    ],
-)
-def test_eagles_drafts_go_on_from_the_targets_own_states(tmp_path, version, cache, changing):
-    """Drafts, over a cache that keeps everything, equal those of a head that ran over the target's states alone."""
-    is_parallel, version = version == "parallel", 1 if version == 1 else 3
-    options = {"bias": True} if version == 1 else {"n_draft": 40}
-    tensors = eagle_tensors(DEEP, version, **options)
-    values = {} if version == 1 else {"draft_vocab_size": 40}
-    if is_parallel:
-        tensors["mask_hidden"] = torch.randn(1, 1, 3 * DEEP.dim, dtype=torch.float64)
-        values["mask_token_id"] = MASK
-    path = save_head(tmp_path, tensors, eagle_config(DEEP, version, **values))
-    head = find_head(path, "eagle", DEEP).load(device="cpu", dtype=torch.float64)
-    mask = tensors.get("mask_hidden")
-    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
-    drafter, seen = watched(Eagle, runner, head, CACHES[cache](head.body.config), GAMMA)
-    texts = run(drafter, changing)
-    layers = drafter.hidden_buffer.layers
-    assert layers == (() if version == 1 else (2, 3, 4))
-    plain = []  # of each text, the head and its state after every token
-    for text in texts:
-        head, so_far = PlainEagle(tensors, version), []
-        for state, token in zip(states_of(text, layers), text[1:], strict=False):
-            out = head.step(head.fused(state), token)
-            so_far.append((deepcopy(head.entries), out))
-        plain.append(so_far)
-
-    def expected(request: int, length: int, drafts: list[int]) -> Iterator[torch.Tensor]:
-        head = PlainEagle(tensors, version)
-        entries, state = plain[request][length - 1]
-        head.entries = [[*layer] for layer in entries]
-        for _ in drafts:
-            if version == 1:
-                yield MODEL.logits(state)
-            else:
-                logits = torch.full((DEEP.vocab_size,), float("-inf"), dtype=torch.float64)
-                logits[tensors["t2d"]] = head.logits(state)
-                yield logits
-            draft = drafts[len(head.entries[0]) - len(entries[0])]
-            state = head.step(state, draft) if mask is None else head.step(head.fused(mask[0, 0]), MASK)
-
-    check_proposals(texts, seen, expected)
+def logits_of_drafts(head, states: torch.Tensor, text: list[int], drafts: list[int]) -> Iterator[torch.Tensor]:
+    """Yield the logits `[V]` of each draft after a text, of whose tokens but the last these are the target's states."""
+    if isinstance(head, MedusaHeads):
+        yield from (head[i](states[-1]) for i in range(len(drafts)))
+        return
+    n, fused, cache = len(states), head.fused(states)[None], FullKVCache(head.body.config, 1, 70, dtype=torch.float64)
+    at = torch.arange(n + len(drafts) + 1)[None]
+    if isinstance(head, DFlashHead):
+        head.remember(fused, at[:, :n], cache)
+        block = at[:, n : n + len(drafts) + (not head.shape.drafts_anchor)]
+        yield from head.logits(head.draft(torch.tensor(text[-1:]), block, cache))[0]
+        return
+    state = head.advance(fused, torch.tensor([text[1:]]), at[:, :n], cache)[:, -1:]
+    for i, draft in enumerate(drafts, start=n):
+        yield head.logits(state)[0, 0]
+        if head.mask_hidden is None:
+            state = head.advance(state, torch.tensor([[draft]]), at[:, i : i + 1], cache)
+        else:
+            state = head.advance(head.fused(head.mask_hidden), torch.tensor([[MASK]]), at[:, i : i + 1], cache)
 
 
 @pytest.mark.parametrize(
-    "cache,changing,make,options",
+    "kind,cache,changing,options",
     [
-        ("full", False, random_dflash, {}),
-        ("full", True, whole_dflash, {"drafts_anchor": True}),
-        ("streaming", True, random_dflash, {"windows": (9, None)}),
-        ("streaming", False, whole_dflash, {"windows": (4, 7), "is_causal": False}),
-        ("positions in the cache", True, random_dflash, {"windows": (None, 5), "is_anchored": False}),
+        ("medusa", None, False, {}),
+        ("medusa", None, True, {}),
+        ("eagle-1", "full", False, {}),
+        ("eagle-1", "full", True, {}),
+        ("eagle-3", "full", False, {}),
+        ("eagle-3", "streaming", True, {}),
+        ("eagle-1", "positions in the cache", True, {}),
+        ("eagle-3", "positions in the cache", False, {}),
+        ("P-EAGLE", "full", False, {}),
+        ("P-EAGLE", "streaming", True, {}),
+        ("P-EAGLE", "positions in the cache", True, {}),
+        ("dflash", "full", False, {}),
+        ("dflash, whole", "full", True, {"drafts_anchor": True}),
+        ("dflash", "streaming", True, {"windows": (9, None)}),
+        ("dflash, whole", "streaming", False, {"windows": (4, 7), "is_causal": False}),
+        ("dflash", "positions in the cache", True, {"windows": (None, 5), "is_anchored": False}),
     ],
 )
-def test_dflashs_drafts_read_the_targets_own_states(cache, changing, make, options):
-    """Drafts, over a cache that keeps everything, equal those of a block after the states of its text alone."""
-    head = make(DEEP, **options)
+def test_drafts_are_those_of_the_head_over_the_targets_own_states(kind, cache, changing, options):
+    """Over a cache that keeps everything. What heads compute is compared with others' code in tests/models/heads."""
     runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
-    drafter, seen = watched(DFlash, runner, head, CACHES[cache](head.body.config), GAMMA)
-    texts = run(drafter, changing)
-    fused = [head.fused(states_of(text, head.shape.inputs_of)) for text in texts]
-    embedding = head.body.tok_embeddings.weight if head.shape.has_embedding else MODEL.tok_embeddings.weight
-
-    def expected(request: int, length: int, drafts: list[int]) -> torch.Tensor:
-        current = texts[request][length]
-        return head.logits(plain_block(head, embedding, fused[request][:length], current, len(drafts)))
-
-    check_proposals(texts, seen, expected)
+    if kind == "medusa":
+        head = random_medusa(DEEP)
+        drafter = Medusa(runner, head, GAMMA)
+    else:
+        drafter = with_head(kind, runner, CACHES[cache], GAMMA, **options)
+        head = drafter._head
+    seen = watch(drafter)
+    texts, compared = run(drafter, changing), 0
+    states = [states_of(text, drafter.hidden_buffer.layers) for text in texts]
+    for request, length, current, drafts, probs in seen:
+        text = texts[request][: length + 1]
+        if length < len(texts[request]) - 1:  # else the row has ended, and fills a place
+            assert text[-1] == current
+            logits = torch.stack([*logits_of_drafts(head, states[request][:length], text, drafts)])
+            drawn = probs.amax(dim=-1) < 1  # else copied from the text
+            wanted = (logits / HOT[0].temperature).softmax(-1)
+            torch.testing.assert_close(probs[drawn], wanted[drawn], rtol=0, atol=1e-5)
+            compared += int(drawn.sum())
+    assert compared > 40
 
 
 def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
@@ -253,7 +200,8 @@ def test_a_prompt_that_comes_again_is_continued_from_its_own_state(kind):
     runner = ModelRunner(MODEL, full_cache(MODEL, 1))
     head = {Medusa: random_medusa, Eagle: random_eagle, DFlash: random_dflash}[kind](DEEP)
     cache = () if kind is Medusa else (FullKVCache(head.body.config, 1, 70, dtype=torch.float64),)
-    drafter, seen = watched(kind, runner, head, *cache, GAMMA)
+    drafter = kind(runner, head, *cache, GAMMA)
+    seen = watch(drafter)
     (prompt,) = random_prompts([9])
 
     class OnceForEach(Scripted):

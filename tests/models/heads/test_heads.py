@@ -1,27 +1,16 @@
-"""Medusa and EAGLE heads: published weights against plain code, refused files, and programs that draft with heads."""
+"""Medusa and EAGLE heads: published weights against plain code, and files that are refused."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from bench.config import RunConfig, Sizes, Target
-from bench.memory import memory_plan
-from bench.plan import resolve
-from bench.session import Session
 from common.errors import UserError
-from engine.drafters.eagle import EagleConfig
-from engine.drafters.medusa import MedusaConfig
 from kv_cache import FullKVCache
-from kv_cache.full import Full
 from kv_cache.views import NoCache
 from models import load_model
-from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head, published
-from tests.support.programs import Ended, benchmark, run
 from tests.support.published_heads import (
     PlainEagle,
     dflash_config,
@@ -32,7 +21,6 @@ from tests.support.published_heads import (
     plain_medusa,
     save_head,
 )
-from tests.support.rank_jobs import N_PROMPTS, SIZES, Models
 from tests.support.tiny import TINY, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
@@ -246,76 +234,3 @@ def test_the_ids_of_a_smaller_vocabulary_are_mapped_to_the_targets(tmp_path):
     assert logits.shape == (3, 2, DEEP.vocab_size)
     ids = [i + offset for i, offset in enumerate(tensors["d2t"].tolist())]
     assert torch.equal(logits[..., ids], known) and int(logits.isinf().sum()) == 6 * (DEEP.vocab_size - 20)
-
-
-EAGLE = "--draft eagle --draft_dtype same --draft_budget 24"
-COUPLED = "--verification coupled --temperature 2.5 --seed 3"
-
-
-@pytest.fixture(scope="module")
-def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with heads `medusa`, `eagle-1` and `eagle-3` for the target, which lack what they can borrow."""
-    folder, target = tmp_path_factory.mktemp("heads"), config_from_json(models.target / "config.json")
-    save_head(folder / "medusa", medusa_tensors(target), {"medusa_num_layers": 2}, "medusa_lm_head.pt")
-    first = eagle_tensors(target, 1)
-    del first["embed_tokens.weight"]
-    save_head(folder / "eagle-1", first, eagle_config(target, 1), "pytorch_model.bin")
-    options = {"draft_vocab_size": 90, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    save_head(folder / "eagle-3", eagle_tensors(target, n_draft=90), eagle_config(target, **options))
-    return folder
-
-
-def arguments(models: Models, head: Path, flags: str) -> list[str]:
-    paths = ["--target", str(models.target), "--model", str(head), "--dataset", str(models.books)]
-    return [*paths, *SIZES.split(), *flags.split()]
-
-
-@pytest.mark.parametrize(
-    "head,flags,capacity",
-    [
-        ("medusa/medusa_lm_head.pt", f"--draft medusa --gamma auto {COUPLED}", None),
-        ("eagle-3", f"{EAGLE} --gamma 2 {COUPLED}", 24),
-        ("eagle-1", f"{EAGLE} --gamma auto --draft_positions cache", 24),
-    ],
-)
-def test_the_benchmark_drafts_with_heads(models, heads, head, flags, capacity):
-    ended = benchmark("longspec", arguments(models, heads / head, flags))
-    assert ended.code == 0, ended.err
-    record = ended.record
-    assert record["identical_sequences"] == record["sequences"] == N_PROMPTS
-    assert (record["draft"], record["draft_budget"]) == (flags.split()[1], capacity)
-    assert record["draft_model"] == Path(head).parts[0] and record["drafted"] >= 0
-    assert record["draft_borrows"] == (["embedding", "output layer"] if head == "eagle-1" else [])
-
-
-@pytest.mark.parametrize("draft", [EagleConfig, MedusaConfig])
-def test_the_memory_plan_counts_the_head(models, heads, draft):
-    path = heads / ("eagle-3" if draft is EagleConfig else "medusa")
-    given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
-    config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
-    plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
-    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
-    without = memory_plan(replace(plan, candidates=())).fixed["weights"]
-    assert memory_plan(plan).fixed["weights"] - without == 4 * sum(x.numel() for x in loaded.parameters())
-
-
-def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads):
-    draft = EagleConfig(gamma=3, draft_model=str(heads / "eagle-3"), policy=Full(), draft_dtype="same")
-    target = Target(model=str(models.target), dtype="float64", device="cpu", rope_scaling="yarn:4")
-    config = RunConfig(target, draft=draft, sizes=Sizes(2, None, 12))
-    session = Session.open(config, [[1, 2, 3] * 100, [4, 5] * 170])
-    (head,) = session.models.loaded.values()
-    assert head.body.config.rope_scaling == session.runner.model.config.rope_scaling is not None
-    out = session.generate(session.drafter())
-    assert out.tokens == session.generate().tokens and out.stats.drafted > 0
-    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.loaded.values()
-    assert short.body.config.rope_scaling is None
-
-
-def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
-    for kind, head in (("eagle", "eagle-3"), ("medusa", "medusa")):
-        words = [str(models.target), f"{kind}:{heads / head}", "--prompts", str(tmp_path / "prompts.jsonl")]
-        ended: Ended = run("foretoken.py compare", [*words, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
-        assert ended.code == 0, ended.err
-        assert "3 of 3" in ended.out

@@ -84,7 +84,7 @@ def test_a_row_has_the_bits_that_it_has_alone(monkeypatch, new_layer, dtype, d_o
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_bits_that_it_has_alone_beside_tokens_of_its_experts(dtype):
-    config = replace(CONFIG, n_layer=1, n_expert=4, n_expert_per_token=2)
+    config = replace(CONFIG, n_layer=1, n_expert=32, n_expert_per_token=4)
     layer = load_model("none", load_format="dummy", config=config, dtype=dtype).layers[0].feed_forward
     x = torch.randn(112, CONFIG.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert not counts_that_differ(lambda x: layer(x, Namespace(pointwise=EAGER)), x)
