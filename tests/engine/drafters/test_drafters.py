@@ -51,36 +51,26 @@ def test_the_lookup_follows_its_rule_in_ragged_rows(match: str):
 
 
 def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
-    """Proposals are those of a lookup in the row's tokens so far, round after round."""
-    model = WitnessModel()
-    prompts = random_prompts([9, 3, 30, 12], 4)
+    """Proposals are those of a lookup in the text that a row's request has so far, round after round."""
+    model, prompts = WitnessModel(), random_prompts([9, 3, 30, 12], 4)
     runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))
-    seen = []
+    drafter, seen = NGram(runner, 4), []
+    propose = drafter.propose
 
-    class Watched(NGram):
-        def propose(self, batch, verification, gamma):
-            drafts = super().propose(batch, verification, gamma)
-            seen.append((batch.lengths.tolist(), self._text[batch.rows], drafts))
-            return drafts
+    def watched(batch, *how):
+        drafts = propose(batch, *how)
+        rows = batch.idle, batch.requests, batch.lengths, drafts.lengths, drafts.tokens
+        seen.extend(zip(*(each.tolist() for each in rows), strict=True))
+        return drafts
 
+    drafter.propose = watched
     # Two plain rounds, now and then.
-    controller = Scripted([Watched(runner, 4)], [PLAIN, RoundChoice(0, 4), RoundChoice(0, 4), RoundChoice(0, 4), PLAIN])
+    controller = Scripted([drafter], [PLAIN, RoundChoice(0, 4), RoundChoice(0, 4), RoundChoice(0, 4), PLAIN])
     out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], controller=controller)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
-    ragged, n_idle = set(), 0
-    for lengths, text, drafts in seen:
-        for row, length in enumerate(lengths):
-            known = text[row, : length + 1].tolist()
-            if known not in [t[: length + 1] for t in texts]:
-                n_idle += 1  # it fills the place of a row that ended
-                continue
-            n = int(drafts.lengths[row])
-            assert drafts.tokens[row, :n].tolist() == look_up(known, 4, 3)
-            ragged.add(n)
-    assert 0 in ragged and len(ragged) > 2
-    n_busy = sum(round_.busy for round_ in out.stats.rounds if round_.choice.gamma)
-    assert n_idle <= sum(len(lengths) for lengths, *_ in seen) - n_busy
-    assert out.stats.drafted < 4 * out.stats.counts.rounds
+    for is_idle, request, length, n, tokens in seen:
+        assert is_idle or tokens[:n] == look_up(texts[request][: length + 1], 4, 3)
+    assert len({n for is_idle, *_, n, _ in seen if not is_idle}) > 2
 
 
 def test_a_drafter_of_another_runner_is_refused():
