@@ -11,12 +11,14 @@ from kv_cache.entries import KV
 from models.attention.base import AnySlots, AttentionSpec
 from models.kernels.build import load_library
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 128)
 # Dtypes of cache entries, at their numbers in the kernel.
 ENTRIES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 # Slots per task. A constant: sums over a row's slots are always split at the same slots, so their bits do not depend on
 # the batch, the block or the capacity.
 PART = 1024
+# Head dimensions are padded to a multiple of this number with zeros. Entries in 4 bits are unpacked first.
+PADDED = 64
 # The most numbers of a vector. Entries in 4 bits are unpacked first if their groups are no multiple of it.
 LANES = 16
 
@@ -24,7 +26,7 @@ LANES = 16
 def unsupported(spec: AttentionSpec) -> str | None:
     """Return why a model cannot use this backend; None if it can."""
     if spec.head_dim not in HEAD_DIMS:
-        return f"head_dim {spec.head_dim}, not {' or '.join(map(str, HEAD_DIMS))}"
+        return f"head_dim {spec.head_dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
     if spec.dtype not in (torch.float32, torch.bfloat16):
         return f"{spec.dtype}, not float32 or bfloat16"
     return None
@@ -52,9 +54,10 @@ class CppAttention:
         return CppPrepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
 
     def attend(self, q: Tensor, kv: KV, prepared: CppPrepared) -> Tensor:
-        if kv.packed is not None and kv.packed.group % LANES:
-            kv = kv.unpacked(q.dtype)
         batch, n_token, n_head, head_dim = q.shape
+        padded = -(-head_dim // PADDED) * PADDED
+        if kv.packed is not None and (kv.packed.group % LANES or head_dim != padded):
+            kv = kv.unpacked(q.dtype)
         n_slot, n_kv_head = kv.keys.shape[1:3]
         slots, n_part = prepared.slots, -(-n_slot // PART)
         # `Call` in the kernel: sizes, then strides by row, head and slot.
@@ -73,7 +76,7 @@ class CppAttention:
             key_codes, value_codes, key_grids, value_grids = (tensor.stride() for tensor in kv.packed[:4])
             sizes += [*key_codes[:2], *value_codes[:2], *key_grids[:3], *value_grids[:4]]
         out = torch.empty(q.shape, dtype=q.dtype)
-        partials = torch.empty(batch * n_head * n_part * n_token * (head_dim + 2), dtype=torch.float32)
+        partials = torch.empty(batch * n_head * n_part * n_token * (padded + 2), dtype=torch.float32)
         # The kernel reads entries of fewer bits in words of 32.
         assert all(step * kv.keys.element_size() % 4 == 0 for step in (*kv.keys.stride()[:3], *kv.values.stride()[:3]))
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype

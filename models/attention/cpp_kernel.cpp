@@ -152,12 +152,15 @@ void attend(const Call& at, int n_thread) {
     const int64_t n_head = at.batch * at.n_kv_head, n_task = n_head * n_part * n_block;
     const int64_t per_part = n_row * (D + 2), n_chunk = (at.n_slot + SCORED - 1) / SCORED;
     const int64_t n_kept = (n_chunk + W - 1) / W * W;
-    const float scale = 1.4426950408889634f / std::sqrt((float)D);  // log2(e)
+    const float scale = 1.4426950408889634f / std::sqrt((float)at.head_dim);  // log2(e)
     const std::unique_ptr<float[]> scores(at.chunk_scores ? new float[n_head * n_row * n_kept] : nullptr);
 #pragma omp parallel num_threads(n_thread)
     {
+#if defined(AMX)
+        const AmxTiles tiles;
+#endif
         std::vector<int64_t> older(at.part);
-        alignas(64) float queries[BLOCK * D];
+        alignas(64) float queries[BLOCK * D] = {};
         Sight sees[BLOCK];
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < n_task; ++task) {
@@ -171,7 +174,7 @@ void attend(const Call& at, int n_thread) {
                 sees[m] = {at.window ? std::max<int64_t>(0, newest - at.window + 1) : 0, newest};
                 const int64_t q_head = kv_head * at.group + of_group;
                 copy_row(at.q, row * at.q_row + token * at.q_token + q_head * at.q_head, at.q_is_bfloat16,
-                         queries + m * D, D);
+                         queries + m * D, (int)at.head_dim);
             }
             const auto attend_to = [&](auto&& own, const int64_t* slots, int64_t first, int64_t last) {
                 float *sums = at.workspace + (head * n_part + part) * per_part, *largest = sums + n_row * D + block;
@@ -209,8 +212,8 @@ void attend(const Call& at, int n_thread) {
             }
             for (int d = 0; d < D; ++d) sums[d] /= total;
             const int64_t row = head / at.n_kv_head, token = m / at.group;
-            const int64_t q_head = head % at.n_kv_head * at.group + m % at.group;
-            copy_row(sums, at.out, ((row * at.n_token + token) * at.n_kv_head * at.group + q_head) * D, at.q_is_bfloat16, D);
+            const int64_t q_head = (row * at.n_token + token) * at.n_kv_head * at.group + head % at.n_kv_head * at.group + m % at.group;
+            copy_row(sums, at.out, q_head * at.head_dim, at.q_is_bfloat16, (int)at.head_dim);
             at.workspace[head * n_part * per_part + n_row * D + m] = highest + std::log2(total * at.group);
         }
     if (!at.chunk_scores) return;
@@ -226,23 +229,33 @@ void attend(const Call& at, int n_thread) {
 
 }  // namespace
 
+#if defined(AMX)
+typedef AmxProducts<Bfloat16Words> OfBfloat16;
+typedef AmxProducts<Int8Words> OfInt8;
+#else
+typedef Bfloat16Products OfBfloat16;
+typedef Int8Products OfInt8;
+#endif
+
+// Returns why this process cannot use the library, or null.
+extern "C" const char* foretoken_refusal() {
+#if defined(AMX)
+    return amx::refusal();
+#else
+    return nullptr;
+#endif
+}
+
 // Returns 0, or 1 if there is no kernel for these entries.
 extern "C" int foretoken_attend(const Call* call, int n_thread) {
     const auto with = [&](auto entry, auto products) {
-        if (call->head_dim == 64) return attend<64, decltype(entry), decltype(products)>(*call, n_thread), 0;
-        if (call->head_dim == 128) return attend<128, decltype(entry), decltype(products)>(*call, n_thread), 0;
-        return 1;
+        if (call->head_dim > 128) return 1;
+        if (call->head_dim > 64) return attend<128, decltype(entry), decltype(products)>(*call, n_thread), 0;
+        return attend<64, decltype(entry), decltype(products)>(*call, n_thread), 0;
     };
     if (call->entries == 0) return with(float{}, Float32Products{});
-#if defined(BFLOAT16_PRODUCTS)
-    // Queries in float32 would be rounded.
-    if (call->entries == 1 && call->q_is_bfloat16) return with(bfloat16{}, Bfloat16Products{});
-#endif
-    if (call->entries == 1) return with(bfloat16{}, Float32Products{});
-#if defined(INT8_PRODUCTS)
-    if (call->entries == 2) return with(int8_t{}, Int8Products{});
-#else
-    if (call->entries == 2) return with(int8_t{}, Float32Products{});
-#endif
+    if (call->entries == 1 && !call->q_is_bfloat16) return with(bfloat16{}, Float32Products{});  // queries stay as they are
+    if (call->entries == 1) return with(bfloat16{}, OfBfloat16{});
+    if (call->entries == 2) return with(int8_t{}, OfInt8{});
     return call->entries == 3 ? with(float8{}, Float32Products{}) : 1;
 }

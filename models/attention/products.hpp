@@ -1,21 +1,30 @@
 // Products of entries with queries and with softmax weights, over words of 32 bits.
 #pragma once
 
-#include <type_traits>
-
 #include "models/attention/vectors.hpp"
 
 namespace {
 
 constexpr int TILE = 2 * W;  // slots per tile
 
-// Transposes a tile of n keys of N words to [N, TILE]. Words of missing keys are 0.
+// Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
+// fill the queue of misses, and memory and arithmetic would take turns.
+struct Ahead {
+    const char* at;
+    int step;  // bytes per call
+    void ask(int i) const {
+        for (int line = 0; line < step; line += 64) __builtin_prefetch(at + i * step + line, 0, 2);
+    }
+};
+
+// Transposes a tile of n keys of n_word words to [N, TILE]. Words of missing keys, and after n_word, are 0.
 template <int N, typename Entry>
-inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* to) {
+inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word, float* to) {
     for (int block = 0; block < TILE; block += W)
         for (int d = 0; d < N; d += W) {
             vec r[W];
-            for (int s = 0; s < W; ++s) r[s] = block + s < n ? load(keys + (block + s) * stride + d) : vec{};
+            for (int s = 0; s < W; ++s)
+                r[s] = block + s < n ? load_first(keys + (block + s) * stride + d, n_word - d) : vec{};
             exchange<W / 2>(r);
             for (int i = 0; i < W; ++i) store(to + (d + i) * TILE + block, r[i]);
         }
@@ -28,6 +37,7 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, float* to) 
 // pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
 // interleave: packs a tile's values into words, [TILE / PACK, D], in the order of dimensions of `interleaved`.
 struct Float32Products {
+    static constexpr bool IN_AMX = false;
     static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
     typedef vec Sum;
 
@@ -44,37 +54,45 @@ struct Float32Products {
         return 1;
     }
     template <int D, typename Entry>
-    static void transpose(const Entry* keys, int64_t stride, int n, float* to) {
-        transpose_keys<D>(keys, stride, n, to);
+    static void transpose(const Entry* keys, int64_t stride, int n, int dim, float* to) {
+        transpose_keys<D>(keys, stride, n, dim, to);
     }
     template <int D, typename Entry>
-    static void interleave(const Entry* values, int64_t stride, int n, float* to) {
+    static void interleave(const Entry* values, int64_t stride, int n, int dim, float* to) {
         for (int s = 0; s < n; ++s)
-            for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
+            for (int d = 0; d < D; d += W) store(to + s * D + d, load_first(values + s * stride + d, dim - d));
         std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));
     }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define BFLOAT16_PRODUCTS
-inline __m512i bits_of(float word) {
-    int32_t bits;
-    std::memcpy(&bits, &word, sizeof bits);
-    return _mm512_set1_epi32(bits);
-}
+#if defined(__AVX512BW__) || defined(AMX)
+// A vector of words as numbers of another type, and back.
+template <typename Number>
+struct InWords {
+    typedef Number numbers __attribute__((vector_size(4 * W)));
 
-// Products in bfloat16, sums in float32: weights and queries are rounded to bfloat16.
-struct Bfloat16Products {
-    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
-    typedef vec Sum;
-
-    static Sum times_query(Sum sum, vec keys, float word) {
-        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)bits_of(word));
+    // In blocks of 16 bytes, takes numbers in turns from the first (or, if OTHER, the second) halves of two vectors.
+    template <bool OTHER>
+    static vec mixed(vec a, vec b) {
+        constexpr int N = 16 / sizeof(Number), ALL = 4 * N;
+        numbers at;
+        for (int i = 0; i < ALL; ++i) at[i] = i / N * N + i % N / 2 + (OTHER ? N / 2 : 0) + (i % 2 ? ALL : 0);
+        return (vec)__builtin_shuffle((numbers)a, (numbers)b, at);
     }
-    static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
+};
+
+// Words of two bfloat16: weights and queries are rounded to bfloat16.
+struct Bfloat16Words {
+    static constexpr bool IN_AMX = false;
+    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
 
     static void pack(const float* from, float* words) {
+#if defined(__AVX512BF16__)
         const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)load(from + W), (__m512)load(from));
+#else
+        bfloat16 pairs[2 * W];
+        for (int i = 0; i < 2 * W; ++i) pairs[i] = bfloat16(from[i]);
+#endif
         std::memcpy(words, &pairs, sizeof pairs);
     }
     template <int D>
@@ -87,35 +105,34 @@ struct Bfloat16Products {
         return 1;
     }
     template <int D>
-    static void transpose(const bfloat16* keys, int64_t stride, int n, float* to) {
-        transpose_keys<D / 2>((const float*)keys, stride / 2, n, to);
+    static void transpose(const bfloat16* keys, int64_t stride, int n, int dim, float* to) {
+        transpose_keys<D / 2>((const float*)keys, stride / 2, n, dim / 2, to);
     }
     template <int D>
-    static void interleave(const bfloat16* values, int64_t stride, int n, float* to) {
+    static void interleave(const bfloat16* values, int64_t stride, int n, int dim, float* to) {
         for (int s = 0; s < TILE; s += 2, to += D)
-            for (int d = 0; d < D; d += 32) {
-                const __m512i a = s < n ? _mm512_loadu_si512(values + s * stride + d) : __m512i{};
-                const __m512i b = s + 1 < n ? _mm512_loadu_si512(values + (s + 1) * stride + d) : __m512i{};
-                _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(a, b));
-                _mm512_storeu_si512(to + d + W, _mm512_unpackhi_epi16(a, b));
+            for (int d = 0; d < D; d += 2 * W) {
+                vec x[2];
+                for (int i = 0; i < 2; ++i)
+                    x[i] = s + i < n ? load_first((const float*)(values + (s + i) * stride + d), (dim - d) / 2) : vec{};
+                store(to + d, InWords<uint16_t>::mixed<false>(x[0], x[1]));
+                store(to + d + W, InWords<uint16_t>::mixed<true>(x[0], x[1]));
             }
     }
 };
-#endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define INT8_PRODUCTS
-// Products in 8 bits, sums exact. Queries are rounded to 15 bits, in planes of 8 and 7, and a tile's weights to 16, in
-// two planes of 8, relative to the largest. One factor is unsigned: keys count from -128, which `taken_off` corrects.
-struct Int8Products {
+// Words of four int8. Queries are rounded to 15 bits, in planes of 8 and 7, and a tile's weights to 16, in two planes of
+// 8, relative to the largest.
+struct Int8Words {
+    static constexpr bool IN_AMX = false;
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
-    typedef ivec Sum;
 
-    static Sum times_query(Sum sum, vec keys, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
-    }
-    static Sum times_weight(Sum sum, vec values, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
+    static ivec nearest(vec x) {  // for less than 2^22
+#if defined(__AVX512F__)
+        return (ivec)_mm512_cvtps_epi32((__m512)x);
+#else
+        return (ivec)(x + broadcast(12582912.0f)) - (ivec)broadcast(12582912.0f);
+#endif
     }
     template <typename Byte>
     static void put(Byte* to, ivec x) {
@@ -123,6 +140,7 @@ struct Int8Products {
         const bytes narrow = __builtin_convertvector(x, bytes);
         std::memcpy(to, &narrow, sizeof narrow);
     }
+    // taken_off: what the products exceed by if keys count from -128.
     template <int D>
     static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
         constexpr float LARGEST = 127 << KEY_SHIFT;
@@ -135,45 +153,91 @@ struct Int8Products {
         const vec inverse = broadcast(step > 0 ? 1 / step : 0);
         ivec sum{};
         for (int d = 0; d < D; d += W) {
-            const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(q + d) * inverse));
+            const ivec x = nearest(load(q + d) * inverse);
             const ivec first = (x + (1 << (KEY_SHIFT - 1))) >> KEY_SHIFT;
             put((int8_t*)words + d, first);
             put((int8_t*)words + D + d, x - (first << KEY_SHIFT));
             sum += x;
         }
-        taken_off = 128u * _mm512_reduce_add_epi32((__m512i)sum);
+        uint32_t total = 0;
+        for (int lane = 0; lane < W; ++lane) total += sum[lane];
+        taken_off = 128 * total;
     }
     static float pack_weights(const float* weights, float* words) {
         const float largest = largest_lane(larger(load(weights), load(weights + W)));
         const vec inverse = broadcast(largest > 0 ? 65535 / largest : 0);
         for (int s = 0; s < TILE; s += W) {
-            const ivec x = (ivec)_mm512_cvtps_epi32((__m512)(load(weights + s) * inverse));
+            const ivec x = nearest(load(weights + s) * inverse);
             put((uint8_t*)words + s, x >> VALUE_SHIFT);
             put((uint8_t*)words + TILE + s, x & 255);
         }
         return largest / 65535;
     }
     template <int D>
-    static void transpose(const int8_t* keys, int64_t stride, int n, float* to) {
-        transpose_keys<D / 4>((const float*)keys, stride / 4, n, to);
-        for (int i = 0; i < D / 4 * TILE; i += W) store(to + i, (vec)((ivec)load(to + i) ^ (int32_t)0x80808080));
+    static void transpose(const int8_t* keys, int64_t stride, int n, int dim, float* to) {
+        transpose_keys<D / 4>((const float*)keys, stride / 4, n, dim / 4, to);
     }
     template <int D>
-    static void interleave(const int8_t* values, int64_t stride, int n, float* to) {
+    static void interleave(const int8_t* values, int64_t stride, int n, int dim, float* to) {
+        typedef InWords<uint8_t> Bytes;
+        typedef InWords<uint16_t> Pairs;
         for (int s = 0; s < TILE; s += 4, to += D)
-            for (int d = 0; d < D; d += 64) {
-                __m512i x[4];
+            for (int d = 0; d < D; d += 4 * W) {
+                vec x[4];
                 for (int i = 0; i < 4; ++i)
-                    x[i] = s + i < n ? _mm512_loadu_si512(values + (s + i) * stride + d) : __m512i{};
-                const __m512i low[2] = {_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3])};
-                const __m512i high[2] = {_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3])};
-                _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(low[0], low[1]));
-                _mm512_storeu_si512(to + d + W, _mm512_unpackhi_epi16(low[0], low[1]));
-                _mm512_storeu_si512(to + d + 2 * W, _mm512_unpacklo_epi16(high[0], high[1]));
-                _mm512_storeu_si512(to + d + 3 * W, _mm512_unpackhi_epi16(high[0], high[1]));
+                    x[i] = s + i < n ? load_first((const float*)(values + (s + i) * stride + d), (dim - d) / 4) : vec{};
+                const vec low[2] = {Bytes::mixed<false>(x[0], x[1]), Bytes::mixed<false>(x[2], x[3])};
+                const vec high[2] = {Bytes::mixed<true>(x[0], x[1]), Bytes::mixed<true>(x[2], x[3])};
+                store(to + d, Pairs::mixed<false>(low[0], low[1]));
+                store(to + d + W, Pairs::mixed<true>(low[0], low[1]));
+                store(to + d + 2 * W, Pairs::mixed<false>(high[0], high[1]));
+                store(to + d + 3 * W, Pairs::mixed<true>(high[0], high[1]));
             }
     }
 };
+#endif
+
+#if defined(__AVX512BW__) && (defined(__AVX512BF16__) || defined(__AVX512VNNI__))
+inline __m512i bits_of(float word) {
+    int32_t bits;
+    std::memcpy(&bits, &word, sizeof bits);
+    return _mm512_set1_epi32(bits);
+}
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Products in bfloat16, sums in float32.
+struct Bfloat16Products : Bfloat16Words {
+    typedef vec Sum;
+
+    static Sum times_query(Sum sum, vec keys, float word) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)bits_of(word));
+    }
+    static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
+};
+#else
+typedef Float32Products Bfloat16Products;
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// Products in 8 bits, sums exact. The instruction takes an unsigned factor: keys count from -128.
+struct Int8Products : Int8Words {
+    typedef ivec Sum;
+
+    static Sum times_query(Sum sum, vec keys, float word) {
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
+    }
+    static Sum times_weight(Sum sum, vec values, float word) {
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
+    }
+    template <int D>
+    static void transpose(const int8_t* keys, int64_t stride, int n, int dim, float* to) {
+        Int8Words::transpose<D>(keys, stride, n, dim, to);
+        for (int i = 0; i < D / 4 * TILE; i += W) store(to + i, (vec)((ivec)load(to + i) ^ (int32_t)0x80808080));
+    }
+};
+#else
+typedef Float32Products Int8Products;
 #endif
 
 // The place of a dimension in sums over interleaved values: words of 4 dimensions stay together.

@@ -1,7 +1,11 @@
 // Entries of a row and head as they are stored, and their products with a block of queries, tile by tile.
 #pragma once
 
+#if defined(AMX)
+#include "models/attention/amx_products.hpp"
+#else
 #include "models/attention/products.hpp"
+#endif
 
 namespace {
 
@@ -30,16 +34,6 @@ struct Call {
     float* workspace;
     void* out;  // [batch, tokens, heads, head_dim]
     float* chunk_scores;  // `KV.chunk_scores`, or null
-};
-
-// Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
-// fill the queue of misses, and memory and arithmetic would take turns.
-struct Ahead {
-    const char* at;
-    int step;  // bytes per call
-    void ask(int i) const {
-        for (int line = 0; line < step; line += 64) __builtin_prefetch(at + i * step + line, 0, 2);
-    }
 };
 
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
@@ -131,10 +125,11 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// The entries of a row and head as they are stored. scales: those of entries in 8 bits, else null.
+// The entries of a row and head as they are stored, of up to D numbers, beside which there are zeros. scales: those of entries in 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
     const Entry *keys, *values;
+    int dim;
     int64_t key_stride, value_stride;
     const float *key_scales, *value_scales;
     int64_t scale_stride;
@@ -145,13 +140,17 @@ struct Stored {
 
     Stored(const Call& at, int64_t row, int64_t head)
         : keys((const Entry*)at.keys + row * at.key_row + head * at.key_head),
-          values((const Entry*)at.values + row * at.value_row + head * at.value_head), key_stride(at.key_slot),
-          value_stride(at.value_slot), key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
+          values((const Entry*)at.values + row * at.value_row + head * at.value_head), dim(at.head_dim),
+          key_stride(at.key_slot), value_stride(at.value_slot), key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
         if (key_scales) key_scales += row * at.scale_row + head * at.scale_head;
         if (value_scales) value_scales += row * at.scale_row + head * at.scale_head;
     }
-    // queries: [n_row, D] float32, as stored; scale: turns their products with keys into multiples of log2(e).
+    // queries: [n_row, D] float32; scale: turns their products with keys into multiples of log2(e).
     void take(const float* queries, int n_row, float scale) {
+        if constexpr (P::IN_AMX) {  // also words of rows that do not exist are multiplied
+            std::memset(q, 0, sizeof q);
+            std::memset(weight_words, 0, sizeof weight_words);
+        }
         for (int m = 0; m < n_row; ++m) {
             P::template pack_query<D>(queries + m * D, q + m * P::PLANES * D / P::PACK, steps[m], taken_off[m]);
             steps[m] *= scale;
@@ -163,22 +162,32 @@ struct Stored {
             for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
     }
     void score_tile(int n_row, const Ahead* next, float* weights) {
-        in_passes(0, n_row, [&](int m, auto size) {
-            tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : next,
-                                    weights + m * TILE);
-        });
+        if constexpr (P::IN_AMX) {
+            P::template multiply<D / P::PACK, TILE, false>(q, tile, n_row, *next, [&](int m, int at, vec x) {
+                store(weights + m * TILE + at, x * broadcast(steps[m]));
+            });
+        } else
+            in_passes(0, n_row, [&](int m, auto size) {
+                tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : next,
+                                        weights + m * TILE);
+            });
     }
     void add_tile(const float* weights, int n_row, const Ahead* next, float* out) {
         constexpr int WORDS = P::PLANES * TILE / P::PACK;
         for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
-        in_passes(0, n_row, [&](int m, auto size) {
-            tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : next, out + m * D);
-        });
+        if constexpr (P::IN_AMX) {
+            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, *next, [&](int m, int at, vec x) {
+                store(out + m * D + at, load(out + m * D + at) + x * broadcast(weight_steps[m]));
+            });
+        } else
+            in_passes(0, n_row, [&](int m, auto size) {
+                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : next, out + m * D);
+            });
     }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
         const Entry* from = keys + start * key_stride;
-        P::template transpose<D>(from, key_stride, n, tile);
+        P::template transpose<D>(from, key_stride, n, dim, tile);
         const Ahead next{(const char*)(from + TILE * key_stride), TILE * P::PACK * (int)sizeof(Entry)};
         score_tile(n_row, &next, weights);
         if (key_scales) multiply(key_scales, start, n, n_row, weights);
@@ -186,7 +195,7 @@ struct Stored {
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
-        P::template interleave<D>(from, value_stride, n, tile);
+        P::template interleave<D>(from, value_stride, n, dim, tile);
         const Ahead next{(const char*)(from + TILE * value_stride), D * P::PACK * (int)sizeof(Entry)};
         add_tile(weights, n_row, &next, out);
     }

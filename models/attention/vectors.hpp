@@ -1,16 +1,18 @@
 // Vectors of the attention kernel: lanes, storage formats, and functions of whole vectors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(AMX)
 constexpr int W = 16, ROWS = 6;  // lanes of a vector; query rows per pass, whose accumulators fill the registers
 #elif defined(__AVX__)
 constexpr int W = 8, ROWS = 3;
@@ -59,6 +61,18 @@ inline vec load(const float8* p) {
     std::memcpy(&bytes, p, sizeof bytes);
     const uvec bits = __builtin_convertvector(bytes, uvec);
     return (vec)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * broadcast(0x1p120f);
+}
+// Loads the first numbers, up to n of them; the others are 0.
+template <typename Number>
+inline vec load_first(const Number* p, int n) {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<Number, float>)
+        return (vec)_mm512_maskz_loadu_ps(0xffffu >> (W - std::clamp(n, 0, W)), p);
+#endif
+    if (n >= W) return load(p);
+    Number some[W] = {};
+    for (int i = 0; i < n; ++i) some[i] = p[i];
+    return load(some);
 }
 inline vec larger(vec a, vec b) { return a > b ? a : b; }
 

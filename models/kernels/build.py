@@ -33,14 +33,15 @@ from common.say import say
 
 class Kernel(NamedTuple):
     """A kernel that is checked before it is used. cases: the module whose cases it has to compute. source: a file of
-    C++; None for kernels of a GPU."""
+    C++; None for kernels of a GPU. has_amx: true if the source has a build for AMX."""
 
     cases: str
     source: Path | None = None
+    has_amx: bool = False
 
 
 KERNELS = {
-    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp"),
+    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", has_amx=True),
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
     "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp"),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
@@ -51,7 +52,12 @@ KERNELS = {
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "fa3-fwd")
 COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-I.")  # in ROOT
 # Flags of each build, in the order of preference; PyTorch comes after the last.
-BUILDS = {"native": ("-march=native",), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": ()}
+BUILDS = {
+    "AMX": ("-march=native", "-DAMX"),
+    "native": ("-march=native",),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "plain": (),
+}
 TIMEOUT_SECONDS = 300
 
 Bound = TypeVar("Bound")
@@ -92,9 +98,19 @@ def load_library(name: str) -> ctypes.CDLL:
     if choice.refused:
         say(f"note: the {choice.build} build of the {name} kernel is used: {'; '.join(choice.refused)}")
     try:
-        return ctypes.CDLL(str(build_library(name, choice.build)))
+        return open_library(build_library(name, choice.build))
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"it cannot be loaded: {str(error)[:200]}") from None
+
+
+def open_library(library: Path) -> ctypes.CDLL:
+    """Load a library. Raises OSError, or BuildError if it says that this process cannot use it."""
+    loaded = ctypes.CDLL(str(library))
+    if hasattr(loaded, "foretoken_refusal"):
+        loaded.foretoken_refusal.restype = ctypes.c_char_p
+        if reason := loaded.foretoken_refusal():
+            raise BuildError(reason.decode())
+    return loaded
 
 
 def choose(name: str, again: bool = False) -> BuildChoice:
@@ -147,7 +163,7 @@ def _first_good_build(name: str) -> BuildChoice:
     """Return the first build that is right. Raises BuildError if none can be compiled, and for a kernel of a GPU that
     is not right, so that it is checked again at the next start."""
     kernel, refused, n_built = KERNELS[name], list[str](), 0
-    for build in BUILDS if kernel.source else (name,):
+    for build in builds_of(kernel) if kernel.source else (name,):
         try:
             candidate = str(build_library(name, build)) if kernel.source else name
         except subprocess.CalledProcessError as error:
@@ -161,6 +177,11 @@ def _first_good_build(name: str) -> BuildChoice:
     if not (kernel.source and n_built):
         raise BuildError(refused[0])
     return BuildChoice(None, refused)
+
+
+def builds_of(kernel: Kernel) -> list[str]:
+    """Return the builds to try for a kernel of C++: for AMX only if the system lists it among the CPU's flags."""
+    return [build for build in BUILDS if build != "AMX" or (kernel.has_amx and "amx_tile" in _cpu().split())]
 
 
 def check(module: str, candidate: str) -> str | None:
@@ -205,12 +226,16 @@ def _compiler() -> list[str]:
 
 def _of_machine_code(source: Path) -> list[str]:
     """Return all that a library depends on, apart from its flags: several processors may share a home folder."""
-    cpu = ""
+    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(ROOT.glob("models/*/*.hpp"))))
+    return [*texts, *_compiler(), *COMPILE, platform.machine(), _cpu()]
+
+
+def _cpu() -> str:
+    """Return the name and the flags of each core, as far as they fit 10,000 characters."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        cpu = "".join(line for line in text if line.startswith(("model name", "flags")))[:10_000]
-    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(ROOT.glob("models/*/*.hpp"))))
-    return [*texts, *_compiler(), *COMPILE, platform.machine(), cpu]
+        return "".join(line for line in text if line.startswith(("model name", "flags")))[:10_000]
+    return ""
 
 
 def _cache_file(name: str, ending: str, about: Sequence[str]) -> Path:

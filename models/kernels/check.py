@@ -5,7 +5,6 @@ a GPU kernel, whose cases are `gpu_cases()`. Ends with a message at the first ca
 `models.kernels.build` runs this in a separate process, because a wrong kernel may crash.
 """
 
-import ctypes
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from models.kernels.build import BuildError, open_library
 
 Results = tuple[Tensor, ...]
 
@@ -38,7 +39,10 @@ class Case(NamedTuple):
 @torch.inference_mode()
 def main(module: str, library: str) -> None:
     suite, is_built = import_module(module), Path(library).exists()
-    candidate = suite.candidate(ctypes.CDLL(library) if is_built else library)
+    try:
+        candidate = suite.candidate(open_library(Path(library)) if is_built else library)
+    except BuildError as reason:
+        sys.exit(str(reason))
     for case in suite.cases() if is_built else suite.gpu_cases():
         if not (error := case.error(candidate)) <= case.allowed:
             sys.exit(f"wrong results ({case.what}: an error of {error:.1g}, allowed {case.allowed:.1g})")

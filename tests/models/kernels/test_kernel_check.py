@@ -1,6 +1,6 @@
 """Kernels are checked before they are used: a wrong build is found, and the next right build takes its place."""
 
-import ctypes
+import os
 import subprocess
 from functools import partial
 from importlib import import_module
@@ -11,36 +11,83 @@ from typing import Any
 import pytest
 import torch
 
+from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
-from tests.support.machine import needs_cpp_compiler
+from tests.support.machine import needs_cpp_compiler, needs_vnni
 
 pytestmark = needs_cpp_compiler
 # An expression of the pointwise kernel's source, and what a bug makes of it.
 RIGHT, WRONG = "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"
 
 
-def errors(name: str, library: Path | str) -> list[str]:
+EMULATED = ("-march=native", "-DAMX", "-DEMULATED")
+SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch) -> None:
+    """The attention kernel for AMX with tiles in plain C++, for any CPU."""
+    for name, flags in (("emulated AMX", EMULATED), ("sanitized AMX", (*EMULATED, *SANITIZED))):
+        monkeypatch.setitem(cpp_build.BUILDS, name, flags)
+
+
+def errors(name: str, library: Path) -> list[str]:
     suite: Any = import_module(cpp_build.KERNELS[name].cases)
-    candidate = suite.candidate(ctypes.CDLL(str(library)))
+    candidate = suite.candidate(cpp_build.open_library(library))
     return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
 
 
-@pytest.mark.parametrize(
-    "name,build", [*product(("attention", "pointwise", "noise"), ("native", "plain")), ("attention", "AVX2")]
-)
+@pytest.mark.parametrize("name", ["attention", "pointwise", "noise"])
+@pytest.mark.parametrize("build", ["native", "plain"])
 def test_builds_are_right(name, build):
     assert errors(name, cpp_build.build_library(name, build)) == []
+
+
+@pytest.mark.parametrize("build", ["AVX2", "emulated AMX"])
+def test_further_builds_of_attention_are_right(build):
+    assert errors("attention", cpp_build.build_library("attention", build)) == []
+
+
+def attention_of(build: str, storage: torch.dtype) -> list[torch.Tensor]:
+    """Return what a build computes from bfloat16 queries over entries of a dtype."""
+    backend = attention_check.candidate(cpp_build.open_library(cpp_build.build_library("attention", build)))
+    shapes = product((*attention_check.SHAPES, *attention_check.PADDED_SHAPES), attention_check.BLOCKS[:2])
+    cases = (attention_check.cases_of(torch.bfloat16, storage, *of)[0] for of in shapes)
+    return [result for case in cases for result in case.compute(backend)]
+
+
+@needs_vnni
+def test_products_of_int8_in_amx_have_the_bits_of_vnni():
+    pairs = zip(attention_of("emulated AMX", torch.int8), attention_of("native", torch.int8), strict=True)
+    assert all(torch.equal(found, wanted) for found, wanted in pairs)
+
+
+@pytest.mark.skipif("AMX" not in cpp_build.builds_of(cpp_build.KERNELS["attention"]), reason="this CPU has no AMX")
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8])
+def test_amx_has_the_bits_of_its_emulation(storage):
+    pairs = zip(attention_of("AMX", storage), attention_of("emulated AMX", storage), strict=True)
+    assert all(torch.equal(found, wanted) for found, wanted in pairs)
+
+
+def test_sanitizers_find_nothing_in_the_kernel_for_amx(monkeypatch):
+    """In a process that starts with the sanitizers' library."""
+    library = cpp_build.build_library("attention", "sanitized AMX")
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    names = (subprocess.check_output(["g++", f"-print-file-name=lib{of}.so"], text=True) for of in ("asan", "ubsan"))
+    monkeypatch.setenv("LD_PRELOAD", os.pathsep.join(name.strip() for name in names))
+    assert cpp_build.check("models.attention.check", str(library)) is None
 
 
 @pytest.fixture
 def builds(monkeypatch, tmp_path) -> partial:
     """Choose among builds of a pointwise kernel with a bug that -DBUG=0 turns off, in an empty cache folder:
-    `builds({name: flags})`."""
+    `builds({name: flags})`. With -DBUG=2, it refuses this machine."""
     kernel, source = cpp_build.KERNELS["pointwise"], tmp_path / "pointwise.cpp"
     text = kernel.source.read_text()
     assert RIGHT in text
-    source.write_text(text.replace(RIGHT, f"(BUG ? ({WRONG}) : ({RIGHT}))"))
+    refusal = 'extern "C" const char* foretoken_refusal() { return BUG == 2 ? "no permission" : nullptr; }'
+    source.write_text(text.replace(RIGHT, f"(BUG ? ({WRONG}) : ({RIGHT}))") + refusal)
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(cpp_build.KERNELS, "pointwise", kernel._replace(source=source))
     monkeypatch.setattr(cpp_build, "load_library", cpp_build.load_library.__wrapped__)
@@ -49,10 +96,10 @@ def builds(monkeypatch, tmp_path) -> partial:
 
 def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
     """A later process loads the build that was chosen, without checks."""
-    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("right", 0))})
+    builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("refused", 2), ("right", 0))})
     cpp_build.load_library("pointwise")
     note = capfd.readouterr().err.strip().splitlines()[-1]
-    assert all(word in note for word in ("wrong: ", "the right build"))
+    assert all(word in note for word in ("wrong: ", "refused: no permission", "the right build"))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
     cpp_build.load_library("pointwise")
 
