@@ -72,10 +72,10 @@ class Session:
         watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
         timeout, facts = watched.rank_timeout, partial(common_facts, plan, options)
         processes = start_ranks(plan.device, facts, check=watched.check_ranks, timeout_seconds=timeout)
-        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
+        run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
         tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None

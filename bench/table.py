@@ -73,10 +73,14 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
     session.runner.drop_graphs()  # while a graph holds a collective, no rank can leave the others (pytorch #115388)
     if not session.processes.leads:
         return
-    lines = [table(record), *(f"  {note}" for note in notes(record, session.plan.automatic)), ""]
-    head = f"\n  {headline(session, record, lengths)}\n"
-    texts = [*_texts(session, ends, passes.last.tokens), head, "\n".join(lines)]
+    texts = [*_texts(session, ends, passes.last.tokens), "", *summary(session, record, lengths), ""]
     publish(session.plan.config.output.output, record, *texts, put_off=put_off)
+
+
+def summary(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> list[str]:
+    """Return the lines of a headline, the table of figures, and notes. lengths: tokens of the prompts."""
+    said = [f"  {note}" for note in notes(record, session.plan.automatic)]
+    return [f"  {headline(session, record, lengths)}", "", *table(record).splitlines(), *said]
 
 
 def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:

@@ -7,11 +7,11 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 from tyro.conf import arg
 
 from bench.auto.costs import MS_OF_ROUNDS, Costs, tokens_per_round
 from bench.config import AUTO, Output, Target
+from bench.record import rounded
 from common.errors import flag, refuse, require_at_least
 from common.jsonl import publish, read_lines, require_appendable
 from common.provenance import git_commit
@@ -43,6 +43,13 @@ class Cell(NamedTuple):
     def speedup(self, gamma: int) -> float:
         """Return the predicted speedup."""
         return self.costs.speedup(tokens_per_round(self.alpha, gamma), gamma)
+
+    def prediction(self) -> dict[str, Any]:
+        """Return the row of a record."""
+        (policy, budget), costs = self.draft, self.costs
+        size = {"B": self.batch, "prefix_len": self.context, "draft_policy": policy, "draft_budget": budget}
+        ms = {"predicted_plain_ms": costs.plain_ms, "predicted_draft_ms": costs.draft_ms}
+        return size | {"acceptance_rate": self.alpha} | ms | {"predicted_verify_ms": costs.verify_ms}
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,7 @@ class CostFlags:
             return self._predict(self.machine)
         cells = recorded_cells(str(self.records), self.alpha)
         record = {"benchmark": "cost_prediction", "records": self.records}
-        self._publish(record, cells, f"measured by the runs in {self.records}{self._same_alpha}")
-
-    @property
-    def _same_alpha(self) -> str:
-        """A remark on an acceptance rate that is given."""
-        same = f"; acceptance {self.alpha} (--alpha) for every draft and budget, so that the cheapest wins"
-        return "" if self.alpha is None else same
+        self._publish(record, cells, f"measured by the runs in {self.records}")
 
     def _predict(self, name: str) -> None:
         """Predict the costs of a machine, with acceptance given or published."""
@@ -99,41 +100,39 @@ class CostFlags:
             note_without_effect(unused, "costs are predicted: nothing is loaded or measured")
         source = replace(self.target, load_format="dummy").source()
         target, draft = self.storages(source.config)
-        batches, contexts, gammas, budgets = (
-            sorted(set(sizes)) for sizes in (self.batches, self.contexts, self.gammas, self.budgets)
-        )
-        rates = self.acceptances(source.name, contexts, budgets)
-        cost, cells = partial(predict_costs, target, draft, machine, gammas=gammas), list[Cell]()
-        for batch, context in product(batches, contexts):
-            needed = target.resident_bytes(machine, batch * (context + budgets[-1]))
+        gammas, sizes = sorted(set(self.gammas)), product(*map(sorted, map(set, (self.batches, self.contexts))))
+        cells = []
+        for batch, context in sizes:
+            needed = target.resident_bytes(machine, batch * (context + max(self.budgets)))
             if not (fits := needed <= machine.memory):
                 takes = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, of {machine.memory / 1e9:.0f}"
                 say(f"note: {batch} rows of {context} tokens do not fit: weights and KV entries take {takes}")
-            for named, by_context in rates.items():
-                alpha = by_context[contexts.index(context)]
-                cells.append(Cell(batch, context, named, cost(batch, context, named[1]), alpha, fits))
-        each = [(cell.costs.plain_ms, cell.costs.draft_ms, *cell.costs.verify_ms) for cell in cells]
-        ms = np.array(each).reshape(len(batches), len(contexts), len(rates), -1).round(4)
+            for policy, budget in product(self.policies, sorted(set(self.budgets))):
+                rate = self.alpha
+                if rate is None and (rate := published_acceptance(source.name, policy, budget, context)) is None:
+                    continue
+                costs = predict_costs(target, draft, machine, batch, context, budget, gammas)
+                cells.append(Cell(batch, context, (policy, budget), costs, rate, fits))
+        if not cells:
+            required, fix = "an acceptance rate of a size and a draft", f"add {flag('alpha')} 0.8"
+            refuse("alpha", source.name, required, "no acceptance was published of these", fix)
         published = "published for these contexts (arXiv 2408.11049); drafts without a published rate are left out"
         record = {
             "benchmark": "cost_prediction",
             "model": source.name,
             "predicted_for": name,
             **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
-            **{"batches": batches, "contexts": contexts, "gammas": gammas},
-            "drafts": [{"draft_policy": policy, "draft_budget": budget} for policy, budget in rates],
-            "predicted_plain_ms": ms[:, :, 0, 0].tolist(),
-            "predicted_verify_ms": ms[:, :, 0, 2:].tolist(),
-            "predicted_draft_ms": ms[:, :, :, 1].tolist(),
-            "acceptance_rates_by_context": [*rates.values()],
+            "gammas": gammas,
             "acceptance_of": published if self.alpha is None else "given",
+            "rows": rounded([cell.prediction() for cell in cells]),
         }
-        said = f"; acceptance {published}" if self.alpha is None else self._same_alpha
-        numbers = f"predicted for {name} from its numbers, nothing measured"
-        self._publish(record, cells, f"{numbers}; {source.name}, {target.dtype}{said}")
+        head = f"predicted for {name} from its numbers, nothing measured; {source.name}, {target.dtype}"
+        self._publish(record, cells, head if self.alpha is not None else f"{head}; acceptance {published}")
 
     def _publish(self, record: dict[str, Any], cells: Sequence[Cell], head: str) -> None:
         gammas = sorted(set(self.gammas))
+        if self.alpha is not None:
+            head += f"; acceptance {self.alpha} (--alpha) for every draft and budget, so that the cheapest wins"
         record |= {"best": best_of_each(cells, gammas), "git_commit": git_commit()}
         tables = head, cell_table(cells, gammas), best_table(record["best"])
         publish(self.output.output, record, *(f"\n{table}" for table in tables))
@@ -150,20 +149,6 @@ class CostFlags:
         given = zip(stored[1:], (self.draft_dtype, self.draft_weights, self.draft_kv_dtype), strict=True)
         formats: list[Any] = [same if value == "same" else value for same, value in given]
         return stored, ModelStorage(replace(config, n_layer=len(layers)), *formats)
-
-    def acceptances(
-        self, model: str, contexts: Sequence[int], budgets: Sequence[int]
-    ) -> dict[tuple[str, int], list[float]]:
-        """Return the rate of each draft by context: given, or published. Errors: ConfigError if none is known."""
-        rates: dict[tuple[str, int], list[Any]] = {
-            draft: [published_acceptance(model, *draft, n) if self.alpha is None else self.alpha for n in contexts]
-            for draft in product(self.policies, budgets)
-        }
-        known = {draft: found for draft, found in rates.items() if None not in found}
-        if not known:
-            required, fix = "an acceptance rate of every context", f"add {flag('alpha')} 0.8"
-            refuse("alpha", f"{model}, contexts {contexts}", required, "no acceptance was published of this", fix)
-        return known
 
 
 def recorded_cells(path: str, alpha: float | None) -> list[Cell]:

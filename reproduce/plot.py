@@ -83,13 +83,11 @@ def choose_x(records: Sequence[Record]) -> str:
 def varied_settings(records: Sequence[Record], without: Sequence[str | None]) -> list[str]:
     """Return the settings that tell lines apart: each makes more combinations than those before it."""
 
-    def n_kinds(*names: str) -> int:
-        return len({repr([record.get(name) for name in names]) for record in records})
-
-    varied: list[str] = []
+    varied, n_combination = list[str](), 1
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        if name not in without and n_kinds(*varied, name) > n_kinds(*varied):
-            varied.append(name)
+        found = {repr([record.get(each) for each in (*varied, name)]) for record in records}
+        if name not in without and len(found) > n_combination:
+            varied, n_combination = [*varied, name], len(found)
     return varied
 
 

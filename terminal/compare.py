@@ -15,7 +15,7 @@ from bench.data import load_prompts
 from bench.passes import run_passes
 from bench.record import make_record
 from bench.session import Session
-from bench.table import PROMPT_END, headline, notes, table
+from bench.table import PROMPT_END, summary
 from common.errors import refuse
 from common.jsonl import publish
 from common.say import say
@@ -51,11 +51,10 @@ class Compare(ModelFlags):
         assert plain is not None and drafted is not None
         differs = first_difference(plain.tokens, drafted.tokens) if session.plan.reproducible else None
         record = make_record("compare", session, passes) | {"prompts": config.rows.prompts, "first_difference": differs}
-        said = [headline(session, record, [len(prompt) for prompt in session.prompts])]
+        lines = summary(session, record, [len(prompt) for prompt in session.prompts])
         if differs is not None:
-            said.append("row {row} differs from its token {token} on (docs/lossless.md says why)".format_map(differs))
-        said += notes(record, session.plan.automatic)
-        lines = [*table(record).splitlines(), *(f"  {line}" for line in said)]
+            where = "row {row} differs from its token {token} on".format_map(differs)
+            lines.append(f"  {where} (docs/lossless.md says why)")
         # On a screen that also displays the record, the lines for people are to stand below it.
         on_screen = console.is_terminal and sys.stdout.isatty()
         publish(config.output.output, record, *([] if on_screen else lines), for_people=True)

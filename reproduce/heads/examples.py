@@ -104,16 +104,15 @@ def windows_of(
     """Return all training windows of `width` tokens after `n_sink`, and held-out windows, of the first `n_batches`;
     files are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the
     target generated."""
-    training, held_out, number = list[Window](), list[Window](), 0
-    for file in map(load_file, _files(folder)[:n_batches]):
-        n_rows, length = file["tokens"].shape
-        for row in range(n_rows):
-            windows = [(file, row, start) for start in range(length - 1 - width, n_sink - 1, -width)]
-            if number % HELD_OUT:
-                training += windows
-            else:
-                held_out += windows[:1]
-            number += 1
+    training, held_out = list[Window](), list[Window]()
+    files = map(load_file, _files(folder)[:n_batches])
+    for number, (file, row) in enumerate([(each, row) for each in files for row in range(len(each["tokens"]))]):
+        last = file["tokens"].shape[1] - 1 - width
+        windows = [(file, row, start) for start in range(last, n_sink - 1, -width)]
+        if number % HELD_OUT:
+            training += windows
+        else:
+            held_out += windows[:1]
     return training, held_out
 
 

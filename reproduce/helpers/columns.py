@@ -72,21 +72,14 @@ def ratio_name(fact: Record) -> str:
     return f"verification, gamma {fact['gamma']}" if fact["gamma"] else f"draft step, budget {fact['draft_budget']}"
 
 
+NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical_text, prediction_text, ratio_name)
 VALUES: dict[str, Callable[[Record], object]] = {
-    "acceptance_text": acceptance_text,
-    "reads_text": bench.reads_text,
+    **{each.__name__: each for each in (*NAMED, published.target_name, published.draft_name)},
     "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
-    "drafter_text": drafter_text,
-    "paired_text": paired_text,
-    "identical_text": identical_text,
     "gain": gain_text,
     "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
-    "prediction_text": prediction_text,
     "published_speedup": partial(published_text, published.published_speedups),
     "published_acceptance": partial(published_text, published.published_rates),
-    "ratio_name": ratio_name,
-    "target_name": published.target_name,
-    "draft_name": published.draft_name,
 }
 
 
@@ -102,11 +95,9 @@ def column(name: str) -> Column:
         key = over(*given["over"])
     elif "either" in given:
         key = partial(first_of, given["either"])
-    text = given.get("format", "")
-    align = "<" if given.get("text") else ">"
-    return Column(
-        key, given.get("head", name), speedup_text if text == "speedup" else text, given.get("missing", "-"), align
-    )
+    text, align = given.get("format", ""), "<" if given.get("text") else ">"
+    format_ = speedup_text if text == "speedup" else text
+    return Column(key, given.get("head", name), format_, given.get("missing", "-"), align)
 
 
 def of(names: str) -> list[Column]:
@@ -148,13 +139,11 @@ def pivot(rows: Sequence[Record], names: str, by: str, cell: str) -> tuple[list[
     index, _, after = names.partition(PIVOT)
     before, inner, key = of(index), column(cell), column(by)
 
-    def show(value: object) -> Callable[[Record], str | None]:
-        return lambda line: line["cells"].get(value)
-
     lines = [
         group[0] | {"cells": {key.value(row): inner.cell(row) for row in group}}
         for group in grouped(rows, lambda row: tuple(column.cell(row) for column in before)).values()
     ]
     values = [key.value(row) for row in ranked([*{key.value(row): row for row in rows}.values()], by)]
     heads = [value if isinstance(value, str) else f"{key.head} {value}" for value in values]
-    return lines, [*before, *(Column(show(value), head) for value, head in zip(values, heads, strict=True)), *of(after)]
+    cells = (lambda line, value=value: line["cells"].get(value) for value in values)
+    return lines, [*before, *map(Column, cells, heads), *of(after)]

@@ -22,9 +22,10 @@ def predictions(records: list[Record]) -> list[Record]:
     """Show the first predicted size of each record."""
     rows = []
     for record in records:
-        kinds = {"machine": record["predicted_for"], "assumed": record["acceptance_rates_by_context"][0][0]}
-        plain, verify, draft = (record[f"predicted_{name}_ms"][0][0] for name in ("plain", "verify", "draft"))
-        rows.append(record | record["best"][0] | kinds | {"plain": plain, "verify": verify[0], "draft_step": draft[0]})
+        row = record["rows"][0]
+        ms = {"plain": row["predicted_plain_ms"], "draft_step": row["predicted_draft_ms"]}
+        ms |= {"verify": row["predicted_verify_ms"][0], "assumed": row["acceptance_rate"]}
+        rows.append(record | record["best"][0] | ms | {"machine": record["predicted_for"]})
     return rows
 
 

@@ -95,11 +95,12 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     record, out = ended.record, ended.out
     assert "nothing measured" in out and " streaming 512 " in out and "what pays best" in out
     assert record["benchmark"] == "cost_prediction" and record["predicted_for"] == "8xA100"
-    assert record["drafts"] == [{"draft_policy": "streaming", "draft_budget": 512}]  # no other has a rate
-    assert record["acceptance_rates_by_context"] == [[0.81]] and record["acceptance_of"].startswith("published")
+    (row,) = record["rows"]
+    assert (row["draft_policy"], row["draft_budget"], row["acceptance_rate"]) == ("streaming", 512, 0.81)
+    assert record["acceptance_of"].startswith("published")  # no other draft has a rate
     wanted = forward_ms(ModelStorage(LLAMA_3), find_machine("8xA100"), 64, 1, 32000)
-    assert record["predicted_plain_ms"] == [[pytest.approx(wanted, abs=1e-4)]]
-    assert all(name.startswith("predicted_") for name in record if name.endswith("_ms"))
+    assert row["predicted_plain_ms"] == pytest.approx(wanted, abs=1e-4)
+    assert all(name.startswith("predicted_") for name in row if name.endswith("_ms"))
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
 
 

@@ -1,4 +1,5 @@
-"""docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program."""
+"""docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program, and
+its row of the test matrix passes."""
 
 import json
 import os
@@ -15,18 +16,21 @@ ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "termi
 FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
 NAMED = "again+self=key_norm"
 OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
-# Runs programs one after another in a process of the copy, and opens a server's session.
+MATRIX = ["-q", "-k", "key_norm or reference[0]", "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"]
+# Runs programs one after another in a process of the copy, opens a server's session, and runs tests.
 PROGRAMS = """
 import json, sys
+import pytest
 from dataclasses import asdict
 from common import cli
 from serving.scheduler import open_session
 from serving.serve import Serve
 from tests.support.programs import run
-*commands, serves = json.loads(sys.argv[1])
+*commands, serves, tests = json.loads(sys.argv[1])
 ended = [asdict(run(program, words)) | {"error": None} for program, words in commands]
 flags = cli.read(Serve, serves, "serving")
 assert open_session(flags.config(), flags.batch)[1].drafters
+assert pytest.main(tests) == 0
 print(json.dumps(ended))"""
 
 
@@ -68,9 +72,9 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     commands.append(("foretoken.py latency", [model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2"]))
     commands.append(("foretoken.py compare", [model, NAMED, *prompts, "--gen_len", "12"]))
     serves = ["--model", model, "--draft", NAMED, "--max_length", "200", "--gamma", "2", *sizes]
-    given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves])
-    said = python("-c", PROGRAMS, given, cwd=extended)
-    assert said.code == 0, said.err
+    given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves, MATRIX])
+    said = python("-c", PROGRAMS, given, cwd=extended, WITNESS_SCENARIOS="64")
+    assert said.code == 0, said.out + said.err
     ended = [Ended(**each) for each in json.loads(said.out.splitlines()[-1])]
     assert all(each.code == 0 for each in ended), ended
     assert sum(each.err.count("kv_cache/broken.py") for each in (said, *ended)) == 1
@@ -83,9 +87,3 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     rows = ended[len(drafts)].record["rows"]
     assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
     assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)
-
-
-def test_its_row_of_the_test_matrix_passes(extended: Path) -> None:
-    files = "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"
-    ended = python("-m", "pytest", "-q", "-k", "key_norm or reference[0]", *files, cwd=extended, WITNESS_SCENARIOS="64")
-    assert ended.code == 0 and "passed" in ended.out, ended.out

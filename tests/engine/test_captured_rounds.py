@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -19,13 +20,14 @@ from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import continue_by_recomputing, decode, full_cache, near_model, random_prompts, tiny_model
 
 LENGTHS = [40, 7, 23, 1, 31]
-LIMITS = [18, 7, 12, 30, 9]
+LIMITS = [18, 7, 12, 36, 9]
+# Rows with and without edits.
 SAMPLED = [
-    SamplingParams(temperature=0.7, seed=3),
-    SamplingParams(temperature=1.1, top_k=9, seed=4),
-    SamplingParams(),
-    SamplingParams(temperature=0.6, top_p=0.8, seed=5),
-    SamplingParams(temperature=0.9, top_k=30, top_p=0.95, seed=6),
+    SamplingParams(0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.75, frequency_penalty=0.3, min_p=0.02),
+    SamplingParams(1.1, top_k=9, seed=4),
+    SamplingParams(logit_bias={3: 16.0, 17: -100.0}, repetition_penalty=0.8, min_tokens=9),
+    SamplingParams(0.6, top_p=0.8, seed=5),
+    SamplingParams(0.9, top_k=30, top_p=0.95, seed=6, min_tokens=5, bad_words=[[5], [8, 9], [60, 1, 2]]),
 ]
 SIZE = Size(n_rows=2, longest=128, n_kept=2, window=10, dtype=torch.float64)
 IN_CACHE = "streaming, positions in the cache"
@@ -50,7 +52,8 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     """Return the output of each of `times` equal calls."""
     model, prompts = tiny_model(), random_prompts(LENGTHS)
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
-    how = {"sampling": SAMPLED if mode != "greedy" else None, "stop_tokens": [[], [], [8], [], []]}
+    sampling = [replace(each, temperature=0.0) for each in SAMPLED] if mode == "greedy" else SAMPLED
+    how = {"sampling": sampling, "stop_tokens": [[], [], [8, 11, 30], [], [0, 4, 8]]}
     how |= {"max_new_tokens": LIMITS, "drafter": drafter_of(runner, kind), "verification": mode}
     return [generate(runner, prompts, **how) for _ in range(times)]
 

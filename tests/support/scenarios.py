@@ -218,8 +218,10 @@ def check_counts(scenario: Scenario, out: GenerateOutput) -> None:
     assert sum(r.emitted for r in out.stats.rounds) == sum(len(t) - 1 for t in out.tokens)
     assert out.stats.drafted == sum(row.drafted for row in out.stats.rows)
     # A draft that sees what the target sees is the target: nothing is ever rejected.
-    if scenario.drafter.endswith("full") or (scenario.drafter == "oracle" and scenario.mode != "rejection"):
+    knows_all = scenario.drafter == "oracle" and scenario.mode != "rejection"
+    if scenario.drafter.endswith("full") or knows_all:
         assert out.stats.counts.acceptance_rate in (None, 1.0)
+    assert not (knows_all and scenario.gamma) or all(row.drafted for row in out.stats.rows if row.rounds)
 
 
 def run_scenarios(world: World, seeds: Iterable[int], name: str, record_property: Callable[[str, int], None]) -> None:

@@ -19,7 +19,7 @@ from bench.session import Session
 from engine.drafters.stored import Models
 from engine.sampling.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
-from terminal.multiplication import SHOTS, is_right, problems, prompt
+from terminal.eval import SHOTS, is_right, problems, prompt
 from terminal.significance import compared, mcnemar, paired_difference, wilson
 from tests.support.hf_tiny import N_TOKENS
 from tests.support.programs import Ended, run

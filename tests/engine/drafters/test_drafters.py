@@ -1,4 +1,4 @@
-"""Drafters without probabilities: what an n-gram lookup and a saved text propose, row by row."""
+"""Drafters without probabilities: what an n-gram lookup proposes, row by row."""
 
 import random
 
@@ -8,13 +8,11 @@ import torch
 from common.errors import ConfigError
 from engine import ModelRunner, generate
 from engine.controller import PLAIN, RoundChoice
-from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram, find_ngram
 from engine.drafters.oracle import Oracle
-from engine.modes import Greedy
 from kv_cache import FullKVCache
 from tests.support.controllers import Scripted
-from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import full_cache, random_prompts, tiny_model
 from tests.support.witness import WitnessModel
 
 
@@ -83,24 +81,6 @@ def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
     n_busy = sum(round_.busy for round_ in out.stats.rounds if round_.choice.gamma)
     assert n_idle <= sum(len(lengths) for lengths, *_ in seen) - n_busy
     assert out.stats.drafted < 4 * out.stats.counts.rounds
-
-
-def test_an_oracle_goes_by_position_and_ends_with_its_text():
-    runner = tiny_runner(3)
-    drafter = Oracle(runner, {7: [10, 11, 12, 13], 9: [20]}, gamma=3)
-    rows = [(7, [1, 2], [10]), (9, [3], [20]), (8, [1, 1, 1], [5])]
-    # The first token of each text (from the prefill) sits at the prompt's length.
-    drafter.follow([RowUpdate(row, request, prompt, 0) for row, (request, prompt, _) in enumerate(rows)])
-    drafter.follow([RowUpdate(row, of, prompt + first, len(prompt)) for row, (of, prompt, first) in enumerate(rows)])
-    drafts = drafter.propose(batch_at([2, 1, 3], [10, 20, 5]), Greedy(batch_at([0], [0])), 3)
-    assert drafts.lengths.tolist() == [3, 0, 0] and drafts.tokens[0].tolist() == [11, 12, 13]
-    drafter.follow([RowUpdate(0, 7, [1, 2, 10, 11, 99], 3), RowUpdate(1, 9, [3, 20, *[0] * 8], 2)])
-    drafts = drafter.propose(batch_at([4, 9, 9], [99, 0, 0]), Greedy(batch_at([0], [0])), 3)
-    assert drafts.lengths.tolist() == [1, 0, 0] and drafts.tokens[0, 0].item() == 13
-    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4], 0)])  # a shorter text in a row that held a longer one
-    drafter.follow([RowUpdate(0, 9, [4, 4, 4, 4, 20], 4)])
-    drafts = drafter.propose(batch_at([4, 1, 3], [20, 0, 0]), Greedy(batch_at([0], [0])), 3)
-    assert drafts.lengths.tolist() == [0, 0, 0]
 
 
 def test_a_drafter_of_another_runner_is_refused():

@@ -78,12 +78,14 @@ def test_amx_has_the_bits_of_its_emulation(storage):
     assert all(torch.equal(found, wanted) for found, wanted in pairs)
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing_in_the_kernel_for_amx(monkeypatch):
     """In a process that starts with the sanitizers' library."""
     library = cpp_build.build_library("attention", "sanitized AMX")
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
-    names = (subprocess.check_output(["g++", f"-print-file-name=lib{of}.so"], text=True) for of in ("asan", "ubsan"))
-    monkeypatch.setenv("LD_PRELOAD", os.pathsep.join(name.strip() for name in names))
+    asked = [[*cpp_build._compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libubsan.so")]
+    files = [subprocess.check_output(command, text=True).strip() for command in asked]
+    monkeypatch.setenv("LD_PRELOAD", os.pathsep.join(files))
     assert cpp_build.check("models.attention.check", str(library)) is None
 
 
