@@ -123,7 +123,7 @@ async def complete(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str, s
     except (httpx.HTTPError, ValueError) as error:
         return Answer(sent, times, 0, "", {}, f"{type(error).__name__}: {error}")
     n_tokens = last.get("usage", {}).get("completion_tokens", len(times))
-    counts = {name: last[name] for name in ("timings", "speculation") if name in last}
+    counts = last.get("timings", {}) | last.get("speculation", {})
     return Answer(sent, times, n_tokens, "".join(texts), counts, None if times else "no token came")
 
 
@@ -164,8 +164,8 @@ def summary(phases: Sequence[Phase]) -> Record:
     good, seconds = [answer for answer in answers if answer.error is None], sum(phase.seconds for phase in phases)
     n_decoded, in_rounds, between = (sum(phase.counters.get(name, 0) for phase in phases) for name in COUNTERS)
     counts = [answer.counts for answer in good if answer.counts]
-    timings = {name: sum(each["timings"][name] for each in counts) for name in ("prompt_n", "cache_n", "predicted_n")}
-    drafts = {name: sum(each["speculation"][name] for each in counts) for name in ("rounds", "drafted", "accepted")}
+    names = ("prompt_n", "cache_n", "predicted_n", "rounds", "drafted", "accepted")
+    sums = {name: sum(each[name] for each in counts) for name in names}
     longer = [answer for answer in good if answer.n_tokens > 1]
     n_tokens = sum(answer.n_tokens for answer in good)
     return {
@@ -176,10 +176,10 @@ def summary(phases: Sequence[Phase]) -> Record:
         "output_tokens_per_second": n_tokens / seconds,
         **percentiles("ttft_ms", [answer.times[0] - answer.sent for answer in good]),
         **percentiles("tpot_ms", [(each.times[-1] - each.times[0]) / (each.n_tokens - 1) for each in longer]),
-        "prompt_tokens": timings["prompt_n"] + timings["cache_n"] if counts else None,
-        "reused_prompt_tokens": timings["cache_n"] if counts else None,
-        "accepted_share": bench.ratio(drafts["accepted"], drafts["drafted"]),
-        "tokens_per_round": bench.ratio(timings["predicted_n"] - len(counts), drafts["rounds"]),
+        "prompt_tokens": sums["prompt_n"] + sums["cache_n"] if counts else None,
+        "reused_prompt_tokens": sums["cache_n"] if counts else None,
+        "accepted_share": bench.ratio(sums["accepted"], sums["drafted"]),
+        "tokens_per_round": bench.ratio(sums["predicted_n"] - len(counts), sums["rounds"]),
         "decode_tokens_per_second": bench.ratio(n_decoded - len(counts), in_rounds),
         "between_share": bench.ratio(between, between + in_rounds),
     }

@@ -27,7 +27,6 @@ from models.checkpoints.manifest import CONFIG, write_text
 from reproduce.heads import examples, training
 from reproduce.heads.training import N_SINK, Recipe
 
-CURVE_POINTS = 40
 # Settings of decoding, which a record of training leaves out.
 NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
 
@@ -108,15 +107,9 @@ def train(kind: str, target: Any, folder: Path, flags: Flags) -> dict[str, Any]:
     head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
     known_rows = training.output_rows(target, head.target_ids)
     seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, 60 * flags.minutes)
-    thinned = [*curve[: -1 : -(-len(curve) // CURVE_POINTS)], curve[-1]]
-    sizes = {
-        "batches": flags.batches,
-        "example_tokens": int(counts.sum()),
-        "examples": len(windows),
-        "held_out_examples": len(held_out),
-    }
-    times = {"steps": curve[-1]["step"], "training_seconds": seconds}
-    return {"head": head, "recipe": vars(recipe), **sizes, **times, "curve": thinned}
+    sizes = {"batches": flags.batches, "example_tokens": int(counts.sum()), "examples": len(windows)}
+    sizes |= {"held_out_examples": len(held_out), "steps": curve[-1]["step"], "training_seconds": seconds}
+    return {"head": head, "recipe": vars(recipe), **sizes, "curve": curve}
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.record import rounded
 from engine.stats import Counts, total
+from models.checkpoints.reasoning import TAGS, ReasoningParser
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser
@@ -64,7 +65,7 @@ def internal(error: Exception) -> Failure:
 class Token:
     """A token of an answer or a prompt. text: its characters, or a control token's name. delta: what it adds to the
     text, which has `offset` characters before it. drafted: whether it is an accepted draft. round: 0 for the prompt's
-    prefill. top: the likeliest ids in its place, with their log-probabilities."""
+    prefill. top: the likeliest ids in its place, with their log-probabilities. reasoning: what it adds to that."""
 
     index: int
     id: int
@@ -76,6 +77,7 @@ class Token:
     drafted: bool
     round: int
     top: list[tuple[int, float]] = field(default_factory=list)
+    reasoning: str = ""
 
 
 def prompt_tokens(prompt: Sequence[int], tokenizer: Tokenizer, specials: Mapping[int, str]) -> list[Token]:
@@ -117,7 +119,7 @@ class Answer:
     all answers to a body share. has_logprobs: whether the client gets log-probabilities. prompt: the tokens of the
     prompt, where the client gets them. received, first, ended: seconds of `time.perf_counter`; `first` is the first
     token's. predicted: draft tokens that were copied from the request's prediction; of these `predicted_accepted` were
-    accepted. tool_calls: takes calls of tools out of the text."""
+    accepted. reasoning, tool_calls: take reasoning and then calls of tools out of the text."""
 
     request: ServedRequest
     tokenizer: Tokenizer
@@ -136,6 +138,7 @@ class Answer:
     predicted_accepted: int = 0
     tokens: list[Token] = field(default_factory=list)
     watcher: "asyncio.Task[None] | None" = None  # ends the answer when its client leaves
+    reasoning: ReasoningParser = field(default_factory=ReasoningParser)
     tool_calls: ToolCallParser = field(default_factory=ToolCallParser)
 
     def __post_init__(self) -> None:
@@ -165,13 +168,16 @@ class Answer:
             is_end = is_last and id_ in self.request.stop_tokens  # no text, even if the tokenizer takes it for some
             text = "" if is_end else self._stream.add(id_)
             special = self._name(id_) if is_end else self.specials.get(id_)
-            mark = special if self.tool_calls.names and special in MARKS else ""
+            marks = (*(MARKS if self.tool_calls.names else ()), *(() if self.reasoning.is_open is False else TAGS))
+            mark = special if special and special in marks else ""
             delta, has_ended = self.stops.add(text + mark)
+            reasoning, delta = self.reasoning.add(delta, has_ended)
             delta = self.tool_calls.add(delta, has_ended)
             offset = sum(last.offset + len(last.delta) for last in (self.tokens or self.prompt)[-1:])
             logprob, top = update.logprobs[place] if update.logprobs else (None, [])
             origin = special is not None, place < update.accepted, update.round
-            self.tokens.append(Token(len(self.tokens), id_, special or text, delta, offset, logprob, *origin, top))
+            token = Token(len(self.tokens), id_, special or text, delta, offset, logprob, *origin, top, reasoning)
+            self.tokens.append(token)
             if has_ended:
                 self.finish = STOP
                 break
@@ -192,6 +198,8 @@ class Answer:
             return
         rest, last = self._stream.rest(), self.tokens[-1]
         delta, has_ended = self.stops.add(rest, is_last=True)
+        reasoning, delta = self.reasoning.add(delta, is_last=True)
+        last.reasoning += reasoning
         last.delta += self.tool_calls.add(delta, is_last=True)
         last.text += "" if last.special else rest
         if has_ended and self.finish in (EOS, LENGTH):

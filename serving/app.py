@@ -339,9 +339,11 @@ def _choice(
     if is_chat:
         logprobs: dict[str, Any] = {"content": [_scored(answer, token) for token in tokens]}
         role = {"role": "assistant"} if tokens and tokens[0].index == 0 else {}
-        said: dict[str, Any] = {"content": text} if tokens else {}
+        reasoning = "".join(token.reasoning for token in tokens)
+        said: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        said |= {"content": text} if tokens and (text or not (reasoning and is_chunk)) else {}
         if tokens and tokens[-1] is answer.tokens[-1] and answer.tool_calls.found:
-            said = {"content": text or None, "tool_calls": []}
+            said |= {"content": text or None, "tool_calls": []}
             for index, call in enumerate(answer.tool_calls.found):
                 head = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
                 said["tool_calls"].append(head | {"function": call} | ({"index": index} if is_chunk else {}))

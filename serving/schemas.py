@@ -28,6 +28,8 @@ DRAWN_SEEDS = 2**32
 LONGEST_STOP, MOST_BIASES = 256, 1024
 FILTERS = "top_k", "top_p", "min_p", "typical_p"
 EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
+# Fields of messages that chat templates read as they are.
+AS_GIVEN = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
 LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Keys of generation_config.json that give fields of requests their defaults, as in vLLM, and the fields.
 RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -39,6 +41,7 @@ _WITHOUT_EFFECT: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "watermark decoder_input_details include_obfuscation echo store use_beam_search strict"),
     ((False,), "include_stop_str_in_output return_token_ids continue_final_message continuous_usage_stats"),
     ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    ((True,), "include_reasoning separate_reasoning stream_reasoning"),
     (([],), "tools functions tool_calls annotations stop_token_ids documents logits_processors"),
     (({},), "metadata"),
     (("",), "suffix"),
@@ -298,6 +301,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Text = ""
     content: Content = []
+    reasoning_content: Text = ""
 
     @model_validator(mode="after")
     def _require_content(self) -> "Message":
@@ -308,7 +312,7 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it: with the arguments of calls as objects."""
         content = None if self.tool_calls and not self.content else joined(self.content)
-        more = self.model_dump(exclude_unset=True, include={"name", "tool_calls", "tool_call_id"})
+        more = self.model_dump(exclude_unset=True, include=AS_GIVEN)
         return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
 
 
@@ -321,7 +325,7 @@ class ChatCompletion(OpenAISpec):
     max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
     logprobs: Switch = False  # of the chosen tokens
     top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
-    prediction: Prediction | None = None  # a text like the answer, if a `suffix` drafter reads it
+    prediction: Prediction | None = None  # a text like the answer, which `suffix` drafters read
     chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call

@@ -30,14 +30,16 @@ from engine.sampling.distribution import LONGEST_BAN
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
+from models.checkpoints.reasoning import ReasoningParser, reasons_after
 from models.checkpoints.tool_calls import ToolCallParser
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens, require
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import Calls, GenerationSpec, Prediction, joined
+from serving.schemas import Calls, ChatCompletion, GenerationSpec, Prediction, joined
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+LONGEST_OPENING = 16  # tokens at the end of a prompt, among which it opens or closes reasoning
 TOKENS = tuple(2**i for i in range(15))
 Samples = tuple[str, int]  # the number of samples of a prompt, after the name of the field that says it
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation
@@ -141,6 +143,7 @@ class Service(Collector):
         self.template: ChatTemplate | None = None
         with suppress(NoChatTemplateError):
             self.template = self.plan.target.chat_template()
+        self._has_reasoning = self.template is not None and self.template.has_reasoning
         self._ends = self.plan.target.end_tokens  # read before the event loop has requests
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
@@ -218,10 +221,10 @@ class Service(Collector):
             self.answers[request.index] = answer
         self._watch(http, answers)
         run = partial(self.loop.run_in_executor, self._thread)
-        grammar, bans, prediction = await run(self._shared, spec, calls)
         for i, prompt in enumerate(prompts):
             if answers[0].finish is None:  # the client has not left
                 await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
+        grammar, bans, prediction = await run(self._shared, spec, calls, answers[0].reasoning.is_open)
         for answer in answers:
             request = answer.request
             request.grammar, request.prediction = grammar and grammar.copy(), prediction
@@ -230,15 +233,19 @@ class Service(Collector):
                 self.scheduler.submit(request)
         return answers
 
-    def _shared(self, spec: GenerationSpec, calls: Calls) -> tuple[Grammar | None, list[list[int]], list[int]]:
-        """Return what all samples of a request share: grammar, bans and the tokens of a prediction. Raises Failure."""
+    def _shared(
+        self, spec: GenerationSpec, calls: Calls, reasons: bool | None
+    ) -> tuple[Grammar | None, list[list[int]], list[int]]:
+        """Return what all samples of a request share: grammar, bans and the tokens of a prediction. reasons: as for
+        `Grammars.start`. Raises Failure."""
         grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
         if tools := {function.name: function.parameters for function in calls.required}:
             assert self.template is not None
             constraint = "lark", call_grammar(tools, self.template.is_hermes)
         if constraint is not None:
+            kind, text = constraint
             try:
-                grammar = self._grammars.start(*constraint)
+                grammar = self._grammars.start(kind, text, reasons)
             except UserError as error:
                 raise invalid("tool_choice" if tools else spec.GRAMMAR, f"{error.what}: {error.seen}") from None
         return grammar, self._bans(spec), self._predicted(spec, prediction) if prediction else []
@@ -256,8 +263,14 @@ class Service(Collector):
         # The first sample runs the prompt, and the others copy its row.
         first.prompt_logprobs = [] if (echo and samples[0].has_logprobs) or limit == 0 else None
         tokens = await run(prompt_tokens, ids, self.tokenizer, self._specials) if echo else ()
+        reasons = isinstance(spec, ChatCompletion) and self._has_reasoning
+        begins = reasons_after("".join(map(self._name, ids[-LONGEST_OPENING:]))) if reasons else False
         for sample in samples:
+            sample.reasoning = ReasoningParser(begins)
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
+
+    def _name(self, id_: int) -> str:
+        return self._specials.get(id_) or self.tokenizer.decode([id_])
 
     def _check(self, spec: GenerationSpec, prompt: Prompt, calls: Calls) -> None:
         """Raise Failure for a request that is wrong whatever its prompt is."""
@@ -285,13 +298,12 @@ class Service(Collector):
         return list(prompt)
 
     def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
-        """Return the tokens of a predicted text. Raises Failure."""
+        """Return the tokens of a predicted text, which drafts may read. Raises Failure."""
         is_read = any(Trait.READS_PREDICTIONS in draft.config.traits for draft in self.plan.candidates)
-        fix = "start the server with --draft suffix or --text_drafts suffix"
-        require(is_read, "prediction", f"this server's draft does not read it: {fix}")
         # It may be an earlier answer, and guesses must not depend on the request's random numbers.
         is_seeded = spec.samples and "seed" in spec.model_fields_set and self.scheduler.verification == "rejection"
-        require(not is_seeded, "prediction", "is not taken with a seed by a server with --verification rejection")
+        says = "is not taken with a seed by a server with --verification rejection"
+        require(not (is_read and is_seeded), "prediction", says)
         tokens = self.tokenizer.encode(joined(prediction.content), add_bos=False)
         n, most = len(tokens), self.max_total
         require(n <= most, "prediction", f"has {n} tokens; this server takes {most}")

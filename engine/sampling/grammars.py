@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from common.errors import refuse
+from models.checkpoints.reasoning import CLOSE, OPEN
 from models.checkpoints.tokenizer import JsonTokenizer, Tokenizer
 
 # JSON as Python's json.dumps writes it. With free whitespace no token would be certain, and some models never stop.
@@ -69,21 +70,34 @@ class Grammars:
             refuse("this Python", f"no llguidance: {fix}", "llguidance", what, fix)
         if not isinstance(tokenizer, JsonTokenizer):
             refuse("the checkpoint", "a tokenizer.model", "a tokenizer.json", what, "add it")
+        self._has_tags = CLOSE in tokenizer.pieces()
         self._matcher, self._tokenizer = LLMatcher, LLTokenizer(tokenizer.definition(), n_ids, [*ends])
         self._limits = LLParserLimits(initial_lexer_fuel=MOST_FUEL)
 
-    def start(self, kind: str, text: str) -> Grammar:
+    def start(self, kind: str, text: str, reasons: bool | None = False) -> Grammar:
         """Return a grammar at the beginning of an answer. kind: "json_schema", "regex", or "lark" as llguidance has it.
-        Errors: ConfigError with what the library says."""
+        reasons: the answer follows reasoning, in which all text is allowed and which has begun (True), or which may
+        begin (None). Errors: ConfigError with what the library says."""
         form = {"overrides": JSON_FORM} if kind == "json_schema" else {}
         try:
             made = getattr(self._matcher, f"grammar_from_{kind}")(text, **form)
+            made = made if reasons is False else self._after_reasoning(made, has_begun=bool(reasons))
             matcher = self._matcher(self._tokenizer, made, log_level=0, limits=self._limits)
         except ValueError as error:
             matcher, why = None, str(error)
         if matcher is None or (why := Grammar(matcher).error):
             refuse("a grammar", why, "what it can use", f"llguidance cannot use the {kind}", "correct it")
         return Grammar(matcher)
+
+    def _after_reasoning(self, made: str, has_begun: bool) -> str:
+        """Return a grammar that continues reasoning, or else may begin with some, and then follows `made`."""
+        if self._has_tags:  # to the library, tokens of this form have a name in place of a text
+            begin, thought = OPEN, f"thought: /(?s:.*)/ {CLOSE} /\\n{{0,2}}/"
+        else:
+            begin, thought = f'"{OPEN}"', f'thought: free /\\n{{0,2}}/\nfree[suffix="{CLOSE}"]: /(?s:.*)/'
+        lark = f"start: {'thought' if has_begun else f'({begin} thought)?'} @answer\n{thought}"
+        (answer,) = json.loads(made)["grammars"] if made.startswith("{") else [{"lark_grammar": made}]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
 
 
 def call_grammar(tools: Mapping[str, Any], is_hermes: bool) -> str:

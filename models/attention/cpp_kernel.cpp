@@ -40,12 +40,13 @@ inline void keep_largest(const float* scores, float* to) {
     std::memcpy(to, &largest, TILE / SCORED * sizeof(float));
 }
 
-inline bool any(ivec x) {
+inline bool any_exceeds(vec x, float limit) {
 #if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
 #else
+    const ivec exceeds = x > broadcast(limit);
     int32_t found = 0;
-    for (int lane = 0; lane < W; ++lane) found |= x[lane];
+    for (int lane = 0; lane < W; ++lane) found |= exceeds[lane];
     return found;
 #endif
 }
@@ -93,7 +94,7 @@ void attend_part(Entries& entries, int n_row, const int64_t* slots, const Sight*
             }
             if (kept) keep_largest(w, kept + m * n_kept + start / SCORED);
             const vec top = larger(load(w), load(w + W));
-            if (any(top > broadcast(largest[m]))) {
+            if (any_exceeds(top, largest[m])) {
                 const float highest = largest_lane(top);
                 const vec shrink = broadcast(std::exp2(largest[m] - highest));
                 masses[m] *= shrink;

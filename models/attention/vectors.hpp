@@ -88,21 +88,28 @@ inline float across(vec x, const Fold& fold) {
 inline float largest_lane(vec x) { return across(x, [](vec a, vec b) { return larger(a, b); }); }
 inline float sum_of_lanes(vec x) { return across(x, [](vec a, vec b) { return a + b; }); }
 
-// 2^x for x <= 0: exact powers for the whole part, a polynomial on [-1/2, 1/2] for the rest (error below 2e-7).
+// 2^x on [-1/2, 1/2], with an error below 2e-7.
+inline vec exp2_of_rest(vec x) {
+    vec p = broadcast(1.5403530393381609e-4f);
+    p = p * x + broadcast(1.3333558146428443e-3f);
+    p = p * x + broadcast(9.618129107628477e-3f);
+    p = p * x + broadcast(5.550410866482158e-2f);
+    p = p * x + broadcast(2.402265069591007e-1f);
+    p = p * x + broadcast(6.931471805599453e-1f);
+    return p * x + broadcast(1.0f);
+}
+// 2^x for x <= 0, and 0 in place of numbers below the normal ones: exact powers for the whole part of x.
 inline vec exp2_of(vec x) {
+#if defined(__AVX512DQ__)
+    const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GT_OQ);
+    const vec rest = (vec)_mm512_reduce_ps((__m512)x, 0);
+    return (vec)_mm512_maskz_scalef_ps(is_normal, (__m512)exp2_of_rest(rest), (__m512)(x - rest));
+#else
     x = larger(x, broadcast(-127.0f));
     const vec shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23: rounds to whole numbers
-    const vec f = x - (shifted - broadcast(12582912.0f));
-    vec p = broadcast(1.5403530393381609e-4f);
-    p = p * f + broadcast(1.3333558146428443e-3f);
-    p = p * f + broadcast(9.618129107628477e-3f);
-    p = p * f + broadcast(5.550410866482158e-2f);
-    p = p * f + broadcast(2.402265069591007e-1f);
-    p = p * f + broadcast(6.931471805599453e-1f);
-    p = p * f + broadcast(1.0f);
-    const uvec whole = (uvec)shifted << 23;
-    const vec result = (vec)((uvec)p + whole);
-    return x > broadcast(-126.0f) ? result : vec{};
+    const vec result = exp2_of_rest(x - (shifted - broadcast(12582912.0f)));
+    return x > broadcast(-126.0f) ? (vec)((uvec)result + ((uvec)shifted << 23)) : vec{};
+#endif
 }
 
 // In-place transpose of W vectors: at each of log2(W) steps, halves of pairs are exchanged.

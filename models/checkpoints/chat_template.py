@@ -18,6 +18,7 @@ from common.errors import CheckpointError, ConfigError, refuse, refuse_checkpoin
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.loading import CONVERT
 from models.checkpoints.manifest import CHAT_TEMPLATE, CONFIG, TOKENIZER_CONFIG
+from models.checkpoints.reasoning import CLOSE
 from models.checkpoints.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -43,6 +44,11 @@ class ChatTemplate:
     def is_hermes(self) -> bool:
         """True if it shows calls of tools as Hermes and Qwen write them."""
         return "<tool_call>" in self.path.read_text(encoding="utf-8")
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if it knows of reasoning between tags."""
+        return CLOSE in self.path.read_text(encoding="utf-8")
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, tools: Tools = None

@@ -33,30 +33,21 @@ def interval(row: Record, other: Record | None = None, name: str = "acceptance_r
     Texts are drawn with replacement, the same ones for both. The percentiles are those of Hesterberg's expanded
     interval (arXiv 1411.5279), which makes up for few texts by a t distribution in the place of the normal one.
     """
-    sums = [_counts(each, name) for each in (row, other) if each is not None]
-    n = min(map(len, sums))
-    if n < LEAST_ROWS or any(len(each) != n for each in sums):
+    counts = [
+        np.array([[text[part] for part in RATES[name]] for text in each.get("by_row") or ()])
+        for each in (row, other)
+        if each is not None
+    ]
+    n = len(counts[0])
+    if n < LEAST_ROWS or any(len(each) != n for each in counts):
         return None
-    drawn = np.random.default_rng(SEED).integers(n, size=(N_SAMPLE, n))
-    samples = [_rate(each[drawn].sum(axis=1)) for each in sums]
-    values = [float(_rate(each.sum(axis=0))) for each in sums]
-    if other is not None:
-        samples, values = [samples[0] - samples[1]], [values[0] - values[1]]
-    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _t(n - 1))
-    low, high = np.nanquantile(samples[0], [tail, 1 - tail])
-    return Interval(values[0], float(low), float(high))
-
-
-def _counts(row: Record, name: str) -> np.ndarray:
-    """Return numerator and denominator of each row of text, `[n, 2]`."""
-    return np.array([[counts[part] for part in RATES[name]] for counts in row.get("by_row") or []], float).reshape(
-        -1, 2
-    )
-
-
-def _rate(sums: np.ndarray) -> np.ndarray:
+    drawn = np.vstack([np.arange(n), np.random.default_rng(SEED).integers(n, size=(N_SAMPLE, n))])
     with np.errstate(invalid="ignore"):  # NaN of texts in which nothing was verified
-        return sums[..., 0] / sums[..., 1]
+        rates, *others = (np.divide(*each[drawn].sum(axis=1).T) for each in counts)
+    value, *samples = rates - sum(others)
+    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _t(n - 1))
+    low, high = np.nanquantile(samples, [tail, 1 - tail])
+    return Interval(float(value), float(low), float(high))
 
 
 def _t(freedom: int) -> float:

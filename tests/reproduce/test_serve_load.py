@@ -3,7 +3,6 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,13 +11,8 @@ from tests.support.programs import Ended, run
 from tests.support.serving_cases import FLAGS, Served
 
 
-def answer(asked: float, times: list[float], n_tokens: int, text: str = "", **said: dict[str, Any]) -> Answer:
-    return Answer(asked, times, n_tokens, text, said)
-
-
-def counts(prompt_n: int, cache_n: int, predicted_n: int, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
-    timings = {"prompt_n": prompt_n, "cache_n": cache_n, "predicted_n": predicted_n}
-    return {"timings": timings, "speculation": {"rounds": rounds, "drafted": drafted, "accepted": accepted}}
+def counts(*numbers: int) -> dict[str, int]:
+    return dict(zip(("prompt_n", "cache_n", "predicted_n", "rounds", "drafted", "accepted"), numbers, strict=True))
 
 
 COUNTERS = {
@@ -26,9 +20,9 @@ COUNTERS = {
     "foretoken_round_seconds_total": 2.0,
     "foretoken_between_seconds_total": 0.5,
 }
-LONG = answer(1.0, [2.0, 4.0, 5.0], 10, "long", **counts(6, 2, 10, 4, 12, 5))
-BRIEF = answer(0.0, [4.0], 1, "brief", **counts(3, 0, 1, 0, 0, 0))
-LATE = answer(3.0, [4.0, 4.5], 3, "late", **counts(2, 9, 3, 1, 3, 1))
+LONG = Answer(1.0, [2.0, 4.0, 5.0], 10, "long", counts(6, 2, 10, 4, 12, 5))
+BRIEF = Answer(0.0, [4.0], 1, "brief", counts(3, 0, 1, 0, 0, 0))
+LATE = Answer(3.0, [4.0, 4.5], 3, "late", counts(2, 9, 3, 1, 3, 1))
 LOST = Answer(2.0, [3.0], 0, "", {}, "ReadError: gone")
 
 
@@ -46,7 +40,7 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
 
 
 def test_a_server_that_says_nothing_of_rounds_has_times_alone():
-    silent = summary([Phase([answer(0.0, [1.0, 3.0], 5)], 4.0, {})])
+    silent = summary([Phase([Answer(0.0, [1.0, 3.0], 5, "", {})], 4.0, {})])
     assert silent["tpot_ms_p50"] == 500 and silent["output_tokens_per_second"] == 1.25
     unknown = ("prompt_tokens", "reused_prompt_tokens", "accepted_share", "tokens_per_round", "between_share")
     assert {silent[name] for name in (*unknown, "decode_tokens_per_second")} == {None}

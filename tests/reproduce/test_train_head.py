@@ -136,12 +136,15 @@ def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tm
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_saved_head_does_not_depend_on_defaults_of_its_target(kind, model, folder, tmp_path):
+def test_a_saved_head_has_neither_defaults_nor_windows_of_its_target(kind, model, folder, tmp_path):
     head, _ = new_head(kind, model, folder)
     values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
     values |= {"vocab_size": TINY.vocab_size, "rope_theta": TINY.rope_theta}
+    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
     training.save_head(head, tmp_path, values)
-    loaded = find_head(str(tmp_path), kind, TINY).load(device="cpu", dtype=torch.float32, prepack=False)
+    found = find_head(str(tmp_path), kind, TINY)
+    assert not any(found.shape.windows) and found.config.sliding_window is None
+    loaded = found.load(device="cpu", dtype=torch.float32, prepack=False)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
     assert loaded.body.config.norm_eps == TINY.norm_eps
 
@@ -170,14 +173,3 @@ def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
     assert call("reproduce/train_head.py", flags).record["example_tokens"] == record["example_tokens"], (
         "of 2 of 3 files"
     )
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_saved_head_has_none_of_the_targets_windows(kind, model, folder, tmp_path):
-    head, _ = new_head(kind, model, folder)
-    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
-    values |= {"num_key_value_heads": TINY.n_kv_head, "head_dim": TINY.head_dim, "vocab_size": TINY.vocab_size}
-    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
-    training.save_head(head, tmp_path / kind, values)
-    found = find_head(str(tmp_path / kind), kind, TINY)
-    assert not any(found.shape.windows) and found.config.sliding_window is None

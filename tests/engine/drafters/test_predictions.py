@@ -118,11 +118,17 @@ def test_wrong_predictions_are_refused_by_name(reading: Served, prediction: dict
     assert refused.status in (400, 422) and refused.json["error"]["param"] == field, refused.body
 
 
-def test_a_prediction_that_a_server_cannot_draft_by_is_refused(served: Served, chat_checkpoint):
-    """No drafter reads it; or it may be an answer of the same random numbers, in rejection mode."""
+def test_a_prediction_that_no_drafter_reads_is_taken_and_counts_nothing(served: Served):
+    how = CHAT | {"temperature": 0}
+    answer = served.json(CHATS, how | {"prediction": {"type": "content", "content": "a"}})
+    counted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert answer["usage"]["completion_tokens_details"] == counted
+    assert answer["choices"] == served.json(CHATS, how)["choices"]
+
+
+def test_a_prediction_that_a_server_may_not_draft_by_is_refused(chat_checkpoint):
+    """It may be an answer of the same random numbers, in rejection mode."""
     body = CHAT | {"prediction": {"type": "content", "content": "a"}}
-    refused = served.ask(CHATS, body).json["error"]
-    assert refused["param"] == "prediction" and "--text_drafts suffix" in refused["message"]
     with serving(chat_checkpoint, "--draft suffix --verification rejection", PLAIN) as server:
         assert server.ask(CHATS, body | {"seed": 3}).json["error"]["param"] == "prediction"
         for fine in ({}, {"seed": 3, "temperature": 0}):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,14 +12,17 @@ import torch
 from huggingface_hub import InferenceClient
 from openai import OpenAI
 from pydantic import BaseModel, Field
+from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig
 
 from common.errors import UserError
 from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
+from engine.requests import Outcome, Progress
 from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from models import load_model
+from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, ReasoningParser
 from models.checkpoints.tokenizer import load_tokenizer
 from models.checkpoints.tool_calls import parse
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
@@ -55,6 +59,18 @@ PROMPTS = ["a", "of the cat and the hat", "Näher " * 5, '{"colour": "red", "cou
 WAYS = [SamplingParams(0.8, seed=3), SamplingParams(1.1, top_k=20, seed=4), SamplingParams(), SamplingParams(1, seed=5)]
 
 
+# The end of a prompt: reasoning is left out, has begun, or may begin.
+OPENINGS = "{% if shows %}{% for m in messages %}{{ m.reasoning_content }}{% endfor %}{% endif %}"
+OPENINGS += "{% if not thinking %}<think>\n\n</think>\n\n{% elif thinking == 'begun' %}<think>\n{% endif %}"
+
+
+def add_tags(folder: Path, is_control: bool) -> None:
+    """Add the tags of reasoning to a tokenizer, as tokens whose text is read or as control tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(tag, special=is_control, normalized=False) for tag in TAGS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     pytest.importorskip("llguidance")
@@ -62,8 +78,9 @@ def folder(tmp_path_factory) -> Path:
     shape = SHAPE | {"vocab_size": len(VOCABULARY) + 3, "max_position_embeddings": 400}
     random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)).save_pretrained(folder)
     save_tokenizer(folder, VOCABULARY, MERGES, adds_bos=True)
+    add_tags(folder, is_control=False)
     convert(folder, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE + OPENINGS)
     return folder
 
 
@@ -80,6 +97,16 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def grammars(tokenizer, model) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, [END])
+
+
+class Outcomes(Progress):
+    """Keeps each round's accepted drafts."""
+
+    def __init__(self) -> None:
+        self.accepted: list[list[int]] = []
+
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
+        self.accepted.append(outcome.block[:-1])
 
 
 DRAFTERS = ("streaming", "combined, standalone, full", "speculated, ngram")
@@ -133,6 +160,50 @@ def test_captured_rounds_follow_grammars(kind, model, tokenizer, grammars):
     captured = answers(kind, "coupled", model, tokenizer, grammars, new_graphs)
     assert [request.tokens for request in captured] == [request.tokens for request in called]
     assert any(graph.replays for graph in graphs)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, tokenizer, grammars):
+    """Reasoning has begun, or may begin. Its end is among accepted drafts, with tokens of the grammar after it."""
+    opening, closing = (tokenizer.pieces().index(tag) for tag in TAGS)
+    likely = ((opening, 8.0), (closing, 2.0))
+    texts: dict[str, list[list[int]]] = {}
+    for kind in ("none", "streaming"):
+        runner, ended = ModelRunner(model, full_cache(model, 3, 300)), Outcomes()
+        drafter = Drafters(runner, 4, Size(3, 300, n_kept=2, window=14, dtype=torch.float64))(kind)
+        ways = [replace(way, temperature=0.0 if mode == "greedy" else 1.0, logit_bias=likely) for way in WAYS[:3]]
+        given = [*zip(PROMPTS, ways, [True, None, True], [JSON, JSON, PLATE], strict=False)]
+        requests = [
+            Request(tokenizer.encode(prompt), 200, [END], way, i, grammar=grammars.start(*spec, reasons))
+            for i, (prompt, way, reasons, spec) in enumerate(given)
+        ]
+        decode(Decoder(runner, drafter=drafter, verification=mode, progress=ended), *requests)
+        for request, (_, _, reasons, spec) in zip(requests, given, strict=True):
+            reasoning, answer = ReasoningParser(reasons).add(tokenizer.decode(request.tokens), is_last=True)
+            assert request.finish_reason == "stop" and closing in request.tokens, (reasoning, answer)
+            require(answer, spec)
+        assert kind == "none" or any(closing in accepted[:-1] for accepted in ended.accepted)
+        texts[kind] = [request.tokens for request in requests]
+    assert mode == "rejection" or texts["streaming"] == texts["none"]
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_tags_are_tokens_with_or_without_a_text(is_control, tmp_path):
+    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
+    add_tags(tmp_path, is_control)
+    tokenizer = load_tokenizer(tmp_path)
+    grammars = Grammars(tokenizer, len(VOCABULARY) + 3, [END])
+    thought, answers = "so <b", {"json_schema": '{"type": "boolean"}', "regex": "true|false", "lark": 'start: "true"'}
+    for kind, text in answers.items():
+        for reasons, before in ((True, ""), (None, OPEN), (None, None), (False, None)):
+            whole = "true" if before is None else f"{before}{thought}{CLOSE}\n\ntrue"
+            grammar = grammars.start(kind, text, reasons)
+            grammar.advance(tokenizer.encode_chat(whole, control=True))
+            grammar.advance([END])
+            assert not grammar.error and not grammar.forced(), (kind, whole)
+            outside = grammars.start(kind, text, reasons)
+            outside.advance(tokenizer.encode_chat(whole.replace("true", "trie"), control=True))
+            assert outside.error
 
 
 def test_parameters_that_exclude_all_that_a_grammar_allows_give_way(model, tokenizer, grammars):
@@ -209,6 +280,49 @@ def test_clients_get_json_on_every_route(structured: Served):
     json_object = {"response_format": FORMATS["json_object"]}
     cut = openai.completions.create(model="m", prompt="q", max_tokens=3, seed=3, extra_body=json_object)
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
+
+
+@pytest.mark.parametrize("thinking", ["begun", "free"])
+def test_reasoning_is_apart_from_answers(structured: Served, thinking: str):
+    """Whole and streamed, with drafts and without, with a grammar and without; answers may be sent back."""
+    tokenizer, openai = structured.server.service.tokenizer, structured.openai
+    opening, closing = (tokenizer.pieces().index(tag) for tag in TAGS)
+    ask = partial(openai.chat.completions.create, model="m", max_tokens=200, seed=4)
+    bias = {str(opening): 8 if thinking == "free" else -100, str(closing): 2}
+    more = {"logit_bias": bias, "chat_template_kwargs": {"thinking": thinking}}
+    messages: list = [{"role": "user", "content": "hello"}]
+    forms = [FORMATS["json_schema"], *([{"type": "text"}] if thinking == "begun" else [])]
+    for form in forms:
+        given = set()
+        for speculate in (True, False):
+            how = {"messages": messages, "response_format": form, "extra_body": more | {"speculate": speculate}}
+            whole = ask(**how, logprobs=True).choices[0]
+            deltas = [chunk.choices[0].delta for chunk in ask(**how, stream=True)]
+            reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+            content = "".join(delta.content or "" for delta in deltas)
+            assert (reasoning, content) == (getattr(whole.message, "reasoning_content", ""), whole.message.content)
+            text = "".join(each.token for each in whole.logprobs.content)
+            assert CLOSE in text and CLOSE not in reasoning and reasoning in text and not reasoning.startswith("\n")
+            given.add((reasoning, content))
+            assert reasoning or thinking == "free"  # drawn at once, the closing tag leaves none
+        assert len(given) == 1
+        if form["type"] != "text":
+            require(content)
+    messages += [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}, messages[0]]
+    shown = {"thinking": thinking, "shows": True}
+    n_shown, n_hidden = (
+        ask(messages=messages, extra_body=more | {"chat_template_kwargs": given}).usage.prompt_tokens
+        for given in (shown, {"thinking": thinking})
+    )
+    assert n_shown == n_hidden + 2
+
+
+def test_without_reasoning_a_grammar_begins_at_once(structured: Served):
+    how = {"model": "m", "max_tokens": 200, "seed": 4, "response_format": FORMATS["json_schema"]}
+    answer = structured.openai.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **how)
+    message = answer.choices[0].message
+    require(message.content)
+    assert not hasattr(message, "reasoning_content")
 
 
 WRONG_FORMATS: tuple[dict, ...] = (
