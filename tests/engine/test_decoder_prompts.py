@@ -5,13 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, StandaloneDraft
 from engine.controller import Fixed
 from engine.drafters import Drafter
-from engine.sampling.distribution import Logprob
 from kv_cache import FullKVCache, StreamingKVCache
-from kv_cache.streaming import Streaming
-from models import Transformer
 from tests.support.block_heads import with_head
 from tests.support.tiny import (
     continue_by_recomputing,
@@ -19,7 +16,6 @@ from tests.support.tiny import (
     full_cache,
     near_model,
     random_prompts,
-    self_draft,
     tiny_model,
     tiny_runner,
 )
@@ -172,53 +168,6 @@ def test_a_prompt_takes_the_row_that_holds_half_of_it_or_the_one_left_longest_ag
     assert row_of([1, 1, 5, 5, 5, 5]) == (0, 2)  # left longest ago, and of what it holds the beginning is the same
     assert row_of([2, 2, 6, 6, 6]) == (2, 0)  # row 1 holds less than half of it, and was left later
     assert row_of([2, 2, 2]) == (1, 2)
-
-
-def require_logprobs(model: Transformer, text: list[int], found: list[Logprob], n_top: int) -> None:
-    """Require the log-probabilities of a text's last tokens, and of the likeliest ids, at temperature 1."""
-    n, logits = len(found), model(torch.tensor([text]), torch.arange(len(text))[None], full_cache(model, 1))[0]
-    every = logits[len(text) - n - 1 : -1].log_softmax(dim=-1)
-    wanted = every.gather(1, torch.tensor(text)[len(text) - n :, None])[:, 0]
-    assert [each.value for each in found] == pytest.approx(wanted.tolist(), abs=1e-5)
-    for each, row in zip(found, every, strict=True):
-        best = row.topk(n_top)
-        assert [id_ for id_, _ in each.top] == best.indices.tolist()
-        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_k=5, seed=3)])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_logprobs_are_those_of_the_model(sampling, drafts):
-    """Without filters, for those rows that ask; a stop token in a block ends them with the text."""
-    runner = tiny_runner(2)
-    drafter = self_draft(runner, Streaming(12, n_sink=2), 3) if drafts else None
-    decoder = Decoder(runner, drafter=drafter, verification="coupled")
-    prompts = random_prompts([30, 11, 19])
-    stop = generate(runner, prompts[:1], max_new_tokens=12, sampling=sampling, verification="coupled").tokens[0][7]
-    requests = [Request(prompt, 12, [stop], sampling, 0, logprobs=[], n_top=n) for n, prompt in enumerate(prompts)]
-    requests[1].logprobs = None
-    decode(decoder, *requests)
-    assert requests[1].logprobs is None and len(requests[0].tokens) <= 8
-    for request in (requests[0], requests[2]):
-        assert len(request.logprobs) == len(request.tokens)
-        require_logprobs(runner.model, request.text, request.logprobs, request.n_top)
-
-
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("limit", [0, 5])
-def test_a_prompts_logprobs_are_those_of_the_model(chunk, limit, monkeypatch):
-    """At every position after the first, whatever its row held before; also without any new token."""
-    monkeypatch.setattr("engine.decoding.SCORED", 4)
-    runner = tiny_runner(2)
-    decoder = Decoder(runner, drafter=self_draft(runner, Streaming(12, 2), 3), prefill_tokens=chunk, reuses="prefixes")
-    prompts = random_prompts([30, 15, 1])
-    decode(decoder, *(Request(prompt, 3) for prompt in prompts))
-    decode(decoder, *(requests := [Request(prompt, limit, prompt_logprobs=[], n_top=2) for prompt in prompts]))
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.n_reused == 0 and request.finish_reason == "length"
-        assert request.tokens == continue_by_recomputing(runner.model, prompt, limit)
-        assert len(request.prompt_logprobs) == len(prompt) - 1
-        require_logprobs(runner.model, prompt, request.prompt_logprobs, 2)
 
 
 @pytest.mark.parametrize("reuses", ["prefixes", "nothing"])

@@ -1,5 +1,7 @@
 """Several samples and prompts in a request, and log-probabilities of prompts and of the likeliest tokens."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,6 +16,13 @@ from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Serv
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]
 CHAT = [{"role": "user", "content": "hello"}]
 WARM = {"temperature": 0.9, "top_p": 0.95, "seed": 40}
+
+
+@pytest.fixture(scope="module")
+def served(chat_checkpoint: Path) -> Iterator[Served]:
+    """A server that runs prompts in parts."""
+    with serving(chat_checkpoint, "--prefill_tokens 16") as server:
+        yield server
 
 
 def drawn(alone: Alone, prompt: str, n_tokens: int, i: int = 0) -> tuple[str, list[float]]:
@@ -82,8 +91,10 @@ def test_the_best_of_some_samples(served: Served, alone: Alone):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])
-def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alone, max_tokens):
-    """Batches of token ids with `echo`: log-probabilities at every position, and whether a token is the likeliest."""
+def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alone, max_tokens, monkeypatch):
+    """Batches of token ids with `echo`: log-probabilities at every position, and whether a token is the likeliest, also
+    where rows hold the prompts already."""
+    monkeypatch.setattr("engine.decoding.SCORED", 4)
     prompts = [alone.tokenizer.encode(prompt) for prompt in PROMPTS]
     body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True, "seed": 1234}
     answer = served.json(V1, body)

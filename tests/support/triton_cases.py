@@ -1,4 +1,4 @@
-"""The Triton backend against the torch backend, in Triton's interpreter; run by test_triton_attention.py.
+"""The Triton backend against the torch backend, in Triton's interpreter; run by test_triton_kernels.py.
 
 It runs in a separate process: TRITON_INTERPRET has to be set before anything imports triton, and must not be set while
 torch compiles.

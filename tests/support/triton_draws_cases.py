@@ -1,6 +1,6 @@
 """Random numbers and filters by the Triton kernels against those by PyTorch, in Triton's interpreter.
 
-test_noise.py runs them in a process of its own.
+test_triton_kernels.py runs them in a separate process.
 """
 
 import math

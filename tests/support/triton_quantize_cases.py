@@ -1,5 +1,5 @@
-"""The Triton kernels of quantised linear layers against PyTorch, in Triton's interpreter; run by test_quantize.py in a
-separate process, as triton_cases.py is."""
+"""The Triton kernels of quantised linear layers against PyTorch, in Triton's interpreter; run by
+test_triton_kernels.py in a separate process."""
 
 import pytest
 import torch

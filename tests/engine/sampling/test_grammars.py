@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,10 +65,10 @@ OPENINGS = "{% if shows %}{% for m in messages %}{{ m.reasoning_content }}{% end
 OPENINGS += "{% if not thinking %}<think>\n\n</think>\n\n{% elif thinking == 'begun' %}<think>\n{% endif %}"
 
 
-def add_tags(folder: Path, is_control: bool) -> None:
-    """Add the tags of reasoning to a tokenizer, as tokens whose text is read or as control tokens."""
+def add_tags(folder: Path, is_control: bool, tags: Sequence[str] = TAGS) -> None:
+    """Add tags, by default those of reasoning, to a tokenizer, as tokens whose text is read or as control tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(tag, special=is_control, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=is_control, normalized=False) for tag in tags])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -257,26 +258,18 @@ def test_clients_get_json_on_every_route(structured: Served):
     hub = InferenceClient(model=structured.url)
     how = {"model": "m", "max_tokens": 150, "seed": 3, "response_format": FORMATS["json_schema"]}
     messages = [{"role": "user", "content": "hello"}]
-    for speculate in (True, False):
-        extra = {"extra_body": {"speculate": speculate}}
-        chat = openai.chat.completions.create(messages=messages, **how, **extra).choices[0]
-        require(chat.message.content)
-        body = {"prompt": "q", "speculate": speculate, **how}
-        text = structured.ask("/v1/completions", body).json["choices"][0]["text"]
-        require(text)
-        plate = {"type": "regex", "value": PLATE[1]}
-        generated = structured.generate("q", grammar=plate, seed=5, do_sample=True, speculate=speculate)
-        require(generated["generated_text"], PLATE)
-        if speculate:
-            first = chat.message.content, text, generated["generated_text"]
-    assert first == (chat.message.content, text, generated["generated_text"])
+    chat = openai.chat.completions.create(messages=messages, **how).choices[0].message.content
+    require(chat)
+    require(structured.ask("/v1/completions", {"prompt": "q", **how}).json["choices"][0]["text"])
+    plate = {"type": "regex", "value": PLATE[1]}
+    require(structured.generate("q", grammar=plate, seed=5, do_sample=True)["generated_text"], PLATE)
     require(hub.text_generation("q", max_new_tokens=150, grammar={"type": "json", "value": SCHEMA}))
     parsed = openai.chat.completions.parse(messages=messages, **how | {"response_format": Person}).choices[0].message
     assert isinstance(parsed.parsed, Person)
     asked = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
     require(hub.chat_completion(messages, max_tokens=150, response_format=asked).choices[0].message.content)
     chunks = openai.chat.completions.create(messages=messages, stream=True, **how)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == first[0]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat
     json_object = {"response_format": FORMATS["json_object"]}
     cut = openai.completions.create(model="m", prompt="q", max_tokens=3, seed=3, extra_body=json_object)
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].text.startswith("{")
@@ -363,6 +356,16 @@ def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_her
 
     assert follows("weather", '{"n": 7}') and follows("clock", "{}")
     assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
+
+
+def test_a_required_call_is_written_by_the_tokens_of_its_tags(tmp_path):
+    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
+    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>"))
+    tokenizer, tools = load_tokenizer(tmp_path), {"clock": {}}
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    grammar = Grammars(tokenizer, len(VOCABULARY) + 3, [END]).start("lark", call_grammar(tools, True, has_tokens=True))
+    grammar.advance([*tokenizer.encode_chat(text, control=True), END])
+    assert not grammar.error and parse(text, tools)[1] == [{"name": "clock", "arguments": "{}"}]
 
 
 def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.sampling import noise
 from engine.sampling.noise import Stream, philox, uniform
-from tests.support.programs import ROOT, python
 
 WORD = 2**32
 KNOWN_ANSWERS = [  # counter, key, output: the vectors published with Random123
@@ -77,11 +76,3 @@ def test_gumbel_is_finite_at_both_ends_of_the_uniforms(extreme, dtype):
     values = noise.gumbel_of(torch.full((1, 3), extreme, dtype=torch.float64)).to(dtype)
     assert bool(torch.isfinite(values).all())
     assert bool((values < -3 if extreme < 0.5 else values > 30).all())
-
-
-def test_the_triton_kernels_draw_what_pytorch_draws():
-    """Run triton_draws_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
-    pytest.importorskip("triton")
-    cases = ROOT / "tests/support/triton_draws_cases.py"
-    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
-    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]

@@ -12,7 +12,6 @@ from models.kernels.packed_linear import PackedLinear
 from models.kernels.quantize import GROUP, MOST_TINYGEMM_ROWS, Int4Linear, Int8Linear, quantize_groups
 from tests.support.fake_cuda_linear import cuda_linears
 from tests.support.machine import needs_vnni
-from tests.support.programs import ROOT, python
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,14 +62,6 @@ def test_int4_is_the_product_with_its_grid(dtype):
     bias = torch.linspace(-1, 1, 128).to(dtype)
     wanted = (x.double() @ grid.double().T).to(dtype) + bias
     assert relative_error(Int4Linear(weight, bias)(x), wanted) < 1.5e-2  # scales and activations are rounded
-
-
-def test_the_triton_kernels_equal_pytorch():
-    """Run triton_quantize_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
-    pytest.importorskip("triton")
-    cases = ROOT / "tests/support/triton_quantize_cases.py"
-    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
-    assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 
 @pytest.mark.parametrize("d_in,tiles", [(96, 2), (192, 4), (256, 8)])

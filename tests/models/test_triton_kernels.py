@@ -1,4 +1,4 @@
-"""The Triton backend: its results in Triton's interpreter, and its kernels compiled for Hopper."""
+"""The Triton kernels: their results in Triton's interpreter, and those of attention compiled for Hopper."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ pytest.importorskip("triton")
 
 from tests.support import kernel_launches as kernels
 
-CASES = ROOT / "tests/support/triton_cases.py"
 
-
-def test_equals_the_torch_backend():
-    """Run triton_cases.py in another process: TRITON_INTERPRET has to be set before the import."""
-    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("cases", ["triton_cases", "triton_draws_cases", "triton_quantize_cases"])
+def test_kernels_give_what_pytorch_gives(cases):
+    """Run a file of tests/support in another process: TRITON_INTERPRET has to be set before the import."""
+    path = ROOT / f"tests/support/{cases}.py"
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path, TRITON_INTERPRET="1")
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 
