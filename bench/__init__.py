@@ -2,17 +2,13 @@
 
 from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig
-from bench.data import load_books, make_prompts, resolve_dataset
+from bench.data import load_books, resolve_dataset
 from bench.draft_flags import option_names
 from bench.passes import Decoded, PassResults, decode, make_controller, prefill, warm_up
 from bench.plan import resolve, resolve_several
 from bench.record import (
-    COUNTED,
     acceptance,
-    cache_of,
-    costs_record,
     distinct_4gram_fraction,
-    identical_rows,
     make_record,
     nested,
     options_of,
@@ -20,7 +16,6 @@ from bench.record import (
     record_of,
     rounded,
     settings_record,
-    tokens_per_second,
     tokens_sha256,
 )
 from bench.session import Session

@@ -8,7 +8,7 @@ after `@`. Flags, grids, sweeps and records use these names.
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -85,7 +85,8 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
         if (named := given.setdefault("draft_policy", "full")) != "full":
             policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
             refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
-    given |= _parsed(given.pop("draft_options", ()))
+    pairs = (option.partition("=")[::2] for option in given.pop("draft_options", ()))
+    given |= {name: parse_value(value) for name, value in pairs}
     kinds = [_known("draft", given["draft"], drafters())]
     others = {name: drafters()[name] for name in ALONE}
     kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
@@ -125,12 +126,9 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     return kinds[name]
 
 
-def _parsed(options: Sequence[str]) -> dict[str, Any]:
-    """Return the values of NAME=VALUE texts, as TOML reads them, or else the text."""
-    found: dict[str, Any] = {}
-    for name, _, value in (option.partition("=") for option in options):
-        try:
-            found |= tomllib.loads(f"{name} = {value}")
-        except tomllib.TOMLDecodeError:
-            found[name] = value
-    return found
+def parse_value(text: str) -> Any:
+    """Return a value as TOML reads it (0.5, true, [64, 128], "quoted"), or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 
 from tyro.conf import UseAppendAction
 
+from bench.draft_names import parse_value
 from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, flag, refuse
 from common.jsonl import append_record, read_lines, require_appendable
 from common.say import say
-from reproduce.helpers.records import parse, parse_values
+from reproduce.helpers.records import parse_values
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def parse_ranges(fixed: Sequence[str], axes: Sequence[str]) -> dict[str, list[An
             refuse(field, text, "name=value", "a flag has no value", f"write {flag(field)} gamma=3")
         if name in found:
             refuse(field, name, "every flag once", "a flag is given twice", "leave out all but one")
-        found[name] = parse_values(value) if field == "axis" else [parse(value)]
+        found[name] = parse_values(value) if field == "axis" else [parse_value(value)]
     return found
 
 

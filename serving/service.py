@@ -31,7 +31,7 @@ from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from models.checkpoints.reasoning import ReasoningParser, reasons_after
-from models.checkpoints.tool_calls import ToolCallParser
+from models.checkpoints.tool_calls import MARKS, ToolCallParser
 from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens, require
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import Calls, ChatCompletion, GenerationSpec, Prediction, joined
@@ -153,6 +153,7 @@ class Service(Collector):
         self._defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         self._log_prompts, self._numbers, self._n_rows = log_prompts, count(), session.runner.max_batch
         pieces, n_ids = self.tokenizer.pieces(), self.plan.target.config.vocab_size
+        self._has_call_tokens = MARKS[0] in pieces
         # Ids that no token has are named as by vLLM.
         self._specials = {i: f"token_id:{i}" for i in range(n_ids) if i >= len(pieces) or pieces[i] is None}
         self._specials |= {id_: name for name, id_ in self.tokenizer.control_tokens().items()}
@@ -241,7 +242,7 @@ class Service(Collector):
         grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
         if tools := {function.name: function.parameters for function in calls.required}:
             assert self.template is not None
-            constraint = "lark", call_grammar(tools, self.template.is_hermes)
+            constraint = "lark", call_grammar(tools, self.template.is_hermes, self._has_call_tokens)
         if constraint is not None:
             kind, text = constraint
             try:

@@ -100,9 +100,9 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
 
 
-def call_grammar(tools: Mapping[str, Any], is_hermes: bool) -> str:
+def call_grammar(tools: Mapping[str, Any], is_hermes: bool, has_tokens: bool = False) -> str:
     """Return the "lark" grammar of an answer that calls a tool, as Hermes and Qwen write calls, or else Llama 3. tools:
-    the JSON schema of arguments by name."""
+    the JSON schema of arguments by name. has_tokens: the tags around a call are tokens, as in Qwen's vocabulary."""
     name = "arguments" if is_hermes else "parameters"
     calls = [
         {"properties": {"name": {"const": tool}, name: schema or {"type": "object"}}, "required": ["name", name]}
@@ -110,7 +110,8 @@ def call_grammar(tools: Mapping[str, Any], is_hermes: bool) -> str:
     ]
     closed = [{"type": "object", "additionalProperties": False, **call} for call in calls]
     call = json.dumps({"anyOf": closed, "x-guidance": JSON_FORM})
-    before, after = ('"<tool_call>\\n" ', ' "\\n</tool_call>"') if is_hermes else ("", "")
+    tags = [tag if has_tokens else f'"{tag}"' for tag in ("<tool_call>", "</tool_call>")]
+    before, after = (f'{tags[0]} "\\n" ', f' "\\n" {tags[1]}') if is_hermes else ("", "")
     return f"start: {before}call{after}\ncall: %json {call}"
 
 

@@ -205,7 +205,7 @@ inline __m512i bits_of(float word) {
 }
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(WIDENED)
 // Products in bfloat16, sums in float32.
 struct Bfloat16Products : Bfloat16Words {
     typedef vec Sum;

@@ -33,17 +33,19 @@ from common.say import say
 
 class Kernel(NamedTuple):
     """A kernel that is checked before it is used. cases: the module whose cases it has to compute. source: a file of
-    C++; None for kernels of a GPU. has_amx: true if the source has a build for AMX."""
+    C++; None for kernels of a GPU. in_bfloat16: true if it multiplies bfloat16, and has builds that only serve that."""
 
     cases: str
     source: Path | None = None
-    has_amx: bool = False
+    in_bfloat16: bool = False
 
 
 KERNELS = {
-    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", has_amx=True),
+    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", in_bfloat16=True),
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
-    "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp"),
+    "linear": Kernel(
+        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", in_bfloat16=True
+    ),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
     "triton": Kernel("models.attention.check"),
     "flash": Kernel("models.attention.check"),
@@ -55,9 +57,13 @@ COMPILE = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-I.")  # in ROOT
 BUILDS = {
     "AMX": ("-march=native", "-DAMX"),
     "native": ("-march=native",),
+    "widened": ("-march=native", "-DWIDENED"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
+# Builds of kernels that multiply bfloat16, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16
+# at less than half the rate of float32, so that widening them is faster.
+IN_BFLOAT16 = {"AMX": "amx_tile", "widened": "avx512_bf16"}
 TIMEOUT_SECONDS = 300
 
 Bound = TypeVar("Bound")
@@ -170,7 +176,7 @@ def _first_good_build(name: str) -> BuildChoice:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             refused.append(f"{build}: {shlex.join(_compiler())} cannot build it: {lines[0][:200]}")
             continue
-        problem, n_built = check(kernel.cases, candidate), n_built + 1
+        problem, n_built = check(kernel.cases, candidate) or overtaken(name, build), n_built + 1
         if not problem:
             return BuildChoice(build, refused)
         refused.append(f"{build}: {problem}")
@@ -180,14 +186,28 @@ def _first_good_build(name: str) -> BuildChoice:
 
 
 def builds_of(kernel: Kernel) -> list[str]:
-    """Return the builds to try for a kernel of C++: for AMX only if the system lists it among the CPU's flags."""
-    return [build for build in BUILDS if build != "AMX" or (kernel.has_amx and "amx_tile" in _cpu().split())]
+    """Return the builds to try for a kernel of C++."""
+    flags = {"", *(_cpu().split() if kernel.in_bfloat16 else ())}
+    return [build for build in BUILDS if IN_BFLOAT16.get(build, "") in flags]
 
 
-def check(module: str, candidate: str) -> str | None:
-    """Compute the cases of a module with a candidate, in a process that may crash. Returns why the candidate cannot be
-    used; None if it can."""
-    command = [sys.executable, "-m", "models.kernels.check", module, candidate]
+def overtaken(name: str, build: str) -> str | None:
+    """Return how much faster than the native build the widened build is, if it is right and clearly faster."""
+    kernel = KERNELS[name]
+    if build != "native" or "widened" not in builds_of(kernel):
+        return None
+    try:
+        library, rival = (str(build_library(name, of)) for of in (build, "widened"))
+    except subprocess.CalledProcessError:
+        return None
+    faster = check(kernel.cases, library, rival)
+    return faster if faster and not check(kernel.cases, rival) else None
+
+
+def check(module: str, *candidates: str) -> str | None:
+    """Compute the cases of a module with a candidate, or time it and a rival, in a process that may crash. Returns why
+    the candidate cannot be used; None if it can."""
+    command = [sys.executable, "-m", "models.kernels.check", module, *candidates]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -37,7 +37,13 @@ inline void add_products(__m512i& sum, __m512i weights, __m512i x) {  // of unsi
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
 }
 inline void add_products(__m512& sum, __m512i weights, __m512i x) {  // of bfloat16
+#if defined(WIDENED)
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    sum = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(weights, 16), (__m512)_mm512_slli_epi32(x, 16), sum);
+    sum = _mm512_fmadd_ps((__m512)_mm512_and_si512(weights, upper), (__m512)_mm512_and_si512(x, upper), sum);
+#else
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+#endif
 }
 
 // A call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null.

@@ -50,5 +50,4 @@ def named_configs(
     configs = draft.choices(*(options if chooses(options) else options | fixed for _, options in found))
     require_at_least("gamma", min(first.most_gamma for first, *_ in configs), 1)
     # A drafter without a budget is there once.
-    every = [(name, config) for (name, _), config in zip(found, configs, strict=True)]
-    return [pair for index, pair in enumerate(every) if pair not in every[:index]]
+    return [*dict.fromkeys(zip((name for name, _ in found), configs, strict=True))]

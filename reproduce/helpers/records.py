@@ -1,11 +1,11 @@
 """Read records of runs: of benchmarks, sweeps and the programs of this folder; and select among their rows."""
 
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench
+from bench.draft_names import parse_value
 from common.errors import DataError, refuse
 from common.jsonl import read_lines
 
@@ -49,18 +49,10 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
     return found
 
 
-def parse(text: str) -> Any:
-    """Return a value as TOML reads it (0.5, true, [64, 128], "quoted"), or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def parse_values(text: str) -> list[Any]:
     """Return the values of `v1,v2`."""
-    values = parse(f"[{text}]")
-    return values if isinstance(values, list) else [parse(part.strip()) for part in text.split(",")]
+    values = parse_value(f"[{text}]")
+    return values if isinstance(values, list) else [parse_value(part.strip()) for part in text.split(",")]
 
 
 def parse_condition(text: str) -> tuple[str, list[Any]]:

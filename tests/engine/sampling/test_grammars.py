@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,10 +65,10 @@ OPENINGS = "{% if shows %}{% for m in messages %}{{ m.reasoning_content }}{% end
 OPENINGS += "{% if not thinking %}<think>\n\n</think>\n\n{% elif thinking == 'begun' %}<think>\n{% endif %}"
 
 
-def add_tags(folder: Path, is_control: bool) -> None:
-    """Add the tags of reasoning to a tokenizer, as tokens whose text is read or as control tokens."""
+def add_tags(folder: Path, is_control: bool, tags: Sequence[str] = TAGS) -> None:
+    """Add tags, by default those of reasoning, to a tokenizer, as tokens whose text is read or as control tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(tag, special=is_control, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=is_control, normalized=False) for tag in tags])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -355,6 +356,16 @@ def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_her
 
     assert follows("weather", '{"n": 7}') and follows("clock", "{}")
     assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
+
+
+def test_a_required_call_is_written_by_the_tokens_of_its_tags(tmp_path):
+    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
+    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>"))
+    tokenizer, tools = load_tokenizer(tmp_path), {"clock": {}}
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    grammar = Grammars(tokenizer, len(VOCABULARY) + 3, [END]).start("lark", call_grammar(tools, True, has_tokens=True))
+    grammar.advance([*tokenizer.encode_chat(text, control=True), END])
+    assert not grammar.error and parse(text, tools)[1] == [{"name": "clock", "arguments": "{}"}]
 
 
 def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):

@@ -6,6 +6,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
+from models.kernels.check import CLEARLY, Case, speedup
 from tests.support.machine import needs_cpp_compiler, needs_vnni
 
 pytestmark = needs_cpp_compiler
@@ -44,9 +46,15 @@ def test_builds_are_right(name, build):
     assert errors(name, cpp_build.build_library(name, build)) == []
 
 
-@pytest.mark.parametrize("build", ["AVX2", "emulated AMX"])
+@pytest.mark.parametrize("build", ["AVX2", "widened", "emulated AMX"])
 def test_further_builds_of_attention_are_right(build):
     assert errors("attention", cpp_build.build_library("attention", build)) == []
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the kernel needs AVX512-BF16")
+@pytest.mark.parametrize("build", ["native", "widened"])
+def test_builds_of_linear_layers_are_right(build):
+    assert errors("linear", cpp_build.build_library("linear", build)) == []
 
 
 def attention_of(build: str, storage: torch.dtype) -> list[torch.Tensor]:
@@ -104,6 +112,21 @@ def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeyp
     assert all(word in note for word in ("wrong: ", "refused: no permission", "the right build"))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
     cpp_build.load_library("pointwise")
+
+
+@pytest.mark.parametrize("problem,build", [(None, "widened"), ("wrong results", "native")])
+def test_of_right_builds_that_multiply_bfloat16_the_faster_is_chosen(monkeypatch, problem, build):
+    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
+    verdicts = {("native",): None, ("widened",): problem, ("native", "widened"): "1.5 times"}
+    monkeypatch.setattr(cpp_build, "check", lambda module, *candidates: verdicts[candidates])
+    assert cpp_build._first_good_build("linear").build == build
+    assert cpp_build._first_good_build("pointwise").build == "native"
+
+
+def test_builds_are_compared_by_their_time():
+    case = Case("", 0.0, lambda seconds: sleep(seconds) or (), ())
+    assert speedup([case], 1e-3, 5e-4) > CLEARLY > 1 / CLEARLY > speedup([case], 5e-4, 1e-3)
 
 
 @pytest.mark.parametrize("stored", ["", '{"build": "na', "[]", "{}"])
