@@ -33,18 +33,20 @@ from common.say import say
 
 class Kernel(NamedTuple):
     """A kernel that is checked before it is used. cases: the module whose cases it has to compute. source: a file of
-    C++; None for kernels of a GPU. in_bfloat16: true if it multiplies bfloat16, and has builds that only serve that."""
+    C++; None for kernels of a GPU. variants: builds of NEEDED that its source has."""
 
     cases: str
     source: Path | None = None
-    in_bfloat16: bool = False
+    variants: tuple[str, ...] = ()
 
 
 KERNELS = {
-    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", in_bfloat16=True),
+    "attention": Kernel(
+        "models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", variants=("AMX", "widened")
+    ),
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
     "linear": Kernel(
-        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", in_bfloat16=True
+        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", variants=("widened",)
     ),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
     "triton": Kernel("models.attention.check"),
@@ -61,9 +63,9 @@ BUILDS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-# Builds of kernels that multiply bfloat16, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16
-# at less than half the rate of float32, so that widening them is faster.
-IN_BFLOAT16 = {"AMX": "amx_tile", "widened": "avx512_bf16"}
+# Builds that some kernels have, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16 at less than
+# half the rate of float32, so that widening them is faster.
+NEEDED = {"AMX": "amx_tile", "widened": "avx512_bf16"}
 TIMEOUT_SECONDS = 300
 
 Bound = TypeVar("Bound")
@@ -187,8 +189,8 @@ def _first_good_build(name: str) -> BuildChoice:
 
 def builds_of(kernel: Kernel) -> list[str]:
     """Return the builds to try for a kernel of C++."""
-    flags = {"", *(_cpu().split() if kernel.in_bfloat16 else ())}
-    return [build for build in BUILDS if IN_BFLOAT16.get(build, "") in flags]
+    flags = _cpu().split()
+    return [build for build in BUILDS if build not in NEEDED or (build in kernel.variants and NEEDED[build] in flags)]
 
 
 def overtaken(name: str, build: str) -> str | None:

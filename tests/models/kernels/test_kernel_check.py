@@ -124,6 +124,17 @@ def test_of_right_builds_that_multiply_bfloat16_the_faster_is_chosen(monkeypatch
     assert cpp_build._first_good_build("pointwise").build == "native"
 
 
+def test_attention_alone_is_built_for_amx_where_the_cpu_has_it(monkeypatch):
+    """A system that refuses tiles gets the next build, with the reason."""
+    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : amx_tile")
+    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
+    verdicts = {"AMX": "the system does not permit AMX", "native": None}
+    monkeypatch.setattr(cpp_build, "check", lambda module, build: verdicts[build])
+    refused = ["AMX: the system does not permit AMX"]
+    assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", refused)
+    assert cpp_build._first_good_build("linear") == cpp_build.BuildChoice("native", [])
+
+
 def test_builds_are_compared_by_their_time():
     case = Case("", 0.0, lambda seconds: sleep(seconds) or (), ())
     assert speedup([case], 1e-3, 5e-4) > CLEARLY > 1 / CLEARLY > speedup([case], 5e-4, 1e-3)
