@@ -49,7 +49,7 @@ def _cpp(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Sel
         raise BuildError("it is for CPUs")
     if reason := cpp_backend.unsupported(spec):
         return Selection(TorchAttention(), f"cpp does not have {reason}")
-    return Selection(cpp_backend.CppAttention(), "built for this CPU")
+    return Selection(cpp_backend.CppAttention(), f"its {choose('attention').build} build is right on this CPU")
 
 
 def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
