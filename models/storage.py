@@ -9,7 +9,7 @@ from common.errors import flag, refuse
 from common.process import local_rank, local_world_size
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
-from models.kernels.packed_linear import can_pack
+from models.kernels.packed_linear import can_pack, packs_twice
 from models.kernels.quantize import linear_bytes, takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -63,11 +63,11 @@ def auto_draft_weights(
 
 def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
     """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
-    head = config.vocab_size * config.dim
+    head, linear = config.vocab_size * config.dim, config.n_layer * config.n_linear_weights_per_layer
     if quantize is None:
-        repacked_head = head if config.tie_embeddings and can_pack(device, dtype) else 0
-        return (config.n_parameters + repacked_head) * dtype.itemsize
-    linear = config.n_layer * config.n_linear_weights_per_layer
+        repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
+        repacked += head + linear if packs_twice(device, dtype) else 0
+        return (config.n_parameters + repacked) * dtype.itemsize
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 

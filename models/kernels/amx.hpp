@@ -62,10 +62,12 @@ template <int SUM, int A, int B>
 inline void multiply_bfloat16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
 }
-// Likewise with words of four int8 in B, and of four int8 (or uint8) in A. Sums are exact, modulo 2^32.
-template <int SUM, int A, int B, bool A_IS_UNSIGNED>
+// Likewise with words of four int8, or of four uint8 in A or in B. Sums are exact, modulo 2^32.
+template <int SUM, int A, int B, bool A_IS_UNSIGNED, bool B_IS_UNSIGNED = false>
 inline void multiply_int8() {
+    static_assert(!A_IS_UNSIGNED || !B_IS_UNSIGNED);
     if (A_IS_UNSIGNED) asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
+    else if (B_IS_UNSIGNED) asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
     else asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
 }
 
@@ -138,13 +140,16 @@ inline void multiply_bfloat16() {
         std::memcpy(tiles[SUM].at[m], sums, sizeof sums);
     }
 }
-template <int SUM, int A, int B, bool A_IS_UNSIGNED>
+template <int SUM, int A, int B, bool A_IS_UNSIGNED, bool B_IS_UNSIGNED = false>
 inline void multiply_int8() {
     uint32_t sums[16][16];
     std::memcpy(sums, tiles[SUM].at, sizeof sums);
     for (int k = 0; k < tiles[A].bytes; ++k) {
         int32_t b[16];
-        for (int n = 0; n < 16; ++n) b[n] = (int8_t)tiles[B].at[k / 4][4 * n + k % 4];
+        for (int n = 0; n < 16; ++n) {
+            const uint8_t byte = tiles[B].at[k / 4][4 * n + k % 4];
+            b[n] = B_IS_UNSIGNED ? byte : (int8_t)byte;
+        }
         for (int m = 0; m < tiles[SUM].rows; ++m) {
             const int32_t a = A_IS_UNSIGNED ? tiles[A].at[m][k] : (int8_t)tiles[A].at[m][k];
             for (int n = 0; n < 16; ++n) sums[m][n] += a * b[n];

@@ -33,20 +33,18 @@ from common.say import say
 
 class Kernel(NamedTuple):
     """A kernel that is checked before it is used. cases: the module whose cases it has to compute. source: a file of
-    C++; None for kernels of a GPU. variants: builds of NEEDED that its source has."""
+    C++; None for kernels of a GPU. in_bfloat16: true if its source has the builds of NEEDED, too."""
 
     cases: str
     source: Path | None = None
-    variants: tuple[str, ...] = ()
+    in_bfloat16: bool = False
 
 
 KERNELS = {
-    "attention": Kernel(
-        "models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", variants=("AMX", "widened")
-    ),
+    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", in_bfloat16=True),
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
     "linear": Kernel(
-        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", variants=("widened",)
+        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", in_bfloat16=True
     ),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
     "triton": Kernel("models.attention.check"),
@@ -63,8 +61,8 @@ BUILDS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-# Builds that some kernels have, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16 at less than
-# half the rate of float32, so that widening them is faster.
+# Builds of kernels that multiply bfloat16, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16
+# at less than half the rate of float32, so that widening them is faster.
 NEEDED = {"AMX": "amx_tile", "widened": "avx512_bf16"}
 TIMEOUT_SECONDS = 300
 
@@ -190,7 +188,7 @@ def _first_good_build(name: str) -> BuildChoice:
 def builds_of(kernel: Kernel) -> list[str]:
     """Return the builds to try for a kernel of C++."""
     flags = _cpu().split()
-    return [build for build in BUILDS if build not in NEEDED or (build in kernel.variants and NEEDED[build] in flags)]
+    return [build for build in BUILDS if build not in NEEDED or (kernel.in_bfloat16 and NEEDED[build] in flags)]
 
 
 def overtaken(name: str, build: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.kernels.build import BuildError, use_kernel
+from models.kernels.build import BuildError, choose, use_kernel
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 
@@ -33,6 +33,11 @@ def function_of(library: ctypes.CDLL) -> Any:
 def takes(weight: Tensor) -> bool:
     """True if the kernel runs here and multiplies weights of this shape."""
     return weight.device.type == "cpu" and not any(size % BLOCK for size in weight.shape) and _kernel() is not None
+
+
+def multiplies_best(weight: Tensor) -> bool:
+    """True if the kernel multiplies bfloat16 weights of this shape, with tiles of AMX if the CPU has them."""
+    return takes(weight) and (not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX")
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:

@@ -12,6 +12,9 @@
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)  // else the library has no function
 #include <immintrin.h>
+#if defined(AMX)
+#include "models/kernels/amx.hpp"
+#endif
 
 namespace {
 
@@ -87,6 +90,9 @@ inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum
 struct Prefetch {
     const char* at;
     int lines;
+    void steps(int n) {
+        for (int i = 0; i < n; ++i) step();
+    }
     void step() {
         for (int line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
@@ -122,7 +128,7 @@ inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m
 
 struct Bfloat16Weights {
     static constexpr int ROWS = 12, LINES = 2;  // rows of a group at most; lines of memory of a step
-    static constexpr bool ROUNDS = false;
+    static constexpr bool ROUNDS = false, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
     template <int R>
@@ -132,12 +138,16 @@ struct Bfloat16Weights {
         add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
         put(call, row, output, sums);
     }
+    static const bfloat16* row_of(const Call<bfloat16>& call, const Rounded&, int64_t row) { return call.x + row * call.x_row; }
+    static void finish(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, const __m512i (&sums)[1][2]) {
+        put(call, row, output, {{(__m512)sums[0][0], (__m512)sums[0][1]}});
+    }
 };
 
 // Weights as bytes around 128, with a scale for each output; x in 8 bits, with a scale for each row. Sums are exact.
 struct Int8Weights {
     static constexpr int ROWS = 12, LINES = 2;
-    static constexpr bool ROUNDS = true;
+    static constexpr bool ROUNDS = true, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS; }
     static int64_t scale_inputs(int64_t n_in) { return n_in; }
 
@@ -145,7 +155,13 @@ struct Int8Weights {
     static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
         __m512i sums[R][2] = {};
         const char* weights = call.weights + output * call.n_in;
-        add_steps(sums, weights, x.bytes.get() + row * call.n_in, call.n_in, call.n_in, prefetch);
+        add_steps(sums, weights, row_of(call, x, row), call.n_in, call.n_in, prefetch);
+        finish(call, x, row, output, sums);
+    }
+    template <typename Number>
+    static const int8_t* row_of(const Call<Number>& call, const Rounded& x, int64_t row) { return x.bytes.get() + row * call.n_in; }
+    template <int R, typename Number>
+    static void finish(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, const __m512i (&sums)[R][2]) {
         __m512 y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
@@ -163,7 +179,7 @@ struct Int8Weights {
 // A group of a block: 8 steps of a line, outputs 0 to 15 in the lower bits; scales; zeros, output 16 + i next to i.
 struct Int4Weights {
     static constexpr int ROWS = 6, LINES = 1;
-    static constexpr bool ROUNDS = true;
+    static constexpr bool ROUNDS = true, IN_TILES = false;
     static constexpr int GROUP_BYTES = OUTPUTS * GROUP / 2 + 4 * OUTPUTS;
     static int64_t block_bytes(int64_t n_in) { return n_in / GROUP * GROUP_BYTES; }
     static int64_t scale_inputs(int64_t) { return GROUP; }
@@ -216,8 +232,73 @@ struct Int4Weights {
     }
 };
 
+#if defined(AMX)
+// Weights in tiles: sums in 0 to 3, 16 rows of x in 4 and 16 more in 5, weights of 16 outputs in 6 and of 16 more in 7.
+template <typename Weights>
+struct InTiles : Weights {
+    static constexpr int ROWS = 32;
+    static constexpr bool IN_TILES = true;
+
+    static int height(int64_t n_row) { return (int)std::clamp<int64_t>(n_row, 1, 16); }  // rows of x in a tile
+    static void configure(int64_t n_row) {
+        amx::Shapes shapes;
+        std::fill_n(shapes.bytes, 8, 64);
+        std::fill_n(shapes.rows, 6, height(n_row));
+        std::fill_n(shapes.rows + 6, 2, 16);
+        amx::configure(shapes);
+    }
+    static void release() { amx::release(); }
+
+    template <int SUM, int X, int W>
+    static void add() {
+        if constexpr (Weights::ROUNDS) amx::multiply_int8<SUM, X, W, false, true>();
+        else amx::multiply_bfloat16<SUM, X, W>();
+    }
+    // The second tile of rows is left out for up to 16 rows. A tile that would reach beyond the last row begins earlier:
+    // rows that are computed twice get the same bits.
+    template <int R, typename Number>
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+        constexpr int N_TILE = R > 16 ? 2 : 1, STRIDE = 4 * OUTPUTS;
+        const int n = height(call.n_row);
+        const int64_t first[2] = {std::min(row, call.n_row - n), std::min(row + 16, call.n_row - n)};
+        const char* weights = call.weights + output / OUTPUTS * Weights::block_bytes(call.n_in);
+        const auto *x0 = Weights::row_of(call, x, first[0]), *x1 = Weights::row_of(call, x, first[1]);
+        const int64_t x_row = (Weights::row_of(call, x, 1) - Weights::row_of(call, x, 0)) * sizeof *x0;
+        amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+        for (int64_t i = 0; i < call.n_in; i += 64 / sizeof *x0, weights += 16 * STRIDE) {
+            amx::load<6>(weights, STRIDE);
+            amx::load<4>(x0 + i, x_row);
+            prefetch.steps(4);
+            add<0, 4, 6>();
+            prefetch.steps(4);
+            amx::load<7>(weights + 64, STRIDE);
+            if (N_TILE == 2) amx::load<5>(x1 + i, x_row);
+            prefetch.steps(4);
+            add<1, 4, 7>();
+            if (N_TILE == 2) add<2, 5, 6>(), add<3, 5, 7>();
+            prefetch.steps(4);
+        }
+        alignas(64) int32_t sums[2][16][OUTPUTS];
+        amx::store<0>(sums[0], STRIDE), amx::store<1>(sums[0][0] + 16, STRIDE);
+        if (N_TILE == 2) amx::store<2>(sums[1], STRIDE), amx::store<3>(sums[1][0] + 16, STRIDE);
+        for (int tile = 0; tile < N_TILE; ++tile)
+            for (int r = 0; r < n; ++r) {
+                const __m512i halves[1][2] = {_mm512_load_si512(sums[tile][r]), _mm512_load_si512(sums[tile][r] + 16)};
+                Weights::finish(call, x, first[tile] + r, output, halves);
+            }
+    }
+};
+#else
+template <typename Weights>
+using InTiles = Weights;
+#endif
+
 template <typename Weights, int R = Weights::ROWS, typename Number>
 inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+    if constexpr (Weights::IN_TILES) {
+        if (n > 16) return Weights::template multiply<32>(call, x, row, output, prefetch);
+        return Weights::template multiply<16>(call, x, row, output, prefetch);
+    }
     if (n == R) return Weights::template multiply<R>(call, x, row, output, prefetch);
     if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, output, prefetch);
 }
@@ -244,10 +325,12 @@ void multiply(const Call<Number>& call, int n_thread) {
                         round_to_int8(call.x + row * call.x_row + s * n, n, x.bytes.get() + row * call.n_in + s * n,
                                       x.sums[row * n_scale + s]);
         }
+        if constexpr (Weights::IN_TILES) Weights::configure(call.n_row);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
-            // Groups of rows of nearly the same size.
+            // Groups of rows of nearly the same size, or of whole tiles.
             const int64_t last = std::min(first + PANEL, call.n_row), n_row = last - first;
-            const int64_t n_group = (n_row + Weights::ROWS - 1) / Weights::ROWS, per_group = (n_row + n_group - 1) / n_group;
+            const int64_t n_group = (n_row + Weights::ROWS - 1) / Weights::ROWS;
+            const int64_t per_group = Weights::IN_TILES ? Weights::ROWS : (n_row + n_group - 1) / n_group;
 #pragma omp for schedule(static) nowait
             for (int64_t block = 0; block < call.n_out / OUTPUTS; ++block) {
                 const char* next = call.weights + (block + 1) * block_bytes;
@@ -260,19 +343,28 @@ void multiply(const Call<Number>& call, int n_thread) {
                 }
             }
         }
+        if constexpr (Weights::IN_TILES) Weights::release();
     }
 }
 
 template <typename Number>
 int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
+    // A tile has 64 inputs in int8. Rows of a group without tiles cost no more than memory; sums are exact either way.
+    const bool in_tiles = call.n_in % 64 == 0 && call.n_row > Int8Weights::ROWS;
+    if (storage == 8 && in_tiles) return multiply<InTiles<Int8Weights>>(call, n_thread), 0;
     if (storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
     if (storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
     if constexpr (sizeof(Number) == 2)
-        if (storage == 16) return multiply<Bfloat16Weights>(call, n_thread), 0;
+        if (storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
     return 1;
 }
 
 }  // namespace
+
+#if defined(AMX)
+// Returns why this process cannot use the library, or null.
+extern "C" const char* foretoken_refusal() { return amx::refusal(); }
+#endif
 
 // storage: bits of a weight, 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
 // row to row of x. x and y are both bfloat16 or both float32, but bfloat16 for weights of 16 bits. Returns 0 on success.

@@ -5,40 +5,46 @@ from torch import Tensor, nn
 
 from models.experts import StackedExperts, looped
 from models.kernels import linear_cpp
-from models.kernels.row_bits import multiply_rows
+from models.kernels.row_bits import CHUNK, multiply_rows
 
 # Only a hint for the choice of block sizes; the packed weight serves any number of rows.
 TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding."""
+    """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
 
-    weight: Tensor
+    With both weights, chunks of prompts run in oneDNN, and fewer rows in the project's kernel.
+    """
+
+    kernel_weight: Tensor | None
+    onednn_weight: Tensor | None
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # oneDNN multiplies with a CPU's matrix tiles; the project's kernel does not.
-        in_onednn = weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported()
-        self.d_out = len(weight)
-        self._in_cpp = not in_onednn and linear_cpp.takes(weight)
-        if self._in_cpp:
-            packed, bias = linear_cpp.pack_bfloat16(weight.detach()), None if bias is None else bias.float()
-        else:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), TYPICAL_ROWS)
-        self.register_buffer("weight", packed, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach().clone(), persistent=False)
+        weight, self.d_out = weight.detach(), len(weight)
+        in_cpp = weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight)
+        in_onednn = not in_cpp or packs_twice(weight.device, weight.dtype)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        bias_dtype = torch.float32 if in_cpp else weight.dtype
+        bias = None if bias is None else bias.detach().to(bias_dtype, copy=True)
+        onednn_weight = reorder(weight.contiguous(), TYPICAL_ROWS) if in_onednn else None
+        self.register_buffer("kernel_weight", linear_cpp.pack_bfloat16(weight) if in_cpp else None, persistent=False)
+        self.register_buffer("onednn_weight", onednn_weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._in_cpp:
-            return linear_cpp.linear(x, self.weight, 16, self.d_out, None, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.kernel_weight is not None and (self.onednn_weight is None or len(rows) < CHUNK):
+            return linear_cpp.linear(x, self.kernel_weight, 16, self.d_out, None, self.bias)
         kernel = type(self), self.d_out, self.bias is None
-        return multiply_rows(self.multiply, x.reshape(-1, x.shape[-1]), kernel).view(*x.shape[:-1], self.d_out)
+        return multiply_rows(self.multiply, rows, kernel).view(*x.shape[:-1], self.d_out)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x W^T + b` for `x [N, d_in]` by oneDNN."""
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.onednn_weight, bias, "none", [], "")
 
 
 class PackedExperts(nn.Module):
@@ -58,6 +64,11 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
         return False
     native_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 or native_bfloat16
+
+
+def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """True if weights of `dtype` may be packed both for the project's kernel and for oneDNN, whose tiles are larger."""
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and torch.cpu._is_amx_tile_supported()
 
 
 def pack_linears(module: nn.Module) -> None:

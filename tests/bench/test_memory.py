@@ -36,7 +36,8 @@ WIDE = replace(TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, v
 def loaded_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     model = load_model("none", load_format="dummy", config=config, dtype=dtype)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    tensors = [*model.parameters(), *(tensor for module in packed for tensor in (module.weight, module.bias))]
+    buffers = (tensor for module in packed for tensor in (module.kernel_weight, module.onednn_weight, module.bias))
+    tensors = [*model.parameters(), *buffers]
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor is not None)
 
 

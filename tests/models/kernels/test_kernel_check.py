@@ -29,7 +29,7 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch) -> None:
-    """The attention kernel for AMX with tiles in plain C++, for any CPU."""
+    """Kernels for AMX with tiles in plain C++, for any CPU."""
     for name, flags in (("emulated AMX", EMULATED), ("sanitized AMX", (*EMULATED, *SANITIZED))):
         monkeypatch.setitem(cpp_build.BUILDS, name, flags)
 
@@ -52,7 +52,7 @@ def test_further_builds_of_attention_are_right(build):
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the kernel needs AVX512-BF16")
-@pytest.mark.parametrize("build", ["native", "widened"])
+@pytest.mark.parametrize("build", ["native", "widened", "emulated AMX"])
 def test_builds_of_linear_layers_are_right(build):
     assert errors("linear", cpp_build.build_library("linear", build)) == []
 
@@ -124,7 +124,7 @@ def test_of_right_builds_that_multiply_bfloat16_the_faster_is_chosen(monkeypatch
     assert cpp_build._first_good_build("pointwise").build == "native"
 
 
-def test_attention_alone_is_built_for_amx_where_the_cpu_has_it(monkeypatch):
+def test_kernels_that_multiply_bfloat16_are_built_for_amx_where_the_cpu_has_it(monkeypatch):
     """A system that refuses tiles gets the next build, with the reason."""
     monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : amx_tile")
     monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
@@ -132,7 +132,8 @@ def test_attention_alone_is_built_for_amx_where_the_cpu_has_it(monkeypatch):
     monkeypatch.setattr(cpp_build, "check", lambda module, build: verdicts[build])
     refused = ["AMX: the system does not permit AMX"]
     assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", refused)
-    assert cpp_build._first_good_build("linear") == cpp_build.BuildChoice("native", [])
+    assert cpp_build._first_good_build("linear") == cpp_build.BuildChoice("native", refused)
+    assert cpp_build._first_good_build("pointwise") == cpp_build.BuildChoice("native", [])
 
 
 def test_builds_are_compared_by_their_time():
