@@ -173,9 +173,10 @@ def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
 
 
 def _measured(run: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return a run, or a row of reproduce.compare, with its measured costs, which a row has for each repeat."""
-    found = run.get("measured_costs") or ()
-    return [(run, costs) for each in found for costs in (each if isinstance(each, list) else [each])]
+    """Return a run, or a row of reproduce.compare, with its measured costs, which a row has for each repeat. Those of
+    older records do not say of which draft and how many rows they are, and are left out."""
+    found = chain(*(each if isinstance(each, list) else [each] for each in run.get("measured_costs") or ()))
+    return [(run, costs) for costs in found if "rows" in costs]
 
 
 def costs_of(record: Mapping[str, Any]) -> Costs:
