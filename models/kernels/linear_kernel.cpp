@@ -90,11 +90,8 @@ inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum
 struct Prefetch {
     const char* at;
     int lines;
-    void steps(int n) {
-        for (int i = 0; i < n; ++i) step();
-    }
-    void step() {
-        for (int line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    void step(int n = 1) {
+        for (int line = 0; line < n * lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 
@@ -268,15 +265,15 @@ struct InTiles : Weights {
         for (int64_t i = 0; i < call.n_in; i += 64 / sizeof *x0, weights += 16 * STRIDE) {
             amx::load<6>(weights, STRIDE);
             amx::load<4>(x0 + i, x_row);
-            prefetch.steps(4);
+            prefetch.step(4);
             add<0, 4, 6>();
-            prefetch.steps(4);
+            prefetch.step(4);
             amx::load<7>(weights + 64, STRIDE);
             if (N_TILE == 2) amx::load<5>(x1 + i, x_row);
-            prefetch.steps(4);
+            prefetch.step(4);
             add<1, 4, 7>();
             if (N_TILE == 2) add<2, 5, 6>(), add<3, 5, 7>();
-            prefetch.steps(4);
+            prefetch.step(4);
         }
         alignas(64) int32_t sums[2][16][OUTPUTS];
         amx::store<0>(sums[0], STRIDE), amx::store<1>(sums[0][0] + 16, STRIDE);

@@ -25,6 +25,7 @@ RIGHT, WRONG = "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)
 
 EMULATED = ("-march=native", "-DAMX", "-DEMULATED")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+needs_bfloat16_products = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="it needs AVX512-BF16")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def test_further_builds_of_attention_are_right(build):
     assert errors("attention", cpp_build.build_library("attention", build)) == []
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the kernel needs AVX512-BF16")
+@needs_bfloat16_products
 @pytest.mark.parametrize("build", ["native", "widened", "emulated AMX"])
 def test_builds_of_linear_layers_are_right(build):
     assert errors("linear", cpp_build.build_library("linear", build)) == []
@@ -79,14 +80,15 @@ def test_amx_has_the_bits_of_its_emulation(storage):
 
 
 @pytest.mark.slow
-def test_sanitizers_find_nothing_in_the_kernel_for_amx(monkeypatch):
+@pytest.mark.parametrize("name", ["attention", pytest.param("linear", marks=needs_bfloat16_products)])
+def test_sanitizers_find_nothing_in_the_kernel_for_amx(monkeypatch, name):
     """In a process that starts with the sanitizers' library."""
-    library = cpp_build.build_library("attention", "sanitized AMX")
+    library = cpp_build.build_library(name, "sanitized AMX")
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     asked = [[*cpp_build._compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libubsan.so")]
     files = [subprocess.check_output(command, text=True).strip() for command in asked]
     monkeypatch.setenv("LD_PRELOAD", os.pathsep.join(files))
-    assert cpp_build.check("models.attention.check", str(library)) is None
+    assert cpp_build.check(cpp_build.KERNELS[name].cases, str(library)) is None
 
 
 @pytest.fixture
