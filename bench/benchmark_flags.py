@@ -16,7 +16,7 @@ class BenchmarkSizes(Sizes):
     """tokens of a row, prompt and new ones together, in the place of --gen_len (its name in MagicDec's scripts)"""
 
     def sizes(self) -> Sizes:
-        """Return the sizes with the number of new tokens. Errors: ConfigError for no room behind a prompt."""
+        """Return the sizes with the number of new tokens. Errors: ConfigError for no room after a prompt."""
         n_new = self.gen_len
         if self.max_len is not None:
             n_new = self.max_len - (self.prefix_len or self.max_len)

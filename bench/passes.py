@@ -64,6 +64,11 @@ class PassResults:
         return self.outputs.get("baseline")
 
     @property
+    def ablations(self) -> list[Decoded]:
+        """The passes of the plan's other candidates, in their order."""
+        return [output for name, output in self.outputs.items() if name.startswith("ablation")]
+
+    @property
     def speculative(self) -> Decoded | None:
         return self.outputs.get("speculation")
 
@@ -85,12 +90,14 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     waiting: dict[str, Controller] = {} if options.no_baseline else {"baseline": Fixed(None)}
     if waiting:
         warm_up(session)
+    settle()
     if waiting and (not plan.candidates or watch is not bar_of_pass or plan.needs_baseline):
         done, waiting = decode_in_turns(session, waiting, watch=watch), {}
     if not plan.candidates:
         return PassResults(prefill_seconds, done)
     drafters = session.drafters(done["baseline"].tokens if done else None)
     warm_up(session, drafters)
+    settle()
     costs = costs_of(session, drafters)
     new_controller = partial(make_controller, session, drafters, costs)
     waiting["speculation"] = new_controller()
@@ -113,19 +120,18 @@ def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCo
     return Adaptive(drafters, by_context, plan.gammas, names) if by_context else Fixed(drafters[0])
 
 
-def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
-    """Compile or capture what rounds need, if anything, and leave all objects of now out of later garbage collections:
-    a collection of a model's 350,000 objects pauses a round for 0.17 s."""
-    if session.plan.gen_len > 1 and (session.plan.config.target.compile or session.runner.graphs):
-        _run_rounds(session, drafters)
-    gc.unfreeze()  # what an earlier session left
+def settle() -> None:
+    """Leave the objects that exist now out of garbage collections until another session is opened: a collection of all
+    objects of a loaded model would pause a round for longer than it takes."""
     gc.collect()
     gc.freeze()
 
 
-def _run_rounds(session: Session, drafters: Sequence[Drafter]) -> None:
-    """Run a few rounds of each kind from the prefilled state, so that they are compiled and captured."""
+def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
+    """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
     runner, plan = session.runner, session.plan
+    if plan.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
+        return
     choices = [PLAIN] if not drafters or plan.automatic else []
     gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
     choices += [RoundChoice(i, gamma) for i, gamma in gammas]

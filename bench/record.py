@@ -224,8 +224,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     if speculative and (width := plan.config.passes.by_length):
         record["by_length"] = by_length_rows(width, plan.gen_len, passes.outputs)
     if speculative and plan.config.passes.ablate:
-        ablated = [output for name, output in passes.outputs.items() if name.startswith("ablation")]
-        pairs = zip(plan.candidates, (speculative, *ablated), strict=True)
+        pairs = zip(plan.candidates, (speculative, *passes.ablations), strict=True)
         target = plan.planned_target
         record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,7 @@ class Session:
     def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:
         """Open a session. n_continued: tokens to cut after each prompt of a data set. options: a dataclass of further
         options that ranks need to have in common. Errors: UserError."""
+        gc.unfreeze()  # objects of an earlier session may be collected
         require_room(plan)
         watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
         timeout, facts = watched.rank_timeout, partial(common_facts, plan, options)

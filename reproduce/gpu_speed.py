@@ -8,7 +8,6 @@ A record of each cell is appended as it ends. Rounds in the shape of Llama-3.1-8
 entries; rows that do not fit into memory are left out. Exit code 1 if a cell failed.
 """
 
-import gc
 import itertools
 import sys
 import tomllib
@@ -158,8 +157,6 @@ def rounds(device: str, words: str) -> Record:
     runner, is_dummy = session.runner, session.plan.config.target.load_format == "dummy"
     if is_dummy:
         fill_with_noise(runner, session.prompts)  # the passes then find the prompts prefilled
-    gc.collect()
-    gc.freeze()  # a collection of all objects would pause a round
     done = passes.run_passes(session)
     record = make_record("gpu_speed", session, done)
     runner.drop_graphs()

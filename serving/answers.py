@@ -65,7 +65,8 @@ def internal(error: Exception) -> Failure:
 class Token:
     """A token of an answer or a prompt. text: its characters, or a control token's name. delta: what it adds to the
     text, which has `offset` characters before it. drafted: whether it is an accepted draft. round: 0 for the prompt's
-    prefill. top: the likeliest ids in its place, with their log-probabilities. reasoning: what it adds to that."""
+    prefill. top: the likeliest ids in its place, with their log-probabilities. reasoning: what it adds
+    to the reasoning."""
 
     index: int
     id: int

@@ -17,7 +17,7 @@ from tyro.conf import arg
 from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig, Sizes
 from bench.dummy_prefill import fill_with_noise
-from bench.passes import make_controller, warm_up
+from bench.passes import make_controller, settle, warm_up
 from bench.plan import resolve
 from bench.progress import verified_drafts
 from bench.session import Session, random_prompts
@@ -99,7 +99,7 @@ class Scheduler(Progress):
         self.publish: Callable[[list[Update]], None] = lambda updates: None
         self.n_rounds, self.round_seconds, self.between_seconds = 0, 0.0, 0.0
         self.verification, self._ranks, self._runner = batch.verification, session.ranks, session.runner
-        self._log, self._verified = batch.log_verification, list[dict[str, Any]]()
+        self._run, self._log, self._verified = session.run, batch.log_verification, list[dict[str, Any]]()
         self.observes = self._log is not None
         chunk = batch.prefill_tokens or (CPU_PREFILL if session.runner.device.type == "cpu" else GPU_PREFILL)
         how: dict[str, Any] = {"verification": batch.verification, "progress": self, "prefill_tokens": chunk}
@@ -178,16 +178,18 @@ class Scheduler(Progress):
             self.publish([self._update(request) for request in new])
 
     def verified(self, row: VerifiedRow) -> None:
-        self._verified.extend(verified_drafts(row))
+        if self._log is not None:
+            self._verified.extend({"run": self._run} | line for line in verified_drafts(row))
 
     def ended(self, round_: RoundStats) -> None:
-        """Append the round's verified draft tokens to their file; if that fails, say so, and log no more."""
+        """Append the round's verified draft tokens to their file; if that fails, say so, and log no more: rounds stay
+        as slow as they are with a log."""
         if self._verified and self._log is not None:
             try:
                 append_record(self._log, *self._verified)
             except UserError as error:
                 self._log = None
-                say(f"warning: from now on no draft tokens are logged: {error}")
+                say(f"warning: from now on no draft tokens are logged: {error.what} ({error.seen})")
         self._verified.clear()
 
     def _update(self, request: ServedRequest) -> Update:
@@ -210,14 +212,16 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Controller]:
         # Clients may sample, with filters: rounds are captured for that from the start.
         session = replace(session, plan=replace(plan, sampling=SamplingParams(1.0, top_p=0.5)))
     if not plan.candidates:
+        settle()
         return session, Fixed(None)
     drafters, noise = session.drafters(), _with_noise(session, plan.prefix_len)
     if plan.chooses or plan.config.target.compile or session.runner.graphs is not None:
         warm_up(noise, drafters)
     lengths = {max(1, plan.prefix_len // SHORTER), plan.prefix_len} if plan.chooses else set()
-    costs = [_costs_behind(session, drafters, length) for length in sorted(lengths)]
+    costs = [_costs_after(session, drafters, length) for length in sorted(lengths)]
     session.runner.cache.prefilled.clear()  # no request begins with the random prompts
     drop_kept_prompts(drafters)
+    settle()
     return session, make_controller(noise, drafters, *costs)
 
 
@@ -228,7 +232,7 @@ def _with_noise(session: Session, length: int) -> Session:
     return replace(session, plan=replace(session.plan, prefix_len=length), prompts=prompts)
 
 
-def _costs_behind(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
+def _costs_after(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:
     """Return the costs of rounds after random entries, without their acceptance, which says nothing of text."""
     costs = costs_of(_with_noise(session, length), drafters, n_steps=math.inf)
     assert costs is not None, "something is to be chosen"

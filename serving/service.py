@@ -396,5 +396,7 @@ class Service(Collector):
         lines = [line | {"id": answer.request.index, **answer.log()} for answer in answers] or [line]
         if self._log_prompts:
             for line, answer in zip(lines, answers, strict=False):
-                line |= {"prompt": self.tokenizer.decode(answer.request.prompt), "answer": answer.text}
+                reasoning = "".join(token.reasoning for token in answer.tokens)
+                line |= {"prompt": self.tokenizer.decode(answer.request.prompt)}
+                line |= {"reasoning": reasoning, "answer": answer.text} if reasoning else {"answer": answer.text}
         print("\n".join(map(json.dumps, lines)), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.auto.measure import costs_of
 from bench.config import RunConfig
-from bench.passes import decode_in_turns, make_controller, warm_up
+from bench.passes import decode_in_turns, make_controller, settle, warm_up
 from bench.plan import Plan, PromptText, resolve
 from bench.progress import progress_bar
 from bench.session import Session
@@ -58,6 +58,7 @@ def decode_batches(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
     """
     n_rows, drafters = session.plan.n_rows, session.drafters()
     warm_up(session, drafters)
+    settle()
     costs = costs_of(session, drafters)
     with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
         for first in range(0, len(session.prompts), n_rows):

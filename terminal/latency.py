@@ -97,8 +97,8 @@ class Latency(ModelFlags):
 
 def latencies(plan: Plan) -> list[dict[str, Any]]:
     """Return two rows, plain decoding and speculation, over all batches but the first. Errors: UserError."""
-    gc.unfreeze()  # the session before
-    gc.collect()
+    gc.unfreeze()
+    gc.collect()  # the session before
     torch.cuda.empty_cache()
     session, before = Session.of_plan(plan), usage_so_far()
     _, *counted = decode_batches(session)

@@ -186,7 +186,8 @@ void attend(const Call& at, int n_thread) {
             };
             if (part < n_own) {
                 const int64_t first = part * at.part;
-                attend_to(Stored<D, Entry, P>(at, stored, kv_head), at.slots + row * at.n_slot + first, first, std::min(first + at.part, at.n_slot));
+                attend_to(Stored<D, Entry, P>(at, stored, kv_head), at.slots + row * at.n_slot + first, first,
+                          std::min(first + at.part, at.n_slot));
                 continue;
             }
             const int64_t first = (part - n_own) * at.part, last = std::min(first + at.part, at.n_packed);
@@ -213,7 +214,8 @@ void attend(const Call& at, int n_thread) {
             }
             for (int d = 0; d < D; ++d) sums[d] /= total;
             const int64_t row = head / at.n_kv_head, token = m / at.group;
-            const int64_t q_head = (row * at.n_token + token) * at.n_kv_head * at.group + head % at.n_kv_head * at.group + m % at.group;
+            const int64_t kv_head = (row * at.n_token + token) * at.n_kv_head + head % at.n_kv_head;
+            const int64_t q_head = kv_head * at.group + m % at.group;
             copy_row(sums, at.out, q_head * at.head_dim, at.q_is_bfloat16, (int)at.head_dim);
             at.workspace[head * n_part * per_part + n_row * D + m] = highest + std::log2(total * at.group);
         }
@@ -238,14 +240,10 @@ typedef Bfloat16Products OfBfloat16;
 typedef Int8Products OfInt8;
 #endif
 
-// Returns why this process cannot use the library, or null.
-extern "C" const char* foretoken_refusal() {
 #if defined(AMX)
-    return amx::refusal();
-#else
-    return nullptr;
+// Returns why this process cannot use the library, or null.
+extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
-}
 
 // Returns 0, or 1 if there is no kernel for these entries.
 extern "C" int foretoken_attend(const Call* call, int n_thread) {

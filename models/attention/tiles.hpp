@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int BLOCK = 48;  // the most query rows of a task: their state fits the cache beside a tile
+constexpr int BLOCK = 48;  // the most query rows of a task: their state fits the cache with a tile
 
 // The arguments of a call. rows: the row of entries that each row of queries attends to; null: the row of the same number.
 struct Call {
@@ -125,7 +125,8 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
 }
 
-// The entries of a row and head as they are stored, of up to D numbers, beside which there are zeros. scales: those of entries in 8 bits, else null.
+// The entries of a row and head as they are stored, of up to D numbers; zeros fill the rest. scales: those of entries in
+// 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
     const Entry *keys, *values;
@@ -141,7 +142,8 @@ struct Stored {
     Stored(const Call& at, int64_t row, int64_t head)
         : keys((const Entry*)at.keys + row * at.key_row + head * at.key_head),
           values((const Entry*)at.values + row * at.value_row + head * at.value_head), dim(at.head_dim),
-          key_stride(at.key_slot), value_stride(at.value_slot), key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
+          key_stride(at.key_slot), value_stride(at.value_slot), key_scales(at.key_scales),
+          value_scales(at.value_scales), scale_stride(at.scale_slot) {
         if (key_scales) key_scales += row * at.scale_row + head * at.scale_head;
         if (value_scales) value_scales += row * at.scale_row + head * at.scale_head;
     }

@@ -11,11 +11,12 @@ def reasons_after(prompt: str) -> bool | None:
 
 
 class ReasoningParser:
-    """Separates reasoning from the answer in a growing text, without the tags and the line ends behind them. is_open:
-    as from `reasons_after`; False for a text that is all answer."""
+    """Separates reasoning from the answer in a growing text, without the tags and the line ends after them.
+
+    is_open: True within reasoning, None where it may begin, False within an answer."""
 
     def __init__(self, is_open: bool | None = False) -> None:
-        self.is_open, self._held, self._is_behind_tag = is_open, "", is_open is True
+        self.is_open, self._held, self._skips_line_ends = is_open, "", is_open is True
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """Return what the text adds to the reasoning and to the answer. Text that may begin a tag waits for more, until
@@ -32,7 +33,7 @@ class ReasoningParser:
                 reasoning, self._held = reasoning[:cut], reasoning[cut:]
                 return self._stripped(reasoning), ""
             reasoning = self._stripped(reasoning)
-            self.is_open, self._held, self._is_behind_tag = False, rest, True
+            self.is_open, self._held, self._skips_line_ends = False, rest, True
         answer, self._held = self._held, ""
         return reasoning, self._stripped(answer)
 
@@ -40,13 +41,13 @@ class ReasoningParser:
         """Return whether the text has enough characters to tell if it begins with reasoning."""
         begun = self._held.lstrip()
         if begun.startswith(OPEN):
-            self.is_open, self._held, self._is_behind_tag = True, begun.removeprefix(OPEN), True
+            self.is_open, self._held, self._skips_line_ends = True, begun.removeprefix(OPEN), True
         elif is_last or not OPEN.startswith(begun):
             self.is_open = False
         return self.is_open is not None
 
     def _stripped(self, text: str) -> str:
-        if self._is_behind_tag:
+        if self._skips_line_ends:
             text = text.lstrip("\n")
-            self._is_behind_tag = not text
+            self._skips_line_ends = not text
         return text

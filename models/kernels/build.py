@@ -33,19 +33,17 @@ from common.say import say
 
 class Kernel(NamedTuple):
     """A kernel that is checked before it is used. cases: the module whose cases it has to compute. source: a file of
-    C++; None for kernels of a GPU. in_bfloat16: true if its source has the builds of NEEDED, too."""
+    C++; None for kernels of a GPU. has_optional_builds: true if its source has the builds of CPU_FLAGS, too."""
 
     cases: str
     source: Path | None = None
-    in_bfloat16: bool = False
+    has_optional_builds: bool = False
 
 
 KERNELS = {
-    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", in_bfloat16=True),
+    "attention": Kernel("models.attention.check", ROOT / "models" / "attention" / "cpp_kernel.cpp", True),
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
-    "linear": Kernel(
-        "models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", in_bfloat16=True
-    ),
+    "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", True),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
     "triton": Kernel("models.attention.check"),
     "flash": Kernel("models.attention.check"),
@@ -61,9 +59,10 @@ BUILDS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-# Builds of kernels that multiply bfloat16, and the flag of a CPU that they need: some CPUs multiply pairs of bfloat16
-# at less than half the rate of float32, so that widening them is faster.
-NEEDED = {"AMX": "amx_tile", "widened": "avx512_bf16"}
+# The flags of CPUs that optional builds are for: some CPUs multiply pairs of bfloat16 at less than half the rate of
+# float32, so that widening them is faster.
+CPU_FLAGS = {"AMX": "amx_tile", "widened": "avx512_bf16"}
+CLEARLY = 1.1  # times as fast: noise must not choose between builds that are equally fast
 TIMEOUT_SECONDS = 300
 
 Bound = TypeVar("Bound")
@@ -188,7 +187,8 @@ def _first_good_build(name: str) -> BuildChoice:
 def builds_of(kernel: Kernel) -> list[str]:
     """Return the builds to try for a kernel of C++."""
     flags = _cpu().split()
-    return [build for build in BUILDS if build not in NEEDED or (kernel.in_bfloat16 and NEEDED[build] in flags)]
+    optional = [build for build in CPU_FLAGS if kernel.has_optional_builds and CPU_FLAGS[build] in flags]
+    return [build for build in BUILDS if build in optional or build not in CPU_FLAGS]
 
 
 def overtaken(name: str, build: str) -> str | None:
@@ -200,21 +200,30 @@ def overtaken(name: str, build: str) -> str | None:
         library, rival = (str(build_library(name, of)) for of in (build, "widened"))
     except subprocess.CalledProcessError:
         return None
-    faster = check(kernel.cases, library, rival)
-    return faster if faster and not check(kernel.cases, rival) else None
+    problem, printed = _run_cases(kernel.cases, library, rival)
+    ratio = 1.0 if problem else float(printed)
+    if ratio <= CLEARLY or check(kernel.cases, rival):
+        return None
+    return f"the widened build is {ratio:.1f} times as fast"
 
 
-def check(module: str, *candidates: str) -> str | None:
-    """Compute the cases of a module with a candidate, or time it and a rival, in a process that may crash. Returns why
-    the candidate cannot be used; None if it can."""
+def check(module: str, candidate: str) -> str | None:
+    """Return why a candidate cannot be used in the cases of a module; None if its results are right."""
+    return _run_cases(module, candidate)[0]
+
+
+def _run_cases(module: str, *candidates: str) -> tuple[str | None, str]:
+    """Check a candidate, or time it and a rival, in a process that may crash. Returns why that failed, or None, and its
+    output."""
     command = [sys.executable, "-m", "models.kernels.check", module, *candidates]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"its check does not end in {TIMEOUT_SECONDS} s"
+        return f"its check does not end in {TIMEOUT_SECONDS} s", ""
     if ended.returncode < 0:
-        return f"it crashes ({signal.Signals(-ended.returncode).name})"
-    return ["no message", *ended.stderr.strip().splitlines()][-1][:200] if ended.returncode else None
+        return f"it crashes ({signal.Signals(-ended.returncode).name})", ""
+    message = ["no message", *ended.stderr.strip().splitlines()][-1][:200]
+    return message if ended.returncode else None, ended.stdout
 
 
 def build_library(name: str, build: str) -> Path:

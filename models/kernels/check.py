@@ -21,7 +21,6 @@ from models.kernels.build import BuildError, open_library
 
 Results = tuple[Tensor, ...]
 N_TIMED = 51  # runs of each library
-CLEARLY = 1.1  # times as fast: noise must not choose between builds that are equally fast
 
 
 class Case(NamedTuple):
@@ -65,8 +64,8 @@ def main(module: str, library: str, rival: str = "") -> None:
     except BuildError as reason:
         sys.exit(str(reason))
     if others:
-        ratio = speedup([case for case in suite.cases() if case.is_timed], candidate, *others)
-        sys.exit(f"the widened build is {ratio:.1f} times as fast" if ratio > CLEARLY else 0)
+        print(speedup([case for case in suite.cases() if case.is_timed], candidate, *others))
+        return
     for case in suite.cases() if is_built else suite.gpu_cases():
         if not (error := case.error(candidate)) <= case.allowed:
             sys.exit(f"wrong results ({case.what}: an error of {error:.1g}, allowed {case.allowed:.1g})")

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from bench.auto.measure import costs_of
 from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
 from bench.memory import memory_plan
-from bench.passes import warm_up
+from bench.passes import settle
 from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
@@ -116,19 +116,20 @@ def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
 
 
-def test_what_is_there_before_rounds_is_left_out_of_collections_until_the_next_session(session: Session) -> None:
+def test_what_is_there_before_rounds_is_left_out_of_collections_until_the_next_session(config: RunConfig) -> None:
     class Owner:
         pass
 
     earlier = Owner()
     earlier.__dict__["itself"] = earlier
     died = weakref.finalize(earlier, lambda: None)
-    warm_up(session)
+    settle()
     assert gc.get_freeze_count() > 10 * len(gc.get_objects())
     del earlier
     gc.collect()
     assert died.alive
-    warm_up(session)
+    Session.open(config, prompts=TEXTS)
+    gc.collect()
     assert not died.alive
 
 

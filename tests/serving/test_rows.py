@@ -72,13 +72,15 @@ def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
             answers = [*pool.map(lambda body: server.json(TGI, body | {"stream": False}), bodies)]
         assert all("generated_text" in answer for answer in answers)
         requests = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+        n_verified = sum(request["speculation"]["verified"] for request in requests)
+        server.until(lambda: logged.read_text().count("\n") == n_verified, "a line for each draft")  # after the answers
         lines = [json.loads(line) for line in logged.read_text().splitlines()]
         for request in requests:
             mine = [line for line in lines if line["request"] == request["id"]]
             assert len(mine) == request["speculation"]["verified"] > 0
             assert sum(line["accepted"] for line in mine) == request["speculation"]["accepted"]
             assert all(0 <= line[name] <= 1 for line in mine for name in ("p", "q")) and mine[0]["position"] > 2
-        assert len({line["request"] for line in lines}) == 2
+        assert len({line["request"] for line in lines}) == 2 and len({line["run"] for line in lines}) == 1
         logged.unlink()
         logged.mkdir()
         assert len(server.ids("abc", max_new_tokens=40)) == 40

@@ -6,4 +6,5 @@ import pytest
 import torch
 
 needs_cpp_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+needs_bfloat16_products = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="it needs AVX512-BF16")
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 weights need VNNI")

@@ -262,7 +262,12 @@ def test_clients_get_json_on_every_route(structured: Served):
     require(chat)
     require(structured.ask("/v1/completions", {"prompt": "q", **how}).json["choices"][0]["text"])
     plate = {"type": "regex", "value": PLATE[1]}
-    require(structured.generate("q", grammar=plate, seed=5, do_sample=True)["generated_text"], PLATE)
+    sampled, plainly = (
+        structured.generate("q", grammar=plate, seed=5, do_sample=True, speculate=how)["generated_text"]
+        for how in (True, False)
+    )
+    require(sampled, PLATE)
+    assert sampled == plainly
     require(hub.text_generation("q", max_new_tokens=150, grammar={"type": "json", "value": SCHEMA}))
     parsed = openai.chat.completions.parse(messages=messages, **how | {"response_format": Person}).choices[0].message
     assert isinstance(parsed.parsed, Person)

@@ -6,7 +6,6 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -15,17 +14,15 @@ import torch
 from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
-from models.kernels.check import CLEARLY, Case, speedup
-from tests.support.machine import needs_cpp_compiler, needs_vnni
+from models.kernels.check import Case, speedup
+from tests.support.controllers import Clock
+from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
 
 pytestmark = needs_cpp_compiler
 # An expression of the pointwise kernel's source, and what a bug makes of it.
 RIGHT, WRONG = "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"
-
-
 EMULATED = ("-march=native", "-DAMX", "-DEMULATED")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-needs_bfloat16_products = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="it needs AVX512-BF16")
 
 
 @pytest.fixture(autouse=True)
@@ -116,16 +113,6 @@ def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeyp
     cpp_build.load_library("pointwise")
 
 
-@pytest.mark.parametrize("problem,build", [(None, "widened"), ("wrong results", "native")])
-def test_of_right_builds_that_multiply_bfloat16_the_faster_is_chosen(monkeypatch, problem, build):
-    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : avx512_bf16")
-    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
-    verdicts = {("native",): None, ("widened",): problem, ("native", "widened"): "1.5 times"}
-    monkeypatch.setattr(cpp_build, "check", lambda module, *candidates: verdicts[candidates])
-    assert cpp_build._first_good_build("linear").build == build
-    assert cpp_build._first_good_build("pointwise").build == "native"
-
-
 def test_kernels_that_multiply_bfloat16_are_built_for_amx_where_the_cpu_has_it(monkeypatch):
     """A system that refuses tiles gets the next build, with the reason."""
     monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : amx_tile")
@@ -138,9 +125,24 @@ def test_kernels_that_multiply_bfloat16_are_built_for_amx_where_the_cpu_has_it(m
     assert cpp_build._first_good_build("pointwise") == cpp_build.BuildChoice("native", [])
 
 
-def test_builds_are_compared_by_their_time():
-    case = Case("", 0.0, lambda seconds: sleep(seconds) or (), ())
-    assert speedup([case], 1e-3, 5e-4) > CLEARLY > 1 / CLEARLY > speedup([case], 5e-4, 1e-3)
+def test_builds_are_compared_by_their_time(monkeypatch):
+    clock = Clock(0.0)
+    monkeypatch.setattr("models.kernels.check.perf_counter", clock.perf_counter)
+    case = Case("", 0.0, lambda seconds: clock.wait(seconds) or (), ())
+    assert speedup([case], 3, 2) == 1.5
+
+
+def test_the_widened_build_is_used_if_it_is_right_and_clearly_faster(monkeypatch):
+    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
+    ends = {("native",): (None, ""), ("widened",): (None, "")}
+    monkeypatch.setattr(cpp_build, "_run_cases", lambda module, *candidates: ends[candidates])
+    for timed, build in (((None, "1.2"), "widened"), ((None, "1.05"), "native"), (("it crashes", ""), "native")):
+        ends["native", "widened"] = timed
+        assert cpp_build._first_good_build("attention").build == build
+    assert cpp_build._first_good_build("pointwise").build == "native", "it does not multiply bfloat16"
+    ends["native", "widened"], ends["widened",] = (None, "2.0"), ("wrong results", "")
+    assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", [])
 
 
 @pytest.mark.parametrize("stored", ["", '{"build": "na', "[]", "{}"])

@@ -13,11 +13,12 @@ from models.kernels import linear_cpp
 from models.kernels.linear_check import D_IN, D_OUT, Layer, layers
 from models.kernels.packed_linear import PackedLinear
 from models.kernels.row_bits import CHUNK
+from tests.support.machine import needs_bfloat16_products
 
 EMULATED = ("-march=native", "-DAMX", "-DEMULATED")
 FLAGS = cpp_build.BUILDS | {"emulated AMX": EMULATED}
 
-pytestmark = pytest.mark.skipif(not linear_cpp.takes(torch.empty(32, 32)), reason="the kernel needs AVX512-BF16")
+pytestmark = needs_bfloat16_products
 
 
 @cache
@@ -36,19 +37,18 @@ def layer_and_rows(bits: int, n_row: int) -> tuple[Layer, Tensor]:
     return next(layer for layer in layers() if layer.bits == bits), x
 
 
-@pytest.mark.parametrize("n_row", [2, 15, 16, 17, 31, 32, 48, 97, 130])
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("n_row", [15, 16, 17, 31, 32, 48, 97, 130])
+@pytest.mark.parametrize("bits", [16, 8])
 def test_a_row_in_tiles_has_the_bits_that_it_has_alone(bits, n_row):
-    """Rows share tiles, groups of tiles, and panels with a few rows behind the last full one."""
+    """Rows share tiles, groups of tiles, and panels with a few rows after the last full one."""
     layer, x = layer_and_rows(bits, n_row)
     some = sorted({0, n_row // 2, n_row - 1})
     alone = torch.cat([product_of("emulated AMX", layer, x[row, None]) for row in some])
     assert torch.equal(product_of("emulated AMX", layer, x)[some], alone)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_integers_in_tiles_have_the_bits_of_vnni(bits):
-    layer, x = layer_and_rows(bits, 37)
+def test_integers_in_tiles_have_the_bits_of_vnni():
+    layer, x = layer_and_rows(8, 37)
     assert torch.equal(product_of("emulated AMX", layer, x), product_of("native", layer, x))
 
 
