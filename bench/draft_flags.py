@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from tyro.conf import arg
 
-from bench.draft_names import DEFAULT_POLICY, FORMS, FULL_BUDGET, drafts_of, parse_draft, required_options
+from bench.draft_names import (
+    DEFAULT_POLICY,
+    FORMS,
+    FULL_BUDGET,
+    drafts_of,
+    parse_draft,
+    parse_options,
+    required_options,
+)
 from common.errors import refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
@@ -125,7 +133,7 @@ class DraftOptions:
         used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
         if any(len(each) > 1 for each in found):
             used.add("auto_drafts")
-        pairs = chain.from_iterable(each.items() for each in options)
+        pairs = chain.from_iterable((each | parse_options(each.get("draft_options", ()))).items() for each in options)
         chosen_by = (None, (), FULL_BUDGET)  # not given, or it has chosen the policy
         if unused := dict.fromkeys(name for name, value in pairs if name not in used and value not in chosen_by):
             first = [each[0].options() for each in found]

@@ -8,7 +8,7 @@ after `@`. Flags, grids, sweeps and records use these names.
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -85,8 +85,7 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
         if (named := given.setdefault("draft_policy", "full")) != "full":
             policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
             refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
-    pairs = (option.partition("=")[::2] for option in given.pop("draft_options", ()))
-    given |= {name: parse_value(value) for name, value in pairs}
+    given |= parse_options(given.pop("draft_options", ()))
     kinds = [_known("draft", given["draft"], drafters())]
     others = {name: drafters()[name] for name in ALONE}
     kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
@@ -124,6 +123,20 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     if name not in kinds:
         refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", "use one of these")
     return kinds[name]
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the options of NAME=VALUE pairs. Errors: ConfigError for a name that no draft, policy or wrapper has."""
+    kinds = [*drafters().values(), *policies().values(), *wrappers()]
+    known = {option.name for kind in kinds for option in fields(kind)} - {"policy", "draft"}
+    parsed = dict[str, Any]()
+    for pair in pairs:
+        name, is_pair, value = pair.partition("=")
+        if not is_pair or name not in known:
+            required = f"NAME=VALUE with one of {', '.join(sorted(known))}"
+            refuse("draft_options", pair[:80], required, "no draft or policy has this option", "check the spelling")
+        parsed[name] = parse_value(value)
+    return parsed
 
 
 def parse_value(text: str) -> Any:

@@ -279,6 +279,11 @@ class PromptEntries:
     queries: Tensor
     first: int = 0
 
+    @property
+    def n_layer(self) -> int:
+        """The number of layers of the cache's model."""
+        return len(self.cache.entries)
+
     @cached_property
     def positions(self) -> Tensor:
         """The entries' positions, `[length]` int64."""

@@ -37,3 +37,9 @@ def test_a_name_and_options_are_a_configuration() -> None:
     given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "draft_options": ("text_match=4",)}
     draft = SelfConfig(gamma=5, policy=SnapKV(snapkv_window=16))
     assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
+
+
+@pytest.mark.parametrize("pair", ["text_mach=4", "text_match", "policy=4"])
+def test_an_option_that_no_draft_has_is_refused(pair: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){pair}.*text_match"):
+        drafts_of({"draft": "self", "draft_options": (pair,)})
