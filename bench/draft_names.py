@@ -127,7 +127,7 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of NAME=VALUE pairs. Errors: ConfigError for a name that no draft, policy or wrapper has."""
-    kinds = [*drafters().values(), *policies().values(), *wrappers()]
+    kinds: list[Any] = [*drafters().values(), *policies().values(), *wrappers()]
     known = {option.name for kind in kinds for option in fields(kind)} - {"policy", "draft"}
     parsed = dict[str, Any]()
     for pair in pairs:
