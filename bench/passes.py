@@ -121,8 +121,8 @@ def make_controller(session: Session, drafters: Sequence[Drafter], *costs: RunCo
 
 
 def settle() -> None:
-    """Leave the objects that exist now out of garbage collections until another session is opened: a collection of all
-    objects of a loaded model would pause a round for longer than it takes."""
+    """Leave the objects that exist now out of garbage collections, until another session is opened: a collection that
+    goes through a loaded model's objects would pause a round."""
     gc.collect()
     gc.freeze()
 

@@ -59,8 +59,8 @@ BUILDS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-# The flags of CPUs that optional builds are for: some CPUs multiply pairs of bfloat16 at less than half the rate of
-# float32, so that widening them is faster.
+# The flags of CPUs that optional builds are for: some CPUs multiply pairs of bfloat16 so slowly that widening them to
+# float32 is faster.
 CPU_FLAGS = {"AMX": "amx_tile", "widened": "avx512_bf16"}
 CLEARLY = 1.1  # times as fast: noise must not choose between builds that are equally fast
 TIMEOUT_SECONDS = 300
