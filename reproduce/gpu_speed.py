@@ -44,6 +44,7 @@ from kv_cache import FullKVCache
 from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
+from models.kernels.linear_speed import graph_ms
 from models.kernels.quantize import quantized_linear
 from models.names import SCHEMES
 from models.storage import KV_DTYPES
@@ -57,9 +58,7 @@ def milliseconds(device: str, call: Callable[[], object]) -> float:
     call()  # the first call is slower
     if device == "cpu":
         return 1e3 * median(timeit(call, number=1) for _ in range(3))
-    from triton.testing import do_bench_cudagraph
-
-    return do_bench_cudagraph(call, return_mode="median")
+    return graph_ms(device, call)
 
 
 def dtype_of(device: str) -> torch.dtype:

@@ -28,12 +28,13 @@ from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_kernels import split_kv
 from models.config import ModelConfig
-from models.kernels import triton_quantize
+from models.kernels import triton_int4, triton_quantize
+from models.kernels.quantize import GROUP, UNIT
 
 IN_4_BITS = "4 bits"
 Record = dict[str, Any]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table 30).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 # Tokens and query heads of a KV head, by the number of query rows, their product.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
@@ -114,8 +115,17 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     x, sums, scales = empty(64, 14336, dtype=torch.bfloat16), empty(64, 4096, dtype=torch.int32), empty(4096)
     yield "round activations", triton_quantize.plan_rows(x, 17)[0]
     yield "scale products", triton_quantize.plan_products(sums, scales, scales[:64], x.dtype)[0]
-    grids = empty(448, 4096, 2, dtype=x.dtype)
-    yield "dequantise weights", triton_quantize.plan_weights(empty(512, 112, 32, 4, dtype=sums.dtype), grids)[0]
+    for n_row, (d_out, d_in) in itertools.product((1, 32, 64, 128), ((28672, 4096), (4096, 14336), (960, 576))):
+        packed = (
+            empty(-(-d_in // UNIT), d_out, GROUP, dtype=torch.int16),
+            empty(-(-d_in // GROUP), d_out, dtype=sums.dtype),
+        )
+        given, arrived = empty(n_row, d_in, dtype=x.dtype), empty(d_out // 64, dtype=sums.dtype)
+        launch = triton_int4.plan_product(given, *packed, arrived, x.dtype)[0]
+        yield f"multiply {n_row} rows by {d_out} x {d_in} in 4 bits", launch
+    launch = triton_int4.plan_weights(*packed, d_in)[0]
+    launch.arguments["IN_PAIRS"] = True
+    yield "write weights in 4 bits", launch
     positions = empty(BATCH, dtype=torch.int64)
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)
