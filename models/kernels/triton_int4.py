@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.launch import Launch
+from common.launch import Launch, multiprocessors
 
 # Outputs of a program of `multiply`, the most rows, and about how many programs a multiprocessor is to have.
 OUTPUTS, MOST_ROWS, PROGRAMS = (128, 64), 128, 2
-DEFAULT_SM_COUNT = 132  # multiprocessors of an H100 or H200; for launches without a GPU
 WRITTEN_OUTPUTS = 16  # of a program of `write_weights`
 
 
@@ -92,11 +91,10 @@ def plan_product(
     arrived: int32 zeros, one for each block of 64 outputs and of `MOST_ROWS` rows; the kernel leaves zeros in it.
     """
     (n_row, n_in), (n_unit, n_out, group) = x.shape, packed.shape
-    sm_count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else DEFAULT_SM_COUNT
     rows = min(max(triton.next_power_of_2(n_row), 16), MOST_ROWS)
     outputs = next(n for n in OUTPUTS if n_out % n == 0)
     n_block, n_row_block = n_out // outputs, triton.cdiv(n_row, rows)
-    per_split = triton.cdiv(n_unit, max(1, PROGRAMS * sm_count // (n_block * n_row_block)))
+    per_split = triton.cdiv(n_unit, max(1, PROGRAMS * multiprocessors(x.device).n // (n_block * n_row_block)))
     splits = triton.cdiv(n_unit, per_split)
     out = x.new_empty(n_row, n_out, dtype=dtype)
     n_sum = n_block * n_row_block * splits * outputs * rows if splits > 1 else 1
