@@ -118,7 +118,7 @@ def test_numbers_of_quantised_layers(scheme, record_property):
         levels, scale, low = quantize_groups(weight)
         grid = (levels.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
     layer, errors = quantized_linear(weight.to(DEVICE), bias.to(DEVICE), scheme), []
-    for n_row in (1, 16, 17, 300):
+    for n_row in (1, 16, 17, 32, 64, 100, 300):
         x = torch.randn(n_row, 576, generator=generator)
         wanted = x.double() @ grid.double().T + bias
         errors.append(((layer(x.to(DEVICE)).cpu() - wanted).norm() / wanted.norm()).item())

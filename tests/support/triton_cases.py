@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from common.launch import launch_on
+from common.launch import Multiprocessors, launch_on
 from kv_cache import FullKVCache, triton_packing
 from kv_cache.entries import KV, dequantize
 from kv_cache.refreshed import SelectionOps
@@ -31,7 +32,8 @@ CHUNK = 64
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    for name, value in (("DEFAULT_SM_COUNT", 1000), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
+    large = Multiprocessors(n=1000)
+    for name, value in (("multiprocessors", lambda _: large), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
         monkeypatch.setattr(triton_backend, name, value)
 
 
@@ -124,6 +126,17 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
     values = dequantize(cache.entries[1, ..., : cache.n_fixed, :], scales, torch.float64).transpose(0, 3).flatten(3)
     order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
     return values.gather(0, order[..., None].expand_as(values))
+
+
+def test_a_tile_that_does_not_fit_on_the_gpu_runs_on_torch(monkeypatch, capsys):
+    def fail(*_):
+        raise OutOfResources(2**17, 2**16, "shared memory")
+
+    case = make_case([41, 7], 3, head_dim=64, dtype=torch.float32)
+    exact = case.reference()
+    monkeypatch.setattr(triton_backend, "launch_on", fail)
+    torch.testing.assert_close(case.run(TritonAttention()).double(), exact, rtol=1e-5, atol=1e-5)
+    assert "shared memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
