@@ -123,6 +123,7 @@ class CostFlags:
             "predicted_for": name,
             **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
             "draft_weights": draft.weights or draft.dtype,
+            "alpha": self.alpha,
             "gammas": gammas,
             "acceptance_of": published if self.alpha is None else "given",
             "rows": rounded([cell.prediction() for cell in cells]),
