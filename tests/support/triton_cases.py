@@ -100,7 +100,7 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, quant_group, storage, 
     """4 bits are read without unpacking, in rows by name; the longest block takes two tiles of query rows."""
     backend = TritonAttention()
     for n_token, sliding_window in ((1, 60), (min(MAX_BLOCK, quant_group), None)):
-        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 130}
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 100}
         case = packed_case(n_token, 64, quant_group, **kind)
         expected = case.reference()
         with monkeypatch.context() as patch:
