@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
@@ -17,7 +16,7 @@ from models.kernels import build as cpp_build
 from models.kernels.check import Case, speedup
 from tests.support.controllers import Clock
 from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
-from tests.support.programs import run
+from tests.support.programs import run_here
 
 pytestmark = needs_cpp_compiler
 # An expression of the pointwise kernel's source, and what a bug makes of it.
@@ -106,14 +105,6 @@ def builds(monkeypatch, tmp_path) -> partial:
 
 def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
     """A later process loads the build that was chosen, without checks. Checks run in this process."""
-    in_another = subprocess.run
-
-    def run_here(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] != sys.executable:
-            return in_another(command, **how)
-        ended = run("models/kernels/check.py", command[3:])
-        return subprocess.CompletedProcess(command, bool(ended.code), ended.out, f"{ended.code}")
-
     monkeypatch.setattr(subprocess, "run", run_here)
     builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("refused", 2), ("right", 0))})
     cpp_build.load_library("pointwise")
